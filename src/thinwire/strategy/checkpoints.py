@@ -55,12 +55,13 @@ def save(
     Without `copy` it must write before anything changes.
     """
     content: Any
-    hold, facts = on_host if copy else live, parts.facts
+    to_save, facts = on_host if copy else live, parts.facts
     try:
         if only is None:
-            content = saved(parts, counters, extra, frozen=frozen, hold=hold)
+            content = saved(parts, counters, extra, frozen=frozen, to_save=to_save)
         else:
-            content, facts = saved_model(parts, frozen=frozen, hold=hold), {**facts, ONLY: only}
+            facts = {**facts, ONLY: only}
+            content = saved_model(parts, frozen=frozen, to_save=to_save)
     except Exception as error:  # reported to the others, which wait for this rank
         content = error
     part = parts.part

@@ -593,9 +593,6 @@ class Engine:
 
         Until the new checkpoint is complete, `load` returns the previous one.
 
-        Each rank also saves the extra state of modules (torch's `get_extra_state`): plain values
-        and tensors, in dicts, lists and tuples.
-
         The folder is named after the number of updates. Under local updates it is named after the
         local steps, dropped steps included, since this number is the same on all ranks.
 
@@ -618,12 +615,10 @@ class Engine:
             frozen: True if parameters that do not train are written too. If false, `load` compares
                 digests and needs the same values in the model: for fine-tuning a base model that is
                 stored elsewhere.
-            wait: True if the call returns when the checkpoint is complete. If false, the state is
-                copied, and a thread writes it during training. The next `save`, `close` or
-                `wait_for_save` waits for it and raises its error. So does the end of the script,
-                whose status is then 1. A process killed earlier leaves the previous checkpoint.
-            only: "model" writes parameters and buffers alone, for `load_parameters` and `thinwire
-                export`; in a directory of its own.
+            wait: True if the call returns when the checkpoint is complete. If false, a thread
+                writes a copy during training. The next `save`, `close` or `wait_for_save` waits for
+                it and raises its error. So does the end of the script, with status 1.
+            only: "model" writes parameters and buffers alone, in a directory of its own.
 
         Returns:
             The folder of this checkpoint. Without `wait`: its expected folder, unless others write
@@ -643,8 +638,6 @@ class Engine:
         check.boolean("frozen", frozen)
         check.boolean("wait", wait)
         check.one_of("only", only, (None, "model"))
-        if only is not None and extra is not None:
-            raise ValueError(f"only={only!r} saves no extra: omit one of them")
         self.wait_for_save()
         begun_s = time.perf_counter()
         counters, step, savers = self._counters(), self._steps.position(), self._parts.savers

@@ -84,15 +84,15 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def saved_model(
-    parts: Parts, *, frozen: bool = True, hold: Callable[[Tensor], Tensor] = torch.clone
+    parts: Parts, *, frozen: bool = True, to_save: Callable[[Tensor], Tensor] = torch.clone
 ) -> dict[str, Any]:
-    """Return parameters and buffers, with tensors as `hold` returns them."""
+    """Return parameters and buffers, with tensors as `to_save` returns them."""
     names = sorted(non_persistent_buffers(parts.model))
     params = _parameters(parts)
     left = {} if frozen else {n: p for n, p in params.items() if n not in parts.params}
     return {
-        "parameters": _held({n: p for n, p in params.items() if n not in left}, hold),
-        "buffers": _held(dict(named_buffers(parts.model)), hold),
+        "parameters": _held({n: p for n, p in params.items() if n not in left}, to_save),
+        "buffers": _held(dict(named_buffers(parts.model)), to_save),
         **({_NON_PERSISTENT: names} if names else {}),
         **({_FROZEN: _digests(left, parts.part)} if left else {}),
     }
@@ -104,11 +104,11 @@ def saved(
     extra: Any = None,
     *,
     frozen: bool = True,
-    hold: Callable[[Tensor], Tensor] = torch.clone,
+    to_save: Callable[[Tensor], Tensor] = torch.clone,
 ) -> dict[str, Any]:
-    """Return everything that a later step depends on, with tensors as `hold` returns them."""
+    """Return everything that a later step depends on, with tensors as `to_save` returns them."""
     _require_dense_state(parts)
-    of_modules = _held(saved_modules(parts.model), hold, sharded=True)
+    of_modules = _held(saved_modules(parts.model), to_save, sharded=True)
     exchange, optimizer = parts.saved_exchange(), parts.optimizer.state_dict()
     rest = {
         "optimizer": {**optimizer, "state": _without_kept(optimizer["state"], exchange)},
@@ -118,12 +118,12 @@ def saved(
     }
     return {
         "counters": dict(counters),
-        **saved_model(parts, frozen=frozen, hold=hold),
-        **_held(rest, hold),
+        **saved_model(parts, frozen=frozen, to_save=to_save),
+        **_held(rest, to_save),
         "optimizer_names": _names(parts),
         "loss_scale": None if parts.scaler is None else parts.scaler.state_dict(),
         "random": random_state(),
-        "extra": _held(plain(extra), hold, sharded=True),
+        "extra": _held(plain(extra), to_save, sharded=True),
         **({_OF_MODULES: of_modules} if of_modules else {}),
     }
 
@@ -476,7 +476,7 @@ def _require_dense_state(parts: Parts) -> None:
 
 
 def _held(
-    tree: Any, hold: Callable[[Tensor], Tensor] = torch.clone, *, sharded: bool = False
+    tree: Any, to_save: Callable[[Tensor], Tensor] = torch.clone, *, sharded: bool = False
 ) -> Any:
-    """Return the same tree with tensors, or this rank's part of them, as `hold` returns them."""
-    return with_tensors(tree, lambda t: hold((t if sharded else shard_of(t)).detach()))
+    """Return the same tree with tensors, or this rank's part of them, as `to_save` returns them."""
+    return with_tensors(tree, lambda t: to_save((t if sharded else shard_of(t)).detach()))
