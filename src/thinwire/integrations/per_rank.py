@@ -226,7 +226,7 @@ def _mean(values: Sequence[Any], where: str) -> Any:
     if all(isinstance(v, Mapping) and v.keys() == first.keys() for v in values):
         return {
             key: first[key]
-            if key == "bytes_sent"
+            if key == "traffic"
             else _mean([v[key] for v in values], f"{where}, {key}")
             for key in first
         }

@@ -30,7 +30,7 @@ def saved(averager: Averager, *, copy: bool = True) -> dict[str, Any]:
         **{key: value for kind in averager.when.state().values() for key, value in kind.items()},
         "observed": [float(loss) for loss in averager.interval.observed],
         "work": None if averager.work is None else averager.work.state(),
-        "bytes_sent": averager.bytes_sent,
+        "traffic": averager.counted(),
         "anchors": held(averaging.anchors),
         "outer_momentum": held(averaging.momentum),
         **{kind: held(tensors) for kind, tensors in averaging.kept.items()},
@@ -62,7 +62,7 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
     """Restore a saved state. Everything is checked before anything changes."""
     averaging, tensors = averager.averaging, averager.tensors
     targets = {"anchors": averaging.anchors, "outer_momentum": averaging.momentum, **averaging.kept}
-    wanted = {*COUNTERS, *INTERVAL, *targets, "bytes_sent", "pending", "local"}
+    wanted = {*COUNTERS, *INTERVAL, *targets, "traffic", "pending", "local"}
     wanted |= {"sketches", "observed", "work", "unchanged_buffers"}
     if wanted != state.keys():
         raise ValueError(
@@ -92,7 +92,7 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
     averager.interval.k_steps = averager.interval.allowed(state["k_steps"])
     averager.interval.observed = list(state["observed"])
     averager.reset_after_load(state["work"])
-    averager.count_from(state["bytes_sent"])
+    averager.count_from(state["traffic"])
     if pending is not None:  # it is sent again when it is due
         params = tensors.params
         measured = {n: value.to(params[n].device) for n, value in pending["measured"].items()}

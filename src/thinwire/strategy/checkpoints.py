@@ -41,7 +41,7 @@ from thinwire.strategy.saving import (
 def save(
     directory: str | Path,
     parts: Parts,
-    counters: Mapping[str, int],
+    counters: Mapping[str, float],
     extra: Any,
     step: int,
     keep: int | None,

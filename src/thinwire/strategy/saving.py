@@ -23,6 +23,7 @@ from thinwire.compress import KEPT, OTHER_RANKS
 from thinwire.core.provenance import PROVENANCE, Provenance, checksum_of
 from thinwire.core.several import all_of, kinds_of
 from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
+from thinwire.exchange.synchronizer import COUNTED
 from thinwire.optim.by_name import in_order
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.saving import remembered
@@ -100,7 +101,7 @@ def saved_model(
 
 def saved(
     parts: Parts,
-    counters: Mapping[str, int],
+    counters: Mapping[str, float],
     extra: Any = None,
     *,
     frozen: bool = True,
@@ -140,7 +141,7 @@ def _without_kept(state: Mapping[Any, Any], exchange: Mapping[str, Any]) -> dict
     }
 
 
-def state_dict(parts: Parts, counters: Mapping[str, int]) -> dict[str, Any]:
+def state_dict(parts: Parts, counters: Mapping[str, float]) -> dict[str, Any]:
     """Return the result of `saved` for `load`, with the facts that it fits and its rank."""
     state = saved(parts, counters)
     provenance = Provenance(
@@ -240,7 +241,7 @@ def load_all(
     return {**counters, "extra": state["extra"]}
 
 
-def _checked(state: Mapping[str, Any], parts: Parts) -> tuple[dict[str, int], frozenset[str]]:
+def _checked(state: Mapping[str, Any], parts: Parts) -> tuple[dict[str, float], frozenset[str]]:
     """Return the counters and the buffers that are `_left`, if the state fits the engine."""
     wanted = {"counters", "parameters", "buffers", "optimizer", "optimizer_names", "schedulers"}
     wanted |= {"exchange", "loss_scale", "merge", "random", "extra"}
@@ -249,8 +250,10 @@ def _checked(state: Mapping[str, Any], parts: Parts) -> tuple[dict[str, int], fr
             f"state is not from an engine: missing {sorted(wanted - state.keys())}, unknown "
             f"{sorted(state.keys() - wanted - _MAY_LACK)}"
         )
-    kinds = ("step", "dropped_steps", "bytes_sent")
-    counters = {key: check.integer(key, state["counters"].get(key), at_least=0) for key in kinds}
+    kinds = ("step", "dropped_steps", "bytes_between_stages", *COUNTED)
+    counters = {key: state["counters"].get(key) for key in kinds}
+    for key, value in counters.items():
+        check.real(key, value, at_least=0)
     if (state["loss_scale"] is None) != (parts.scaler is None):
         has, lacks = "state", "the engine"
         if parts.scaler is not None:
