@@ -6,14 +6,13 @@ import logging
 import secrets
 from collections.abc import Iterable, Mapping
 from functools import partial
-from multiprocessing.pool import ThreadPool
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from thinwire._validate import integer
 from thinwire._wording import warn_user
-from thinwire.checkpoint.files import checksum, clean_up, discard, on_all_ranks
+from thinwire.checkpoint.files import clean_up, discard, on_all_ranks
 from thinwire.checkpoint.manifest import (
     Found,
     Manifest,
@@ -24,6 +23,7 @@ from thinwire.checkpoint.manifest import (
     staging_name,
 )
 from thinwire.checkpoint.plan import RankWriter, SaveLayout, directories_of
+from thinwire.checkpoint.tensor_file import checksum
 from thinwire.comm import Group, require_agreement
 from thinwire.errors import CheckpointError
 
@@ -90,8 +90,6 @@ def save(
     return plan.path
 
 
-_READERS = 4
-"""Number of files read at a time; the SHA-256 of one keeps a core busy."""
 _log = logging.getLogger("thinwire")
 _NOT_ON_ALL_RANKS = "not all ranks have it in their directories"
 _Older = dict[str, Found]
@@ -192,11 +190,7 @@ def _damage(entry: Found | None) -> str | None:
         if missing_file(entry.path, manifest, names) is None
     ]
     names = [name for directory in here for name in directory]
-    # an executor refuses work once the script has ended, while its last save may still run
-    with ThreadPool(_READERS) as pool:
-        return _first(
-            pool.map(lambda name: _difference(entry.path / name, manifest.files[name][1]), names)
-        )
+    return _first(_difference(entry.path / name, manifest.files[name][1]) for name in names)
 
 
 def _difference(path: Path, wanted: str) -> str | None:
