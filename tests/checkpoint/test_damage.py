@@ -178,9 +178,9 @@ def rewritten(path: Path, **changes: Any) -> None:
 @pytest.mark.fault("another method, or a newer format")
 def test_newer_format_is_an_error_and_no_older_state_loads(tmp_path: Path) -> None:
     path = saved(tmp_path, 1, 2)
-    rewritten(path, format=2)
+    rewritten(path, format=3)
     with pytest.raises(
-        CheckpointError, match="has format 2, but this version of thinwire reads format 1"
+        CheckpointError, match="has format 3, but this version of thinwire reads format 2"
     ) as caught:
         load(tmp_path, group=GROUP)
     assert not isinstance(caught.value, CheckpointCorrupt)

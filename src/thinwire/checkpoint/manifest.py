@@ -15,8 +15,8 @@ from thinwire.checkpoint.files import is_regular
 from thinwire.checkpoint.tree import UNREADABLE, decoded
 from thinwire.errors import CheckpointCorrupt, CheckpointError
 
-FORMAT = 1
-"""Version of the format; older versions of thinwire cannot read a higher one."""
+FORMAT = 2
+"""Version of the format; no other one is read."""
 MANIFEST = "manifest.json"
 _FILE = re.compile(r"rank_[0-9]{5,9}\.(json|safetensors)")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -81,7 +81,7 @@ class Manifest:
         if version != FORMAT:
             raise CheckpointError(
                 f"the checkpoint has format {version!r}, but this version of thinwire reads "
-                f"format {FORMAT}: update thinwire (it was written by {content.get('thinwire')!r})"
+                f"format {FORMAT}: it was written by thinwire {content.get('thinwire')}, use that one"
             )
         if set(content) != set(cls.__dataclass_fields__):
             raise CheckpointCorrupt(
