@@ -81,7 +81,7 @@ class Manifest:
         if version != FORMAT:
             raise CheckpointError(
                 f"the checkpoint has format {version!r}, but this version of thinwire reads "
-                f"format {FORMAT}: it was written by thinwire {content.get('thinwire')}, use that one"
+                f"format {FORMAT}: use thinwire {content.get('thinwire')}, which wrote it"
             )
         if set(content) != set(cls.__dataclass_fields__):
             raise CheckpointCorrupt(
