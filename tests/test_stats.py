@@ -41,6 +41,10 @@ NAMES = {
     "lost_regrouping",
     "lost_joining",
     "lost_saving",
+    "grad_norm",
+    "clipped_share",
+    "drift",
+    "error_norm",
 }
 
 
@@ -263,3 +267,35 @@ def test_log_has_the_main_events(ranks: Pool) -> None:
         assert "DEBUG averaged after local step 3" in text
         assert "INFO step 0 was dropped for an overflow" in text
         assert "loss scale" in text
+
+
+def of_norms(rank: int, size: int) -> list[dict[str, float]]:
+    found = []
+    for localsgd in (None, tw.LocalSGD(2, compression=tw.Quantized(1))):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 32, bias=False)
+        strategy = tw.DistributedStrategy(localsgd=localsgd)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        clip = tw.ClipByGlobalNorm(3.0)
+        engine = strategy.prepare(model, optimizer, grad_clip=clip)
+        for step in range(2):
+            # gradients of norm 4 that share half of their squares between ranks, then of norm 2
+            given = torch.zeros(32, 64)
+            given[0, 0] = given[1, rank] = (4.0, 2.0)[step] / math.sqrt(2)
+            engine.minimize((model.weight * given).sum())
+        found.append(engine.stats())
+        state = engine.state_dict()["exchange"]
+        errors = state.get("errors", {}).values()
+        found[-1]["of state"] = math.hypot(0.0, *(float(e.norm()) for e in errors))
+    return found
+
+
+def test_statistics_have_norms_of_gradients_changes_and_residuals(ranks: Pool) -> None:
+    for dense, local in ranks.run(of_norms):
+        # mean over two ranks: half of the part in which they differ
+        assert dense["grad_norm"] == pytest.approx(math.sqrt(3))
+        assert local["grad_norm"] == pytest.approx(2)
+        assert dense["clipped_share"] == local["clipped_share"] == 0.5
+        assert dense["drift"] == dense["error_norm"] == 0
+        assert local["error_norm"] == pytest.approx(local["of state"])
+        assert local["error_norm"] > 0

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.core.sharded import is_sharded
-from thinwire.core.tensors import values_of
+from thinwire.core.sharded import is_sharded, shard_of
+from thinwire.core.tensors import coalesced, values_of
 from thinwire.kernels.rules import TrustRule
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -114,6 +114,17 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
     """
     parts = norms(tensors)
     return norm(torch.stack([part.to(parts[0].device, _widest(parts)) for part in parts]))
+
+
+def norm_of(tensors: Iterable[Tensor]) -> float:
+    """Return the global norm, or 0 of no tensor. Synchronizes with the host."""
+    found = [coalesced(tensor) for tensor in tensors]
+    return float(global_norm(found)) if found else 0.0
+
+
+def grad_norm(params: Iterable[Tensor]) -> float:
+    """Return the global norm of this rank's part of the gradients in `p.grad`."""
+    return norm_of(shard_of(p.grad) for p in params if p.grad is not None)
 
 
 def _widest(parts: Sequence[Tensor]) -> torch.dtype:

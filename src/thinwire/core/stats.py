@@ -6,100 +6,47 @@ They also compare the run with its plan: seconds per step, and the share of wait
 import math
 from typing import Any, Literal, Protocol
 
+_AT_START: dict[str, float] = {
+    "step": 0,
+    "microsteps": 0,
+    "dropped_steps": 0,
+    "averagings": 0,
+    "k_steps": 1,
+    "sparsity": 0.0,
+    "loss_scale": 1.0,
+    "applied_share": 1.0,
+    "bytes_sent": 0,
+    "bytes_received": 0,
+    "bytes_between_nodes": 0,
+    "bytes_between_stages": 0,
+    "bytes_dense": 0,
+    "ratio": math.inf,
+    "wait_s": 0.0,
+    "rate_bit_s": 0.0,
+    "waiting_share": 0.0,
+    "goodput": 1.0,
+    "lost_waiting": 0.0,
+    "lost_regrouping": 0.0,
+    "lost_joining": 0.0,
+    "lost_saving": 0.0,
+    "grad_norm": 0.0,
+    "clipped_share": 0.0,
+    "drift": 0.0,
+    "error_norm": 0.0,
+}
 
-def numbers(
-    *,
-    step: int,
-    bytes_sent: int,
-    bytes_dense: int,
-    bytes_received: int = 0,
-    bytes_between_nodes: int | None = None,
-    bytes_between_stages: int = 0,
-    wait_s: float = 0.0,
-    sparsity: float = 0.0,
-    microsteps: int = 0,
-    dropped_steps: int = 0,
-    averagings: int = 0,
-    k_steps: int = 1,
-    loss_scale: float = 1.0,
-    applied_share: float = 1.0,
-    rate_bit_s: float = 0.0,
-    waiting_share: float = 0.0,
-    goodput: float = 1.0,
-    lost_waiting: float = 0.0,
-    lost_regrouping: float = 0.0,
-    lost_joining: float = 0.0,
-    lost_saving: float = 0.0,
-) -> dict[str, float]:
-    """Return the statistics of an engine, of local updates, or of an optimizer that exchanges.
 
-    Counters (steps, averagings, bytes and `wait_s`) continue after a resume. Shares and rates are
-    those of this process.
-
-    Args:
-        step: Updates made by this rank; local steps if it trains locally.
-        bytes_sent: Message bytes that this rank sent, with headers and agreements.
-        bytes_dense: Bytes of dense gradients: 4 per trainable element and update.
-        bytes_received: Bytes received from other ranks.
-        bytes_between_nodes: The part of `bytes_sent` that left the node; None: all of it.
-        bytes_between_stages: Bytes that this rank sent to other stages of its pipeline; in no other
-            sum.
-        wait_s: Seconds for which this rank waited for exchanges.
-        sparsity: Fraction of a compressed tensor that is not sent in the next exchange; 0 if
-            nothing is left out, or no tensor is compressed.
-        microsteps: Microsteps of an unfinished update.
-        dropped_steps: Updates that were dropped.
-        averagings: Averagings of parameters, under local updates.
-        k_steps: Updates between two exchanges, as currently in force.
-        loss_scale: Factor of the next loss; 1 without one.
-        applied_share: Estimated part of the ranks' mean change that compressed averagings have
-            applied so far, see `LocalUpdates.stats`; 1 if all of it is applied in time.
-        rate_bit_s: Payload rate of this rank's link, in bits per second: a moving mean over about
-            the last 20 exchanges of 64 KiB and more that this rank waited for, late ranks included;
-            0 before the first one.
-        waiting_share: Share of the time for which this rank waited for exchanges: a moving mean
-            over about the last 20 rounds; 0 before the second one. A round is an update, or the
-            local steps up to an averaging.
-        goodput: Useful steps over the steps that were possible in the time without the four losses
-            below, in [0, 1]; 1 before the second round.
-        lost_waiting: Share of that time that went to waiting for exchanges.
-        lost_regrouping: Share that went to forming a new generation of members, before an
-            averaging is made again.
-        lost_joining: Share that went to the copy of the state to this process, a joiner, and to its
-            admission.
-        lost_saving: Share that went to writing checkpoints.
-
-    Returns:
-        All of these by name, and `ratio`, bytes_dense / bytes_sent: larger is better, infinite if
-        nothing was sent.
+def numbers(**found: float) -> dict[str, float]:
+    """Return all statistics by name, see `thinwire.Engine.stats`; others have their first value.
 
     >>> numbers(step=10, bytes_sent=100, bytes_dense=400)["ratio"]
     4.0
     """
-    return {
-        "step": step,
-        "microsteps": microsteps,
-        "dropped_steps": dropped_steps,
-        "averagings": averagings,
-        "k_steps": k_steps,
-        "sparsity": sparsity,
-        "loss_scale": loss_scale,
-        "applied_share": applied_share,
-        "bytes_sent": bytes_sent,
-        "bytes_received": bytes_received,
-        "bytes_between_nodes": bytes_sent if bytes_between_nodes is None else bytes_between_nodes,
-        "bytes_between_stages": bytes_between_stages,
-        "bytes_dense": bytes_dense,
-        "ratio": bytes_dense / bytes_sent if bytes_sent else math.inf,
-        "wait_s": wait_s,
-        "rate_bit_s": rate_bit_s,
-        "waiting_share": waiting_share,
-        "goodput": goodput,
-        "lost_waiting": lost_waiting,
-        "lost_regrouping": lost_regrouping,
-        "lost_joining": lost_joining,
-        "lost_saving": lost_saving,
-    }
+    every = _AT_START | found
+    assert every.keys() == _AT_START.keys(), "all names are known"
+    if every["bytes_sent"]:
+        every["ratio"] = every["bytes_dense"] / every["bytes_sent"]
+    return every
 
 
 _ROUNDS = 20

@@ -259,6 +259,9 @@ class GradientExchange(Synchronizer):
         self.drops.total, self.drops.in_a_row = total, in_a_row
         self.count_from(state["traffic"])
 
+    def _residuals(self) -> Iterable[Tensor]:
+        return self.compressors.state().get("residual", {}).values()
+
     def state_loaded(self) -> None:
         """Record that the compressors' state was loaded; earlier failures no longer count."""
         self.compressors.state_loaded()

@@ -1,13 +1,14 @@
 """Base of every exchange: the ranks of a training, their agreements, and replicated state."""
 
 import datetime
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire import _validate as check
@@ -30,6 +31,7 @@ from thinwire.comm import (
     while_busy,
 )
 from thinwire.core.arithmetic import CURES
+from thinwire.core.norms import norm_of
 from thinwire.core.stats import Pace
 from thinwire.exchange.agreement import COMPARING, Agreement, Check, Drops
 from thinwire.exchange.checks import DuplicateBatchCheck
@@ -153,7 +155,7 @@ def versions() -> dict[str, str]:
 
 COUNTED = ("bytes_sent", "bytes_received", "bytes_between_nodes", "wait_s")
 """Counters that continue after a resume."""
-NO_TRAFFIC = dict.fromkeys((*COUNTED, "rate_bit_s", "waiting_share"), 0)
+NO_TRAFFIC = dict.fromkeys((*COUNTED, "rate_bit_s", "waiting_share", "error_norm"), 0)
 """Counters before the first exchange; see `Synchronizer.traffic`."""
 
 
@@ -262,6 +264,10 @@ class Synchronizer:
         return sum(group.wait_s for group in self._groups)
 
     def traffic(self) -> dict[str, Any]:
-        """Return counters and rates under the names of `thinwire.core.stats.numbers`."""
+        """Return counters and rates under the names of `thinwire.core.stats`."""
         rates = {"rate_bit_s": self.sources.rate_bit_s, "waiting_share": self.pace.waiting_share}
-        return {**self.counted(), **rates}
+        return {**self.counted(), **rates, "error_norm": norm_of(self._residuals())}
+
+    def _residuals(self) -> Iterable[Tensor]:
+        """Return what this rank has not sent yet."""
+        raise NotImplementedError

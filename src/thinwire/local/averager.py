@@ -1,6 +1,6 @@
 """Average parameters when it is due: measure, agree, send, verify, apply."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -94,6 +94,9 @@ class Averager(Synchronizer):
             self.work.load(work)
         if self.counters.averagings:
             self.duplicates.skip()
+
+    def _residuals(self) -> Iterable[Tensor]:
+        return self.averaging.errors.values()
 
     def start_anew(self) -> None:
         """Implement `LocalUpdates.start_anew`."""

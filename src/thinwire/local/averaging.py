@@ -193,6 +193,8 @@ class Averaging:
                     self.kept[kind][name] = tensor
         self.sketches = torch.zeros(2, SKETCH_NUMEL, dtype=torch.float64, device="cpu")
         """Sketches of the ranks' mean change so far, and of the applied part of it."""
+        self.drift = 0.0
+        """Norm of this rank's change in the last averaging over that of the mean change."""
 
     @property
     def errors(self) -> dict[str, Tensor]:
@@ -373,6 +375,7 @@ class Averaging:
             assert pending.sketch is not None, "there was one before"
             mean = pending.mean_of(_SKETCH, pending.sketch)
             self.sketches += torch.stack([mean.cpu().double(), applied])
+            self.drift = float(pending.sketch.norm() / mean.cpu().norm().clamp(min=1e-30))
 
     def _apply(self, name: str, pending: PendingAveraging, master: Tensor | None) -> None:
         """Move a parameter, its anchor and its optimizer's copy, part by part in the cache."""

@@ -20,6 +20,7 @@ from thinwire.comm.private import forget_ended
 from thinwire.compress import COMPRESSIONS, GradientConfig, compression_of, field_of
 from thinwire.compress.coverage import report_coverage
 from thinwire.core.arithmetic import arithmetic
+from thinwire.core.norms import grad_norm
 from thinwire.core.provenance import PROVENANCE, Provenance, without_provenance
 from thinwire.core.stats import Pace, numbers, planned_row
 from thinwire.errors import PeerLost
@@ -450,6 +451,7 @@ class LocalUpdates:
         """Return the traffic and further numbers of `thinwire.core.stats`."""
         averagings, averager = self._when.counters.averagings, self._averager
         found: dict[str, Any] = {"averagings": averagings, "sparsity": 0.0}
+        found["grad_norm"] = grad_norm(self._tensors.trained.values())
         if self._changes is not None and self._compressed:
             found["sparsity"] = self._changes.unsent_share(self.step)
         if averager is None:
@@ -457,11 +459,12 @@ class LocalUpdates:
         # each fragment has an outer optimizer of its own
         averagings = -(-averagings // self.config.fragments)
         found["applied_share"] = averager.averaging.applied_share(averagings)
+        found["drift"] = averager.averaging.drift
         goodput = averager.pace.goodput(self.step - self._skipped, self._skipped)
         return found | averager.traffic() | goodput
 
     def stats(self) -> dict[str, float]:
-        """Return flat numbers about this rank so far; names as in `thinwire.core.stats.numbers`.
+        """Return flat numbers about this rank so far; names as in `thinwire.Engine.stats`.
 
         `bytes_sent` counts the messages of averagings with their headers and agreements, not the
         copy of the model at the start; `bytes_dense` 4 bytes per trainable element and step;

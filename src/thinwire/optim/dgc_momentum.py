@@ -252,7 +252,7 @@ class DGCMomentum(CommonOptimizer):
             self._exchange.require_equal(self.position)
 
     def stats(self) -> dict[str, float]:
-        """Return flat numbers about this rank so far; names as in `thinwire.core.stats.numbers`.
+        """Return flat numbers about this rank so far; names as in `thinwire.Engine.stats`.
 
         With nodes, `bytes_sent` includes the dense traffic inside the node, and
         `bytes_between_nodes` counts the bytes that left it. `sparsity` is that of the first group

@@ -2,7 +2,7 @@
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -13,13 +13,13 @@ from thinwire.comm import Group, wrong_call_site
 from thinwire.compress import field_of
 from thinwire.compress.protocol import Compression
 from thinwire.core.gradients import Clip, ClipByGlobalNorm, ClipByNorm, clipped, scaled
-from thinwire.core.norms import global_norm, norms_over_shards
+from thinwire.core.norms import global_norm, grad_norm, norm_of, norms_over_shards
 from thinwire.core.tensors import coalesced, values_of, with_own_storage, with_values
 from thinwire.errors import StrategyError
 from thinwire.optim.common import CommonOptimizer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Clipping:
     """Clipping of an engine."""
 
@@ -28,6 +28,18 @@ class Clipping:
     """The ranks that hold the shards of this replica; None where tensors are whole."""
     stages: Group | None = None
     """The ranks that hold the stages of this replica; None without a pipeline."""
+    _last: Tensor | None = None
+    """Global norm of the last update."""
+    _clipped: Tensor | int = 0
+    """Updates in which it was above the limit."""
+    _updates: int = 0
+
+    def counts(self, params: Iterable[Tensor]) -> dict[str, float]:
+        """Return the norm of the last gradient, and the share of updates that were clipped."""
+        if self._last is None:
+            return {"grad_norm": grad_norm(params)}
+        share = float(self._clipped) / self._updates
+        return {"grad_norm": float(self._last), "clipped_share": share}
 
     @property
     def over_stages(self) -> bool:
@@ -36,8 +48,7 @@ class Clipping:
 
     def norm(self, grads: Mapping[str, Tensor]) -> float:
         """Return the global norm of these gradients."""
-        summed = [coalesced(grad) for grad in grads.values()]
-        return float(global_norm(summed)) if summed else 0.0
+        return norm_of(grads.values())
 
     def __call__(self, grads: dict[str, Tensor], norms: Sequence[float]) -> dict[str, Tensor]:
         """Return clipped gradients; they may be the same tensors, changed."""
@@ -54,6 +65,9 @@ class Clipping:
             norms = norms or _norms_over(others, float(norm))
             total = math.hypot(*norms)
             norm = torch.tensor(total, dtype=torch.float64, device="cpu")
+        # read later, so that a device is not waited for
+        self._last, self._updates = norm, self._updates + 1
+        self._clipped = self._clipped + (norm > self.clip.c)
         # exactly 1 below the limit, so that the product changes no bit
         return _scaled_(summed, self.clip.c / norm.clamp(min=self.clip.c))
 

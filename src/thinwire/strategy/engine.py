@@ -476,8 +476,8 @@ class Engine:
         return torch.tensor(total / group.size, dtype=torch.float64, device="cpu")
 
     def stats(self) -> dict[str, float]:
-        """Return the counters of this rank so far, as a flat dict of numbers. The names are those
-        of `thinwire.core.stats.numbers`.
+        """Return statistics of this rank, as a flat dict of numbers. Steps, averagings, bytes and
+        `wait_s` continue after a resume; shares and rates are those of this process.
 
         - `step`: updates made by this rank; `microsteps`: of an unfinished update;
           `dropped_steps`, `averagings`; `k_steps`: current interval; `loss_scale`.
@@ -496,6 +496,9 @@ class Engine:
         - `goodput`: useful steps over the steps possible without the losses, in [0, 1];
           `lost_waiting`, `lost_regrouping`, `lost_joining`, `lost_saving`: shares of the time that
           went to waiting, to forming a new generation of members, to joining and to saving.
+        - `grad_norm`: before a clip by global norm, else of `p.grad`; `clipped_share`: share of
+          updates that the clip scaled; `error_norm`: of residuals; `drift`: norm of this rank's
+          change over that of the mean in the last averaging, up to the root of the ranks.
 
         Example::
 

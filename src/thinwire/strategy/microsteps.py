@@ -107,7 +107,7 @@ class Microsteps:
 
     def counts(self) -> dict[str, Any]:
         """Return what this rank counts and measures, by names of `stats`."""
-        counters = self.counters()
+        counters = self.counters() | self.parts.clip.counts(self.parts.params.values())
         if self.sync is not None:
             return self.sync._counts() | counters
         goodput = self.pace.goodput(self.step, int(counters["dropped_steps"]))
