@@ -4,8 +4,8 @@ and an evaluation by a script without thinwire.
     python -m benchmarks.large_job --out benchmarks/results/large_job.json
 
 Needs root, for two network namespaces with a link between them, and 12 GB of memory; takes some
-fifteen minutes on two cores. Rank 1 is killed by a signal in the fourth round, after a checkpoint of
-the third. `--quick` is small and on the machine's own loopback.
+fifteen minutes on two cores. Rank 1 is killed by a signal in the fourth round, after a checkpoint
+of the third. `--quick` is small and on the machine's own loopback.
 """
 
 import contextlib
@@ -123,7 +123,8 @@ def main() -> None:
     )
     if link.emulated and (reason := why_unavailable()) is not None:
         sys.exit(f"network namespaces {reason}; --quick runs on loopback")
-    around, rows = surroundings(1), []
+    around = surroundings(1)
+    rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         emulated = stack.enter_context(network(WORKERS, link)) if link.emulated else None
         work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -152,7 +153,7 @@ def main() -> None:
             for path in (first_weights(size, work), file)
         ]
     print(f"a script without thinwire: loss {losses[0]:.3f} at first, {losses[1]:.3f} now")
-    found = {"size": size, "link": arguments.link, "latency": arguments.latency}
+    found: dict[str, Any] = {"size": size, "link": arguments.link, "latency": arguments.latency}
     save(
         {**around, **found, "rows": rows, "losses": losses, "stats": ended["stats"]}, arguments.out
     )
