@@ -6,7 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-SIZES = {"tiny": (300, 64, 2), "124M": (50257, 768, 12), "350M": (50257, 1024, 24)}
+SIZES = {
+    "tiny": (300, 64, 2),
+    "34M": (16384, 512, 8),
+    "124M": (50257, 768, 12),
+    "350M": (50257, 1024, 24),
+}
 """Vocabulary, width and blocks."""
 
 

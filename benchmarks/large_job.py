@@ -63,12 +63,13 @@ class Run:
                 optimizer = tw.optim.Muon(tw.optim.muon_groups(model), lr=0.01)
                 local = tw.LocalSGD(INTERVAL, compression=tw.Quantized(1))
                 engine = tw.DistributedStrategy(localsgd=local).prepare(model, optimizer, loss_of)
+                assert engine.sync is not None
             with self._timed("load"):
                 found = engine.load(folder, if_any=True)
             for step in range(engine.step, (ROUNDS + 1) * INTERVAL):
-                what = "averaging after a step" if (step + 1) % INTERVAL == 0 else "step"
-                with self._timed(what):
+                with self._timed("step") as row:
                     engine.train_step(*batch(data, 10 * step + rank, 1, 32))
+                    row["what"] += " and averaging" * engine.sync.synced
                 if engine.step == ROUNDS * INTERVAL and found is None:
                     with self._timed("save"):
                         engine.save(folder)
@@ -81,11 +82,11 @@ class Run:
         return {"rows": self.rows, "stats": stats}
 
     @contextlib.contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
+    def _timed(self, what: str) -> Iterator[dict[str, Any]]:
         sent, begin, cpu = _sent(), time.perf_counter(), time.process_time()
-        yield
-        row = {
-            "what": what,
+        row: dict[str, Any] = {"what": what}
+        yield row
+        row |= {
             "seconds": round(time.perf_counter() - begin, 2),
             "cpu_seconds": round(time.process_time() - cpu, 2),
             "megabytes": round((_sent() - sent) / 1e6, 2),
@@ -115,7 +116,7 @@ def main() -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--link", default="50mbit", help="rate of the emulated link")
     parser.add_argument("--latency", default="20ms", help="one-way delay of the emulated link")
-    parser.add_argument("--size", default="124M", help="124M or 350M")
+    parser.add_argument("--size", default="124M", help="34M, 124M or 350M")
     arguments = parser.parse_args()
     size = "tiny" if arguments.quick else arguments.size
     link = (
