@@ -182,6 +182,7 @@ class DGC(Compression, ChangeCompression):
         return send_largest(
             context,
             folded,
+            kept,
             lambda numel: count_sent(numel, self.unsent_share(context.step - 1)),
             self.value_bits,
             self.exchange,

@@ -1,6 +1,6 @@
 """Quantized changes: every entry travels in few bits, and the rounding error is kept."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
@@ -18,6 +18,7 @@ from thinwire.compress.protocol import (
     MeanChange,
     Sending,
     part_of,
+    parts_of,
 )
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels.reference import divided_
@@ -25,7 +26,7 @@ from thinwire.layout.message import WHOLE_BITS, WholeLayout
 from thinwire.layout.shares import Piece, SplitLayout
 from thinwire.layout.traffic import EXCHANGES, chosen_split
 from thinwire.wire.message import pack_whole, unpack_whole
-from thinwire.wire.whole import WholeReader, spans
+from thinwire.wire.whole import WholeReader
 
 _NARROWEST_PLAIN = 32
 
@@ -92,13 +93,9 @@ class Quantized(ChangeCompression):
         step = context.step
         plan = chosen_split(self.exchange, layout, context.sources)
         if plan is not None:
-            return (yield from _by_shares(context, folded, plan))
-
-        def parts(name: str, error: Tensor) -> Iterator[Tensor]:
-            for span in spans(error.numel(), error.device):
-                yield part_of(folded, name, *span)
-
-        message = pack_whole(layout, step, 0, [parts(*item) for item in errors.items()])
+            return (yield from _by_shares(context, folded, plan, errors))
+        parts = [parts_of(folded, name, error.numel()) for name, error in errors.items()]
+        message = pack_whole(layout, step, 0, parts, _device(errors))
         [rows] = yield [AllGather(message, f"gathering changes of step {step}")]
         codes = [
             unpack_whole(layout, row, step=step, bucket=0, source=source * context.node_size)
@@ -109,6 +106,10 @@ class Quantized(ChangeCompression):
         return made
 
 
+def _device(errors: Mapping[str, Tensor]) -> torch.device:
+    return next(iter(errors.values())).device
+
+
 class _Whole(MeanChange):
     """Codes that all ranks sent of each tensor."""
 
@@ -117,7 +118,7 @@ class _Whole(MeanChange):
     def take_part_(self, name: str, start: int, folded: Tensor, error: Tensor) -> Tensor:
         end, mean = start + folded.numel(), torch.zeros_like(folded)
         for source, code in enumerate(self.received[name]):
-            sent = code.part(start, end)
+            sent = code.part(start, end, folded.device)
             if source == self.context.source:
                 torch.sub(folded, sent, out=error)
             mean += sent
@@ -125,20 +126,23 @@ class _Whole(MeanChange):
 
 
 def _by_shares(
-    context: Context, folded: Mapping[str, Tensor], plan: SplitLayout[WholeLayout]
+    context: Context,
+    folded: Mapping[str, Tensor],
+    plan: SplitLayout[WholeLayout],
+    errors: Mapping[str, Tensor],
 ) -> Sending:
     """Send codes to their owners, and the owners' means back to all.
 
     An owner does not round its own part of the average. It keeps the rounding error of the mean,
     times the number of sources, so that the error counts once in a later mean.
     """
-    me, step, names = context.source, context.step, list(folded)
+    me, step, names, home = context.source, context.step, list(folded), _device(errors)
 
     def own_part(piece: Piece) -> Tensor:
         return part_of(folded, names[piece.slot], piece.start, piece.start + piece.numel)
 
     messages = [
-        pack_whole(its, step, 0, [own_part(piece) for piece in pieces])
+        pack_whole(its, step, 0, map(own_part, pieces), home)
         for its, pieces in zip(plan.first, plan.pieces, strict=True)
     ]
     lengths = [message.numel() for message in messages]
@@ -146,18 +150,18 @@ def _by_shares(
     [rows] = yield [AllToAll(torch.cat(messages), lengths, purpose)]
 
     refusal: PayloadCorrupt | None = None
-    means = [torch.zeros_like(own_part(piece)) for piece in plan.pieces[me]]
+    means = [torch.zeros_like(own_part(piece), device=home) for piece in plan.pieces[me]]
     try:
         for source, row in enumerate(rows):
             rank = source * context.node_size
             codes = unpack_whole(plan.first[me], row, step=step, bucket=0, source=rank)
             for total, code, piece in zip(means, codes, plan.pieces[me], strict=True):
-                total.add_(own_part(piece) if source == me else code.part(0, piece.numel))
+                total.add_(own_part(piece).to(home) if source == me else code.part(0, piece.numel))
     except PayloadCorrupt as found:  # raised after round two, in which the other sources wait
         refusal = found
-    message = pack_whole(
-        plan.second[me], step, 0, [divided_(mean, context.sources) for mean in means]
-    )
+    device = part_of(folded, names[0], 0, 1).device
+    parts = (divided_(mean, context.sources).to(device) for mean in means)
+    message = pack_whole(plan.second[me], step, 0, parts, home)
     row = message.new_zeros(plan.row_bytes)
     row[: message.numel()] = message
     [rows] = yield [AllGather(row, f"gathering means of changes of step {step}")]

@@ -25,6 +25,7 @@ class _Common:
     delay: int = 0
     average_state: bool = False
     node_size: int | None = None
+    state_device: str | None = None
 
     def _set(self, rule: Callable[..., object], name: str, **limits: float) -> None:
         object.__setattr__(self, name, rule(name, getattr(self, name), **limits))
@@ -55,6 +56,8 @@ class _Common:
         if self.node_size is not None:
             self._set(check.integer, "node_size", at_least=1)
         check.boolean("average_state", self.average_state)
+        if self.state_device is not None:
+            check.one_of("state_device", self.state_device, ("cpu",))
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,9 @@ class LocalSGD(_Common):
         node_size: Consecutive ranks per node, >= 1; it must divide the number of ranks. Ranks of a
             node first average densely among themselves and count as one source. 1 is off. None:
             torchrun's LOCAL_WORLD_SIZE if changes are compressed and ranks fill two nodes or more.
+        state_device: "cpu" keeps anchors, outer momentum and residuals in host memory, pinned where
+            parameters are on a GPU, and moves one tensor at a time in an averaging; the same bits.
+            None: the device of the parameters. Ranks may differ in it.
         round_seconds: Seconds after which a rank averages, or `k_steps` steps if they are done
             earlier. Slow ranks make fewer steps in a round, and fast ranks do not wait for them.
             Each change is weighted by the rank's steps, or by its tokens if `observe(tokens=)`
@@ -157,6 +163,7 @@ class AdaptiveLocalSGD(_Common):
             interval.
         average_state: See `LocalSGD`.
         node_size: See `LocalSGD`.
+        state_device: See `LocalSGD`.
 
     Raises:
         TypeError, ValueError: A wrong value.

@@ -4,7 +4,7 @@ import datetime
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -558,8 +558,9 @@ def _warn_of_evaluation(model: nn.Module, _: object) -> None:
 
 def _facts(config: LocalConfig, of_gradients: GradientConfig | None) -> dict[str, Any]:
     """Return the settings that must be equal on all ranks, by name."""
+    settings = asdict(replace(config, state_device=None))
     facts: dict[str, Any] = {"wire": WIRE_VERSION, "config": type(config).__name__}
-    facts |= {"compression": type(config.compression).__name__, "settings": asdict(config)}
+    facts |= {"compression": type(config.compression).__name__, "settings": settings}
     return facts | ({} if of_gradients is None else {field_of(of_gradients): asdict(of_gradients)})
 
 

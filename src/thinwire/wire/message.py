@@ -181,9 +181,13 @@ def _checksum(header: bytes | memoryview, payload: memoryview) -> int:
 
 
 def pack_whole(
-    layout: WholeLayout, step: int, bucket: int, tensors: Sequence[Tensor | Iterable[Tensor]]
+    layout: WholeLayout,
+    step: int,
+    bucket: int,
+    tensors: Iterable[Tensor | Iterable[Tensor]],
+    device: torch.device | None = None,
 ) -> Tensor:
-    """Return the message of tensors, on their device.
+    """Return the message of tensors, on a device or on theirs.
 
     They have shape (n,) each, n as in the layout, float32 or float64, and are finite; instead of a
     tensor its parts by `wire.whole.spans` are taken. Other arguments as in `pack`.
@@ -195,9 +199,9 @@ def pack_whole(
     tensor([ 2.,  2., -3., -3.])
     """
     chunks = (_chunks(t) if isinstance(t, Tensor) else t for t in tensors)
-    return with_checksum(
-        layout, step, bucket, [encode_whole(parts, layout.value_bits) for parts in chunks]
-    )
+    found = (encode_whole(parts, layout.value_bits) for parts in chunks)
+    codes = [code.to(code.device if device is None else device) for code in found]
+    return with_checksum(layout, step, bucket, codes)
 
 
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:
