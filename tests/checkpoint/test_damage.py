@@ -2,6 +2,7 @@
 executed."""
 
 import ast
+import contextlib
 import hashlib
 import json
 import os
@@ -177,9 +178,9 @@ def rewritten(path: Path, **changes: Any) -> None:
 @pytest.mark.fault("another method, or a newer format")
 def test_newer_format_is_an_error_and_no_older_state_loads(tmp_path: Path) -> None:
     path = saved(tmp_path, 1, 2)
-    rewritten(path, format=2)
+    rewritten(path, format=3)
     with pytest.raises(
-        CheckpointError, match="has format 2, but this version of thinwire reads format 1"
+        CheckpointError, match="has format 3, but this version of thinwire reads format 2"
     ) as caught:
         load(tmp_path, group=GROUP)
     assert not isinstance(caught.value, CheckpointCorrupt)
@@ -227,7 +228,20 @@ def forged(path: Path, name: str, content: bytes) -> None:
     """Replace a file together with its checksum."""
     (path / name).write_bytes(content)
     files = json.loads((path / "manifest.json").read_text())["files"]
-    rewritten(path, files={**files, name: [len(content), hashlib.sha256(content).hexdigest()]})
+    rewritten(path, files={**files, name: [len(content), checksum_of(name, content)]})
+
+
+def checksum_of(name: str, content: bytes) -> str:
+    """That of a file, by the documented format: of tensors each is hashed by itself."""
+    size = 8 + int.from_bytes(content[:8], "little")
+    header, data = content[:size], content[size:]
+    parts: list[bytes] = [content]
+    if name.endswith(".safetensors"):
+        parts = [header]
+        with contextlib.suppress(ValueError, AttributeError, TypeError, KeyError):
+            ends = [entry["data_offsets"] for entry in json.loads(header[8:]).values()]
+            parts += [hashlib.sha256(data[start:end]).digest() for start, end in ends]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 class Bomb:

@@ -181,9 +181,12 @@ def test_nested_values_keep_their_kinds(tmp_path: Path) -> None:
 
 def test_numbers_that_differ_become_their_mean_and_bytes_sent_the_first(tmp_path: Path) -> None:
     box = Box()
-    values = [{"observed": [x, 0.1], "bytes_sent": int(100 * x), "step": 3} for x in (1.0, 2.0)]
+    values = [
+        {"observed": [x, 0.1], "traffic": {"bytes_sent": int(100 * x)}, "step": 3}
+        for x in (1.0, 2.0)
+    ]
     PerRankState(box, folder=tmp_path).load_state_dict(of_two(tmp_path, *values))
-    assert box.value == {"observed": [1.5, 0.1], "bytes_sent": 100, "step": 3}
+    assert box.value == {"observed": [1.5, 0.1], "traffic": {"bytes_sent": 100}, "step": 3}
 
 
 def failing(rank: int, size: int, folder: str) -> None:

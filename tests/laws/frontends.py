@@ -26,7 +26,8 @@ COMPRESSIONS: dict[str, Any] = {
     "quantized": tw.Quantized(1),
     "low rank": tw.LowRank(2, begin_step=2, min_numel=64),
 }
-NOT_COMPARED = ("random", "provenance", "bytes_sent")
+COUNTED = ("bytes_sent", "bytes_received", "bytes_between_nodes", "bytes_between_stages", "wait_s")
+NOT_COMPARED = ("random", "provenance", "traffic", *COUNTED)
 """Keys of a state on which no step depends."""
 cross_entropy = nn.functional.cross_entropy
 

@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.api import export
 from tests.launched import free_port
 from tests.processes import ran, running
 from tests.ranks import Lost, Pool
-from tests.strategy.training import batch, digest, make_model, prepared, settings, train
+from tests.strategy.training import batch, digest, flat, make_model, prepared, settings, train
 from tests.waiting import PATIENCE_S
 from thinwire.errors import CheckpointError, CheckpointMismatch
 
@@ -30,6 +33,34 @@ def tuned(fields: tuple[str, ...] = ()) -> Any:
 
 def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+class NewBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations of torch make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in given:
+            self.total += made.nbytes
+        return made
+
+
+@pytest.mark.parametrize("fields", [(), ("localsgd",), ("dgc", "gradient_merge")], ids=str)
+def test_a_save_that_waits_copies_no_tensor(fields: tuple[str, ...], tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 20000), torch.nn.Linear(20000, 5))
+    engine = prepared(model, torch.optim.SGD(model.parameters(), 0.01, 0.9), **settings(fields))
+    train(engine, fields, 0, 5)
+    with NewBytes() as waiting:
+        folder = engine.save(tmp_path)
+    with NewBytes() as beside:
+        engine.save(tmp_path / "beside", wait=False)
+    engine.wait_for_save()
+    assert waiting.total < 0.01 * size_of(folder) < 0.9 * size_of(folder) < beside.total
 
 
 def without_frozen(rank: int, size: int, folder: str, fields: tuple[str, ...]) -> list[Any]:
@@ -51,6 +82,32 @@ def test_frozen_parameters_may_be_left_out(
     for first, second, whole, part in ranks.run(without_frozen, str(tmp_path), fields):
         assert first == second
         assert part < whole - 1500
+
+
+def model_alone(rank: int, size: int, folder: str) -> list[Any]:
+    fields = ("localsgd",)
+    engine = tuned(fields)
+    train(engine, fields, 0, 5)
+    engine.flush()
+    sizes = [size_of(engine.save(f"{folder}/all")), size_of(engine.save(folder, only="model"))]
+    with pytest.raises(CheckpointError, match=r"only=None.*only='model'"):
+        engine.save(f"{folder}/all", only="model")
+    with pytest.raises(CheckpointError, match=r"only='model'.*only=None"):
+        engine.save(folder)
+    other = prepared(make_model(plain=True))
+    with pytest.raises(CheckpointMismatch, match=r"only='model'.*load_parameters"):
+        other.load(folder)
+    other.load_parameters(folder)
+    return [sizes, flat(engine.model), flat(other.model)]
+
+
+def test_the_model_may_be_saved_alone(ranks: Pool, tmp_path: Path) -> None:
+    for (whole, alone), before, after in ranks.run(model_alone, str(tmp_path)):
+        assert alone < whole
+        assert before == after
+    file = tmp_path / "model.safetensors"
+    export(tmp_path, file)
+    assert load_file(file).keys() == make_model(plain=True).state_dict().keys()
 
 
 def test_frozen_parameters_that_have_changed_are_refused(tmp_path: Path) -> None:

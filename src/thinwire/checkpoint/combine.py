@@ -57,20 +57,9 @@ def combine(
         >>> combine([{"w": 1.0, "step": 3}, {"w": 3.0, "step": 3}], rank=0)
         {'w': 2.0, 'step': 3}
 
-    Args:
-        states: States of the old ranks, in their order; trees as `save` takes them. Read only.
-        rules: Rule by glob pattern over paths; see the top of this module.
-        rank: The new rank, for its random-number state.
-        read: Returns the tensor for a leaf that stands for one, so that not all tensors are in
-            memory at once.
-
-    Returns:
-        A tree with tensors on the CPU; the same for every rank but for random-number states.
-
-    Raises:
-        ValueError: A rule is unknown.
-        CheckpointError: Values at one path do not fit together: shapes, dtypes or kinds differ;
-            names the path.
+    Rules by glob pattern over paths are those at the top of this module. `read` returns the tensor
+    for a leaf that stands for one, so that not all tensors are in memory at once. Values that do
+    not fit together are `CheckpointError`, which names the path.
     """
     return _Combiner(require_rules(rules), rank, read).node("", list(states))
 

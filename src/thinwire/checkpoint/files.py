@@ -3,7 +3,6 @@ only if it succeeded on all ranks.
 """
 
 import errno
-import hashlib
 import os
 import shutil
 import stat
@@ -40,15 +39,14 @@ def make_directory(path: Path) -> None:
         sync_directory(folder.parent)
 
 
-def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a new file and force it to the disk."""
-    hasher, size, waiting = hashlib.sha256(), 0, 0
+def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> int:
+    """Write a new file and force it to the disk; return its size in bytes."""
+    size = waiting = 0
     with path.open("xb") as file:
         for piece in pieces:
             for start in range(0, len(piece), _CHUNK_BYTES):
                 chunk = piece[start : start + _CHUNK_BYTES]
                 file.write(chunk)
-                hasher.update(chunk)
                 size, waiting = size + len(chunk), waiting + len(chunk)
                 note_progress()
                 if waiting >= _SYNC_BYTES:
@@ -57,7 +55,7 @@ def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int,
                     waiting = 0
         file.flush()
         os.fsync(file.fileno())
-    return size, hasher.hexdigest()
+    return size
 
 
 def sync_directory(path: Path) -> None:
@@ -70,16 +68,6 @@ def sync_directory(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def checksum(path: Path) -> str:
-    """Return the SHA-256 in hex of a file, read piece by piece."""
-    hasher = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            hasher.update(chunk)
-            note_progress()
-    return hasher.hexdigest()
 
 
 def is_regular(path: Path) -> bool:
@@ -110,15 +98,8 @@ _PATIENCE_S = 1.0
 
 
 def on_all_ranks(group: Group, action: str, act: Callable[[], _T]) -> list[_T]:
-    """Run `act` on every rank and wait for all of them, as `while_busy` does, as long as it makes
-    progress.
-
-    Raises:
-        CheckpointError: `act` failed on a rank, or read and wrote nothing for the time-out of the
-            group. Raised on every rank with the same text; a subclass if all failed ranks raised
-            the same one.
-        Mismatch: A rank runs other work than this.
-        PeerLost, PeerStalled: A rank died or stopped.
+    """Run `act` on every rank as `while_busy` does; `CheckpointError` if it fails or makes no
+    progress for the time-out of the group.
     """
     return while_busy(
         group, action, act, limit_s=group.timeout_s, moved=_last_progress, error=CheckpointError

@@ -11,7 +11,7 @@ from typing import Any
 from thinwire._validate import integer
 from thinwire._wording import warn_user
 from thinwire.checkpoint.combine import Rule, combine, require_rules
-from thinwire.checkpoint.files import LATE, checksum, is_regular, on_all_ranks
+from thinwire.checkpoint.files import LATE, is_regular, on_all_ranks
 from thinwire.checkpoint.manifest import (
     MANIFEST,
     Found,
@@ -22,7 +22,7 @@ from thinwire.checkpoint.manifest import (
     tensor_file,
 )
 from thinwire.checkpoint.shards import Sharding
-from thinwire.checkpoint.tensor_file import TensorReader
+from thinwire.checkpoint.tensor_file import TensorReader, checksum
 from thinwire.checkpoint.tree import UNREADABLE, decoded, parsed_table, with_tensors
 from thinwire.comm import Group, by_rank
 from thinwire.errors import (
@@ -192,25 +192,9 @@ def load(
     With the same number of ranks of a part, each rank gets its own state. With another number, each
     gets the combined state of `thinwire.checkpoint.combine`.
 
-    Args:
-        directory: The argument of `save`.
-        group: The ranks.
-        part: Pipeline stage, or shard, of this rank.
-        rules: Rule by path for another number of ranks, see `combine`.
-        combined: True if ranks get the combined state also with the same number of ranks.
-        sharding: Returns the present sharding of the model, from the facts of a checkpoint of other
-            parts; None if that has stages, not shards.
-        step: Only a checkpoint of this step; None for the newest of any.
-
-    Raises:
-        TypeError, ValueError: `part` or `rules` is invalid.
-        CheckpointCorrupt: There are checkpoints, and all of them are damaged or incomplete; names
-            the files.
-        CheckpointMissing: There is no checkpoint.
-        CheckpointMismatch: The checkpoint is of other pipeline stages. Or there are checkpoints,
-            but none of `step`.
-        CheckpointError: The checkpoint has a newer format, or its states do not fit together. Each
-            error is raised on every rank.
+    `rules` are those of `combine`; `combined`: also with the same number of ranks. `sharding`
+    returns the present sharding of the model, from the facts of a checkpoint of other parts; None
+    if that has stages, not shards. Each `CheckpointError` is raised on every rank.
 
     Communication: three small rounds, and one more for every skipped checkpoint.
     """

@@ -15,11 +15,15 @@ from thinwire.checkpoint.files import is_regular
 from thinwire.checkpoint.tree import UNREADABLE, decoded
 from thinwire.errors import CheckpointCorrupt, CheckpointError
 
-FORMAT = 1
-"""Version of the format; older versions of thinwire cannot read a higher one."""
+FORMAT = 2
+"""Version of the format; no other one is read."""
 MANIFEST = "manifest.json"
 _FILE = re.compile(r"rank_[0-9]{5,9}\.(json|safetensors)")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+ONLY = "only"
+"""Fact of a checkpoint that holds a part of the state."""
 
 
 def plain_file(rank: int) -> str:
@@ -60,6 +64,11 @@ class Manifest:
     files: dict[str, list[Any]]
     """Size in bytes and SHA-256 in hex of every file of every rank."""
 
+    @property
+    def only(self) -> Any:
+        """The part of the state that it holds; None for all of it."""
+        return decoded(self.facts, _no_tensor).get(ONLY)
+
     def to_bytes(self) -> bytes:
         """Return the bytes of the file: readable JSON with the SHA-256 of the rest."""
         return _with_checksum({"format": FORMAT, **asdict(self)})
@@ -72,7 +81,7 @@ class Manifest:
         if version != FORMAT:
             raise CheckpointError(
                 f"the checkpoint has format {version!r}, but this version of thinwire reads "
-                f"format {FORMAT}: update thinwire (it was written by {content.get('thinwire')!r})"
+                f"format {FORMAT}: use thinwire {content.get('thinwire')}, which wrote it"
             )
         if set(content) != set(cls.__dataclass_fields__):
             raise CheckpointCorrupt(

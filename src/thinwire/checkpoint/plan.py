@@ -3,6 +3,7 @@ writes, and the work of the directory's leader.
 """
 
 import contextlib
+import hashlib
 import json
 import shutil
 import time
@@ -24,6 +25,8 @@ from thinwire.checkpoint.files import (
 )
 from thinwire.checkpoint.manifest import (
     MANIFEST,
+    ONLY,
+    Found,
     Manifest,
     files_of,
     found,
@@ -35,7 +38,7 @@ from thinwire.checkpoint.manifest import (
     tensor_file,
     token_name,
 )
-from thinwire.checkpoint.tensor_file import digest, synchronize, write_tensors
+from thinwire.checkpoint.tensor_file import digests_of, synchronize, write_tensors
 from thinwire.checkpoint.tree import encoded, table_entry
 from thinwire.errors import CheckpointError
 
@@ -52,22 +55,26 @@ class RankWriter:
         self._token_path = root / token_name(rank, token)
         self._root, self._rank, self._token = root, rank, token
         self._tensors: dict[str, Tensor] = {}
+        self._hashes: dict[str, bytes] = {}
         self._digests: dict[str, str] = {}
         self._tree: Any = None
         self.facts: Any = None
 
     def survey(self, state: Any, facts: Mapping[str, Any], part: int) -> Survey:
-        """Survey the state, make the directory and leave a token file in it, by which ranks see
-        that they share it.
-        """
+        """Survey the state, and leave a token in the directory, which shows that ranks share it."""
         if isinstance(state, Exception):
             raise state
         self.facts = encoded(dict(facts), None)
         self._tree = encoded(state, self._tensors)
         synchronize(self._tensors.values())
-        self._digests = {name: digest(tensor) for name, tensor in self._tensors.items()}
+        self._hashes = digests_of(self._tensors)
+        self._digests = {
+            name: f"{tensor.dtype} {tuple(tensor.shape)} {self._hashes[name].hex()}"
+            for name, tensor in self._tensors.items()
+        }
         make_directory(self._root)
         here = found(self._root)
+        _require_alike(here, facts)
         self._token_path.write_bytes(b"")
         return {
             "token": self._token,
@@ -98,9 +105,23 @@ class RankWriter:
         table = {n: table_entry(t, *writing[self._digests[n]]) for n, t in self._tensors.items()}
         plain = json.dumps({"tree": self._tree, "tensors": table}).encode()
         return {
-            names[1]: write_tensors(folder / names[1], own),
-            names[0]: write_pieces(folder / names[0], [plain]),
+            names[1]: write_tensors(folder / names[1], own, None, self._hashes),
+            names[0]: (
+                write_pieces(folder / names[0], [plain]),
+                hashlib.sha256(plain).hexdigest(),
+            ),
         }
+
+
+def _require_alike(there: Sequence[Found], facts: Mapping[str, Any]) -> None:
+    """Refuse to mix whole states and models alone, since `keep` deletes the older ones."""
+    only = facts.get(ONLY)
+    for entry in there:
+        if entry.manifest is not None and entry.manifest.only != only:
+            raise CheckpointError(
+                f"{entry.path} was saved with only={entry.manifest.only!r}, and this call has "
+                f"only={only!r}: give each a directory of its own"
+            )
 
 
 _SPARE_BYTES = 1 << 20

@@ -40,9 +40,6 @@ def random_state() -> dict[str, Any]:
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Restore all global generators from `random_state`. States of absent CUDA devices are left
     out.
-
-    Raises:
-        TypeError: The argument is something else.
     """
     if not is_random_state(state):
         raise TypeError(f"state must come from random_state(), got {type(state).__name__}")

@@ -6,14 +6,13 @@ import logging
 import secrets
 from collections.abc import Iterable, Mapping
 from functools import partial
-from multiprocessing.pool import ThreadPool
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from thinwire._validate import integer
 from thinwire._wording import warn_user
-from thinwire.checkpoint.files import checksum, clean_up, discard, on_all_ranks
+from thinwire.checkpoint.files import clean_up, discard, on_all_ranks
 from thinwire.checkpoint.manifest import (
     Found,
     Manifest,
@@ -24,6 +23,7 @@ from thinwire.checkpoint.manifest import (
     staging_name,
 )
 from thinwire.checkpoint.plan import RankWriter, SaveLayout, directories_of
+from thinwire.checkpoint.tensor_file import checksum
 from thinwire.comm import Group, require_agreement
 from thinwire.errors import CheckpointError
 
@@ -45,36 +45,14 @@ def save(
     the checksums of all files is written. One rename makes the folder a checkpoint. Tensors that
     are bit-identical on several ranks of a directory are written once.
 
-    Args:
-        directory: Directory of all checkpoints, one folder each; made with its parents. Machines
-            without a common file system each name their own directory, which then holds the files
-            of their ranks.
-        state: State of this rank: nested dicts (str or int keys), lists and tuples of None, bool,
-            int, float, str, bytes and dense tensors of any device, dtype and strides. Read only. An
-            exception stands for a state that this rank failed to collect; it is reported on all
-            ranks.
-        step: Updates done, or local steps where ranks update on their own; the same on all ranks.
-        group: The ranks.
-        facts: Values common to all ranks, as `state` but without tensors.
-        part: Pipeline stage, or shard, of this rank.
-        keep: Number of whole checkpoints to keep, this one included; at least 1, None for all.
-            Older ones are deleted when this one is whole. So is an older one of the same step. See
-            `prune`.
+    `state` is read only: nested dicts, lists and tuples of plain values and dense tensors. An
+    exception stands for a state that this rank failed to collect; it is reported on all ranks.
+    `facts` are common to all ranks. See `prune` for `keep`.
 
-    Returns:
-        The folder of the checkpoint.
-
-    Raises:
-        TypeError, ValueError: `step`, `part` or `keep` is not an integer in the range.
-        Mismatch: `step`, `keep` or `facts` differ between ranks.
-        CheckpointError: A rank failed: no space left, not writable, a disk that hangs (nothing read
-            or written for the time-out of the group), a value of a type that a checkpoint does not
-            hold. Raised on every rank. Training may continue; earlier checkpoints are unchanged,
-            and the next save removes leftovers.
+    A failure of any rank is `CheckpointError` on every one; earlier checkpoints are unchanged.
 
     Communication: eight rounds, and one for each older checkpoint that is read. Together they carry
     about 120 bytes for every tensor of the state.
-    Failure: a rank that dies is `PeerLost` on the others; the next save removes its leftovers.
     """
     step, part = integer("step", step, at_least=0), integer("part", part, at_least=0)
     keep = None if keep is None else integer("keep", keep, at_least=1)
@@ -112,8 +90,6 @@ def save(
     return plan.path
 
 
-_READERS = 4
-"""Number of files read at a time; the SHA-256 of one keeps a core busy."""
 _log = logging.getLogger("thinwire")
 _NOT_ON_ALL_RANKS = "not all ranks have it in their directories"
 _Older = dict[str, Found]
@@ -214,11 +190,7 @@ def _damage(entry: Found | None) -> str | None:
         if missing_file(entry.path, manifest, names) is None
     ]
     names = [name for directory in here for name in directory]
-    # an executor refuses work once the script has ended, while its last save may still run
-    with ThreadPool(_READERS) as pool:
-        return _first(
-            pool.map(lambda name: _difference(entry.path / name, manifest.files[name][1]), names)
-        )
+    return _first(_difference(entry.path / name, manifest.files[name][1]) for name in names)
 
 
 def _difference(path: Path, wanted: str) -> str | None:

@@ -6,18 +6,19 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from thinwire.checkpoint.files import (
-    checksum,
     is_regular,
     make_directory,
     note_progress,
@@ -35,7 +36,12 @@ from thinwire.checkpoint.tree import (
 )
 from thinwire.errors import CheckpointCorrupt
 
-_HASHED_BYTES = 64 << 20
+_HASHED_BYTES, _READ_BYTES = 64 << 20, 1 << 20
+_READERS = 4
+"""Number of threads; the SHA-256 of one tensor keeps a core busy."""
+_PREFIX = struct.Struct("<Q")
+"""Length of the header."""
+_T = TypeVar("_T")
 PLAIN = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -52,12 +58,63 @@ PLAIN = {
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    digests: Mapping[str, bytes] | None = None,
 ) -> tuple[int, str]:
     """Write a new safetensors file and force it to the disk, with at most one tensor on the
-    CPU at a time.
+    CPU at a time; return its size in bytes, and with digests its `checksum`.
     """
-    return write_pieces(path, chain([_header(tensors, metadata)], map(_memory, tensors.values())))
+    header = _header(tensors, metadata)
+    size = write_pieces(path, chain([header], map(_memory, tensors.values())))
+    return size, "" if digests is None else _combined(header, map(digests.__getitem__, tensors))
+
+
+def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
+    """Return the SHA-256 of the bytes of each tensor, by name."""
+    return dict(zip(tensors, _by_threads(digest, tensors.values()), strict=True))
+
+
+def checksum(path: Path) -> str:
+    """Return a checksum of a file in hex, read piece by piece: its SHA-256, or for tensors the
+    SHA-256 of the header and of the SHA-256 of each, which several threads compute.
+    """
+    size = path.stat().st_size
+    if path.suffix != ".safetensors":
+        return _digest_of_range(path, (0, size)).hex()
+    with path.open("rb") as file:
+        prefix = file.read(_PREFIX.size)
+        header = prefix + file.read(min(int.from_bytes(prefix, "little"), size))
+    try:
+        entries = json.loads(header[_PREFIX.size :])
+        entries.pop("__metadata__", None)
+        at = [[len(header) + int(end) for end in e["data_offsets"]] for e in entries.values()]
+        return _combined(header, _by_threads(partial(_digest_of_range, path), at))
+    except UNREADABLE:  # the header is damaged, so that its checksum alone differs
+        return _combined(header, [])
+
+
+def _combined(header: bytes, digests: Iterable[bytes]) -> str:
+    return hashlib.sha256(b"".join([header, *digests])).hexdigest()
+
+
+def _by_threads(act: Callable[[_T], bytes], items: Iterable[_T]) -> list[bytes]:
+    # an executor refuses work once the script has ended, while its last save may still run
+    with ThreadPool(_READERS) as pool:
+        return pool.map(act, items)
+
+
+def _digest_of_range(path: Path, ends: Sequence[int]) -> bytes:
+    """Return the SHA-256 of a part of a file."""
+    hasher, (at, end) = hashlib.sha256(), ends
+    with path.open("rb") as file:
+        file.seek(at)
+        while at < end and (chunk := file.read(min(_READ_BYTES, end - at))):
+            hasher.update(chunk)
+            at += len(chunk)
+            note_progress()
+    return hasher.digest()
 
 
 class TensorReader:
@@ -109,14 +166,13 @@ def synchronize(tensors: Iterable[Tensor]) -> None:
         torch.cuda.synchronize(device)
 
 
-def digest(tensor: Tensor) -> str:
-    """Return the SHA-256 in hex of dtype, shape and every byte."""
-    hasher = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-    content = _memory(tensor)
+def digest(tensor: Tensor) -> bytes:
+    """Return the SHA-256 of every byte."""
+    hasher, content = hashlib.sha256(), _memory(tensor)
     for start in range(0, len(content), _HASHED_BYTES):
         hasher.update(content[start : start + _HASHED_BYTES])
         note_progress()
-    return hasher.hexdigest()
+    return hasher.digest()
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -142,16 +198,13 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -
         offset += size
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # the format requires aligned data
-    return struct.pack("<Q", len(text)) + text
+    return _PREFIX.pack(len(text)) + text
 
 
 def write_rank_file(path: Path, state: Any) -> str:
-    """Write a state as a safetensors file, plain values in its header, and return its SHA-256 in
-    hex. An existing file is replaced atomically; missing folders are made.
+    """Write a state as a safetensors file, plain values in its header; return its `checksum`.
 
-    Raises:
-        TypeError: The state holds a type that checkpoints do not support.
-        OSError: Writing failed.
+    An existing file is replaced atomically; missing folders are made.
     """
     tensors: dict[str, Tensor] = {}
     tree = encoded(state, tensors)
@@ -161,9 +214,8 @@ def write_rank_file(path: Path, state: Any) -> str:
     aside = path.with_name(f".{path.name}.tmp")
     aside.unlink(missing_ok=True)
     try:
-        _, sha256 = write_tensors(
-            aside, tensors, {"tree": json.dumps(tree), "tensors": json.dumps(table)}
-        )
+        metadata = {"tree": json.dumps(tree), "tensors": json.dumps(table)}
+        _, sha256 = write_tensors(aside, tensors, metadata, digests_of(tensors))
         aside.replace(path)
     except OSError:
         aside.unlink(missing_ok=True)
@@ -173,12 +225,7 @@ def write_rank_file(path: Path, state: Any) -> str:
 
 
 def read_rank_file(path: Path, sha256: str) -> Any:
-    """Return the state of such a file, tensors on the CPU. Every byte is compared with the checksum
-    first.
-
-    Raises:
-        CheckpointCorrupt: The file is missing, or has another checksum.
-    """
+    """Return the state of such a file, tensors on the CPU, or raise `CheckpointCorrupt`."""
     try:
         if not is_regular(path):
             raise CheckpointCorrupt(

@@ -200,12 +200,12 @@ class Group:
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Leave exchanges inside the block out of `bytes_sent`."""
+        """Leave exchanges inside the block out of `bytes_sent` and `bytes_received`."""
         groups = [group for group in (self, self.shards, self.replicas) if group is not None]
-        sent = [group.bytes_sent for group in groups]
+        counted = [(group, group.bytes_sent, group.bytes_received) for group in groups]
         yield
-        for group, before in zip(groups, sent, strict=True):
-            group.bytes_sent = before
+        for group, sent, received in counted:
+            group.bytes_sent, group.bytes_received = sent, received
 
     @property
     def global_ranks(self) -> list[int]:

@@ -33,15 +33,18 @@ def numbers(
 ) -> dict[str, float]:
     """Return the statistics of an engine, of local updates, or of an optimizer that exchanges.
 
+    Counters (steps, averagings, bytes and `wait_s`) continue after a resume. Shares and rates are
+    those of this process.
+
     Args:
         step: Updates made by this rank; local steps if it trains locally.
         bytes_sent: Message bytes that this rank sent, with headers and agreements.
         bytes_dense: Bytes of dense gradients: 4 per trainable element and update.
-        bytes_received: Bytes received from other ranks, in this process.
+        bytes_received: Bytes received from other ranks.
         bytes_between_nodes: The part of `bytes_sent` that left the node; None: all of it.
-        bytes_between_stages: Bytes that this rank sent to other stages of its pipeline, in this
-            process; in no other sum.
-        wait_s: Seconds for which this rank waited for exchanges, in this process.
+        bytes_between_stages: Bytes that this rank sent to other stages of its pipeline; in no other
+            sum.
+        wait_s: Seconds for which this rank waited for exchanges.
         sparsity: Fraction of a compressed tensor that is not sent in the next exchange; 0 if
             nothing is left out, or no tensor is compressed.
         microsteps: Microsteps of an unfinished update.
@@ -53,12 +56,12 @@ def numbers(
             applied so far, see `LocalUpdates.stats`; 1 if all of it is applied in time.
         rate_bit_s: Payload rate of this rank's link, in bits per second: a moving mean over about
             the last 20 exchanges of 64 KiB and more that this rank waited for, late ranks included;
-            0 before the first one. Of this process.
+            0 before the first one.
         waiting_share: Share of the time for which this rank waited for exchanges: a moving mean
             over about the last 20 rounds; 0 before the second one. A round is an update, or the
-            local steps up to an averaging. Of this process.
+            local steps up to an averaging.
         goodput: Useful steps over the steps that were possible in the time without the four losses
-            below, in [0, 1]; 1 before the second round. Of this process.
+            below, in [0, 1]; 1 before the second round.
         lost_waiting: Share of that time that went to waiting for exchanges.
         lost_regrouping: Share that went to forming a new generation of members, before an
             averaging is made again.

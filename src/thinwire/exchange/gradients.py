@@ -223,7 +223,7 @@ class GradientExchange(Synchronizer):
             **{f"{kind}s": held for kind, held in self.compressors.state().items()},
             "dropped_steps": self.drops.total,
             "drops_in_a_row": self.drops.in_a_row,
-            "bytes_sent": self.bytes_sent,
+            "traffic": self.counted(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -233,11 +233,9 @@ class GradientExchange(Synchronizer):
             raise ValueError(
                 f"the state of a mean gradient has the keys {list(here)}, got {list(state)}"
             )
-        counters = ("dropped_steps", "drops_in_a_row", "bytes_sent")
-        total, in_a_row, bytes_sent = (
-            check.integer(key, state[key], at_least=0) for key in counters
-        )
-        kinds = [key for key in here if key not in counters]
+        counters = ("dropped_steps", "drops_in_a_row")
+        total, in_a_row = (check.integer(key, state[key], at_least=0) for key in counters)
+        kinds = [key for key in here if key not in (*counters, "traffic")]
         for kind in kinds:
             for name in {**here[kind], **state[kind]}:
                 shapes = [
@@ -256,10 +254,10 @@ class GradientExchange(Synchronizer):
                 entry.copy_(narrowed(state[kind][name], entry.dtype))
         self.state_loaded()
         # it trained before, so its batches were compared then
-        if bytes_sent:
+        if state["traffic"].get("bytes_sent"):
             self.duplicates.skip()
         self.drops.total, self.drops.in_a_row = total, in_a_row
-        self.count_from(bytes_sent)
+        self.count_from(state["traffic"])
 
     def state_loaded(self) -> None:
         """Record that the compressors' state was loaded; earlier failures no longer count."""
@@ -609,7 +607,7 @@ def gradients_of(
         check_dense=check_finite,
         participants=participants,
     )
-    exchange.count_from(0)  # the comparisons of the start are not counted
+    exchange.start_counting()  # the comparisons of the start are not counted
     return exchange
 
 

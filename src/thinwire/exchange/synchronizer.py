@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from thinwire import _validate as check
 from thinwire._version import __version__
 from thinwire.comm import (
     Group,
@@ -150,14 +151,9 @@ def versions() -> dict[str, str]:
     return {"thinwire": __version__, "torch": str(torch.__version__)}
 
 
-NO_TRAFFIC: dict[str, Any] = {
-    "bytes_sent": 0,
-    "bytes_received": 0,
-    "bytes_between_nodes": None,
-    "wait_s": 0.0,
-    "rate_bit_s": 0.0,
-    "waiting_share": 0.0,
-}
+COUNTED = ("bytes_sent", "bytes_received", "bytes_between_nodes", "wait_s")
+"""Counters that continue after a resume."""
+NO_TRAFFIC = dict.fromkeys((*COUNTED, "rate_bit_s", "waiting_share"), 0)
 """Counters before the first exchange; see `Synchronizer.traffic`."""
 
 
@@ -181,7 +177,6 @@ class Synchronizer:
         own = sources.groups if isinstance(sources, Nodes) else [sources]
         shards = [] if group.shards is None else [group.shards]
         self._groups = list(dict.fromkeys([*own, group, *shards]))
-        self._sent_before = 0 if isinstance(sources, Nodes) else sources.bytes_sent
         self.duplicates = DuplicateBatchCheck(kind)
         self.agreement = Agreement(group, [*before, self.duplicates, *after])
         self._after = len(after)
@@ -191,7 +186,9 @@ class Synchronizer:
         """Check of the replicated state. None if nothing is compared."""
         self.bytes_of_others = 0
         """Bytes that a DistributedDataParallel model has sent since it was found to average too."""
-        self._before = (0, 0, 0.0)
+        self._before: dict[str, float] = dict.fromkeys(COUNTED, 0)
+        if not isinstance(sources, Nodes):
+            self._before["bytes_between_nodes"] = self._totals()["bytes_between_nodes"]
 
     def add_check(self, check: Check) -> None:
         """Add a check to all agreements. It judges after those added before."""
@@ -219,16 +216,36 @@ class Synchronizer:
             if self.group.size > 1:
                 self.same.digest.require_equal(self.agreement, step)
 
-    def _totals(self) -> tuple[int, int, float]:
-        """Return bytes sent and received, and seconds of waiting, in this process."""
-        sent = sum(group.bytes_sent for group in self._groups) + self.bytes_of_others
-        received = sum(group.bytes_received for group in self._groups)
-        return sent, received, sum(group.wait_s for group in self._groups)
+    def _totals(self) -> dict[str, float]:
+        """Return the counters of messages and waiting in this process, by name."""
+        sources, between = self.sources, 0
+        if not isinstance(sources, Nodes):
+            between = 0 if sources.size == 1 else sources.bytes_sent
+        elif sources.leaders is not None:
+            between = sources.leaders.bytes_sent
+        if isinstance(sources, Nodes) and self.group is not sources.all_ranks:
+            # votes of other ranks too go over all of them, so they count as traffic between nodes
+            between += self.group.bytes_sent
+        return {
+            "bytes_sent": sum(group.bytes_sent for group in self._groups) + self.bytes_of_others,
+            "bytes_received": sum(group.bytes_received for group in self._groups),
+            "bytes_between_nodes": between,
+            "wait_s": self.waited_s,
+        }
 
-    def count_from(self, bytes_sent: int) -> None:
-        """Set the bytes sent so far, in runs before this one."""
-        # counters of groups never go back: remember the offset instead
-        self._before = (self._totals()[0] - bytes_sent, *self._before[1:])
+    def counted(self) -> dict[str, float]:
+        """Return the counters of this rank's messages and waiting, earlier runs included."""
+        now = {name: total - self._before[name] for name, total in self._totals().items()}
+        if not isinstance(self.sources, Nodes) and self.group.shards is None:
+            now["bytes_between_nodes"] = now["bytes_sent"]
+        return now
+
+    def count_from(self, counted: Mapping[str, float]) -> None:
+        """Continue the counters of an earlier run."""
+        # those of groups never go back: remember the offset instead
+        for name, total in self._totals().items():
+            check.real(name, counted.get(name), at_least=0)
+            self._before[name] = total - counted[name]
 
     def start_counting(self) -> None:
         """Attribute the exchange so far to the start."""
@@ -237,28 +254,14 @@ class Synchronizer:
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank sent, with headers and agreements, including earlier runs."""
-        return self._totals()[0] - self._before[0]
+        return int(self.counted()["bytes_sent"])
 
     @property
-    def wait_s(self) -> float:
-        """Seconds for which this rank waited for others."""
-        return self._totals()[2] - self._before[2]
+    def waited_s(self) -> float:
+        """Seconds for which this rank waited for others, in this process."""
+        return sum(group.wait_s for group in self._groups)
 
     def traffic(self) -> dict[str, Any]:
-        """Counters of this rank's exchanges, under the names of `thinwire.core.stats.numbers`."""
-        sent, received, wait_s = self._totals()
-        sources, between = self.sources, None
-        if isinstance(sources, Nodes):
-            between = 0 if sources.leaders is None else sources.leaders.bytes_sent
-            # votes of other ranks too go over all of them, so they count as traffic between nodes
-            between += 0 if self.group is sources.all_ranks else self.group.bytes_sent
-        elif self.group.shards is not None:
-            between = 0 if sources.size == 1 else sources.bytes_sent - self._sent_before
-        return {
-            "bytes_sent": sent - self._before[0],
-            "bytes_received": received - self._before[1],
-            "bytes_between_nodes": between,
-            "wait_s": wait_s - self._before[2],
-            "rate_bit_s": self.sources.rate_bit_s,
-            "waiting_share": self.pace.waiting_share,
-        }
+        """Return counters and rates under the names of `thinwire.core.stats.numbers`."""
+        rates = {"rate_bit_s": self.sources.rate_bit_s, "waiting_share": self.pace.waiting_share}
+        return {**self.counted(), **rates}

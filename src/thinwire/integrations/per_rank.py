@@ -53,7 +53,7 @@ class PerRankState:
 
     **State**: names and checksums only, in the dictionary that rank 0 saves; a rank's state in the
     safetensors file `NAME.rank_00000.safetensors` of the folder. An existing file stays as
-    `.NAME.rank_00000.safetensors.before` until the next save. A framework that is killed before it
+    `.before_NAME.rank_00000.safetensors` until the next save. A framework that is killed before it
     has written its own file resumes from that one.
     **Communication**: about 100 bytes a rank, in the two methods, which all ranks must call.
     **Failure**: if one rank cannot write or read, all ranks raise `CheckpointError` that names it.
@@ -204,7 +204,7 @@ def _free_name(accelerator: Any, first: str, name: str) -> str:
 
 
 def _before(file: Path) -> Path:
-    return file.with_name(f".{file.name}.before")
+    return file.with_name(f".before_{file.name}")
 
 
 def _read(file: Path, sha256: str) -> tuple[Any, Path]:
@@ -226,7 +226,7 @@ def _mean(values: Sequence[Any], where: str) -> Any:
     if all(isinstance(v, Mapping) and v.keys() == first.keys() for v in values):
         return {
             key: first[key]
-            if key == "bytes_sent"
+            if key == "traffic"
             else _mean([v[key] for v in values], f"{where}, {key}")
             for key in first
         }

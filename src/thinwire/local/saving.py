@@ -15,8 +15,8 @@ from thinwire.local.model import LocalModel
 _ADVICE = "Load a state of the same model and the same config"
 
 
-def saved(averager: Averager) -> dict[str, Any]:
-    """Return a copy of all state on which a later step depends; refuse within a timed round."""
+def saved(averager: Averager, *, copy: bool = True) -> dict[str, Any]:
+    """Return all state on which a later step depends, or a copy; refuse within a timed round."""
     if averager.work is not None and averager.work.steps:
         raise RuntimeError(
             f"{averager.work.steps} steps were made since the last averaging, and with "
@@ -24,27 +24,26 @@ def saved(averager: Averager) -> dict[str, Any]:
             "where sync.synced is true"
         )
     averager.settle()
+    held = copied if copy else dict
     pending, averaging, counters = averager.pending, averager.averaging, averager.counters
-    when = averager.when.state()
     return {
-        **when["counters"],
-        **when["interval"],
+        **{key: value for kind in averager.when.state().values() for key, value in kind.items()},
         "observed": [float(loss) for loss in averager.interval.observed],
         "work": None if averager.work is None else averager.work.state(),
-        "bytes_sent": averager.bytes_sent,
-        "anchors": copied(averaging.anchors),
-        "outer_momentum": copied(averaging.momentum),
-        **{kind: copied(tensors) for kind, tensors in averaging.kept.items()},
+        "traffic": averager.counted(),
+        "anchors": held(averaging.anchors),
+        "outer_momentum": held(averaging.momentum),
+        **{kind: held(tensors) for kind, tensors in averaging.kept.items()},
         "sketches": averaging.sketches.clone(),
         "pending": None
         if pending is None
         else {
             "step": pending.step,
             "weight": averager.weight,
-            "measured": copied(pending.moved.params),
-            "extras": copied(pending.extras),
+            "measured": held(pending.moved.params),
+            "extras": held(pending.extras),
         },
-        "local": copied(_local(averager.tensors))
+        "local": held(_local(averager.tensors))
         if counters.step > counters.last_full_sync
         else None,
         "unchanged_buffers": averager.tensors.unchanged_buffers(),
@@ -63,7 +62,7 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
     """Restore a saved state. Everything is checked before anything changes."""
     averaging, tensors = averager.averaging, averager.tensors
     targets = {"anchors": averaging.anchors, "outer_momentum": averaging.momentum, **averaging.kept}
-    wanted = {*COUNTERS, *INTERVAL, *targets, "bytes_sent", "pending", "local"}
+    wanted = {*COUNTERS, *INTERVAL, *targets, "traffic", "pending", "local"}
     wanted |= {"sketches", "observed", "work", "unchanged_buffers"}
     if wanted != state.keys():
         raise ValueError(
@@ -93,7 +92,7 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
     averager.interval.k_steps = averager.interval.allowed(state["k_steps"])
     averager.interval.observed = list(state["observed"])
     averager.reset_after_load(state["work"])
-    averager.count_from(state["bytes_sent"])
+    averager.count_from(state["traffic"])
     if pending is not None:  # it is sent again when it is due
         params = tensors.params
         measured = {n: value.to(params[n].device) for n, value in pending["measured"].items()}

@@ -285,7 +285,7 @@ class LocalUpdates:
             shared.bind_latest()
         with (
             averager.group.one_deadline(),
-            long_waits_logged(f"local step {self.step + 1}", lambda: averager.wait_s),
+            long_waits_logged(f"local step {self.step + 1}", lambda: averager.waited_s),
         ):
             move()
         if averager.duplicates.averaged_before:
@@ -314,7 +314,7 @@ class LocalUpdates:
         if not steps:  # a timed round in which no rank made a step
             return
         compare, now = self.step > self.config.begin_step, time.perf_counter()
-        warning = pace.round(steps, now, averager.wait_s, rate, compare=compare)
+        warning = pace.round(steps, now, averager.waited_s, rate, compare=compare)
         if warning is not None:
             warn_user(warning)
 

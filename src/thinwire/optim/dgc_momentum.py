@@ -440,7 +440,7 @@ class DGCMomentum(CommonOptimizer):
         )
         applied = verdict is StepDecision.APPLY
         if applied:
-            exchange.pace.round(1, time.perf_counter(), exchange.wait_s)
+            exchange.pace.round(1, time.perf_counter(), exchange.waited_s)
         return applied
 
     def _limited(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -108,8 +108,8 @@ class GradientSum:
         self.microsteps, self.overflowed = 0, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `microsteps`, `overflowed`, and copies of the `sums` by parameter name."""
-        sums = {name: total.clone() for name, total in self._sums.items()}
+        """Return `microsteps`, `overflowed`, and the live `sums` by parameter name."""
+        sums = dict(self._sums)
         return {"microsteps": self.microsteps, "overflowed": self.overflowed, "sums": sums}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from thinwire.checkpoint import Loaded, on_all_ranks
 from thinwire.checkpoint import load as load_checkpoint
 from thinwire.checkpoint import save as save_checkpoint
 from thinwire.checkpoint.loading import EXPORTED
+from thinwire.checkpoint.manifest import ONLY
 from thinwire.checkpoint.random_state import derived
 from thinwire.checkpoint.shards import Sharding, words
 from thinwire.comm import Group
@@ -27,30 +28,43 @@ from thinwire.strategy.saving import (
     Restored,
     compared,
     copy_values_,
+    live,
     load_all,
     log_changes,
+    on_host,
     require_shapes,
     saved,
+    saved_model,
 )
 
 
 def save(
     directory: str | Path,
     parts: Parts,
-    counters: Mapping[str, int],
+    counters: Mapping[str, float],
     extra: Any,
     step: int,
     keep: int | None,
     *,
     frozen: bool,
+    copy: bool,
+    only: str | None,
 ) -> Callable[[Group], Path]:
-    """Return a function that writes a checkpoint of the current state; see `Engine.save`."""
+    """Return a function that writes a checkpoint of the current state; see `Engine.save`.
+
+    Without `copy` it must write before anything changes.
+    """
     content: Any
+    to_save, facts = on_host if copy else live, parts.facts
     try:
-        content = saved(parts, counters, extra, frozen=frozen)
+        if only is None:
+            content = saved(parts, counters, extra, frozen=frozen, to_save=to_save)
+        else:
+            facts = {**facts, ONLY: only}
+            content = saved_model(parts, frozen=frozen, to_save=to_save)
     except Exception as error:  # reported to the others, which wait for this rank
         content = error
-    facts, part = parts.facts, parts.part
+    part = parts.part
 
     def write(group: Group) -> Path:
         return save_checkpoint(
@@ -63,6 +77,8 @@ def save(
 def load(directory: str | Path, parts: Parts, step: int | None) -> tuple[Path, Restored]:
     """Load the newest whole checkpoint, or that of a step; see `Engine.load`."""
     loaded = _found(directory, parts, step=step)
+    if ONLY in loaded.facts:
+        raise _mismatch(loaded, f"it was saved with only={loaded.facts[ONLY]!r}")
     changes, problems = compared(loaded.facts, parts)
     if problems:
         raise _mismatch(loaded, "; ".join(problems))

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from thinwire.comm import (
     wrong_call_site,
 )
 from thinwire.core.several import all_of
-from thinwire.core.sharded import is_sharded, reshard_, shard_of
+from thinwire.core.sharded import reshard_, shard_of
 from thinwire.core.stats import numbers
 from thinwire.core.tensors import called
 from thinwire.errors import CheckpointMissing, ThinwireError
@@ -69,7 +69,6 @@ class Engine:
         self._steps = Microsteps(parts)
         self.extra: Any = None
         """The argument `extra` of `save`, after `load`; None before it, or if none was given."""
-        self._sharded = any(map(is_sharded, parts.params.values()))
         self._following: Following | None = None
         self._background_save = BackgroundSave()
         # hooks of the engine are on the model and the optimizer, and must not outlive the engine
@@ -196,7 +195,7 @@ class Engine:
         with busy(self._parts.group.timeout_s):
             loss = self._loss_of(inputs, targets, "evaluate")
             _check_mean(loss)
-        if self._sharded:  # the root module has kept whole parameters
+        if self._steps.sharded:  # the root module has kept whole parameters
             reshard_(self._parts.model)
         return loss.detach().reshape(())
 
@@ -370,7 +369,7 @@ class Engine:
                 "engine.join() does not work under pipeline, since all stages need the same "
                 "batches: give all replicas equally many, for example with DistributedSampler"
             )
-        if self._sharded:
+        if self._steps.sharded:
             raise RuntimeError(
                 "engine.join() does not work with mesh=: the ranks of a site gather their shards "
                 "in every forward pass. Give them equally many batches, for example with "
@@ -485,8 +484,8 @@ class Engine:
         - `sparsity`: fraction of the next exchange that is not sent; `applied_share`: as in
           `LocalUpdates.stats`.
         - `bytes_sent`: message bytes of exchanges, headers and agreements included, of which
-          `bytes_between_nodes`; `bytes_received`: of this process; `bytes_between_stages`: of a
-          pipeline, in no other sum.
+          `bytes_between_nodes`; `bytes_received`; `bytes_between_stages`: of a pipeline, in no
+          other sum.
         - `bytes_dense`: 4 bytes per trainable element and update; `ratio`: bytes_dense /
           bytes_sent, larger is better.
         - `wait_s`: seconds of waiting for exchanges; `waiting_share`: share of the time for
@@ -507,20 +506,12 @@ class Engine:
             The counters by name.
         """
         parts = self._parts
-        counts = self._steps.counts()
-        counts["bytes_received"] += sum(part.bytes_received for part in parts.votes)
-        if counts["bytes_between_nodes"] is not None and not self._sharded:
-            counts["bytes_between_nodes"] += sum(part.bytes_sent for part in parts.votes)
-        counts |= {"bytes_sent": self._steps.bytes_sent(), "wait_s": self._steps.wait_s()}
         return numbers(
-            step=self.step,
             microsteps=0 if parts.merge is None else parts.merge.microsteps,
-            dropped_steps=self._steps.dropped_steps(),
             k_steps=1 if self.sync is None else self.sync.k_steps,
             loss_scale=1.0 if parts.scaler is None else parts.scaler.scale,
-            bytes_between_stages=0 if parts.runner is None else parts.runner.bytes_sent,
             bytes_dense=4 * self.step * sum(shard_of(p).numel() for p in parts.params.values()),
-            **counts,
+            **self._steps.counts(),
         )
 
     @property
@@ -558,7 +549,7 @@ class Engine:
         Raises:
             TypeError: A file cannot hold the state of a scheduler or a module.
         """
-        return saving.state_dict(self._parts, self._counters())
+        return saving.state_dict(self._parts, self._steps.counters())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a `state_dict` of the same rank, bit for bit, on all ranks. No communication.
@@ -577,7 +568,7 @@ class Engine:
             ValueError: The state belongs to another model or strategy; nothing has changed.
         """
         self._require_open()
-        self._restore_counters(saving.load(state, self._parts))
+        self._continue(saving.load(state, self._parts))
 
     def save(
         self,
@@ -587,13 +578,11 @@ class Engine:
         *,
         frozen: bool = True,
         wait: bool = True,
+        only: Literal["model"] | None = None,
     ) -> Path:
         """Write a checkpoint. Every rank writes its part; the folder and its parents are created.
 
         Until the new checkpoint is complete, `load` returns the previous one.
-
-        Each rank also saves the extra state of modules (torch's `get_extra_state`): plain values
-        and tensors, in dicts, lists and tuples.
 
         The folder is named after the number of updates. Under local updates it is named after the
         local steps, dropped steps included, since this number is the same on all ranks.
@@ -617,10 +606,10 @@ class Engine:
             frozen: True if parameters that do not train are written too. If false, `load` compares
                 digests and needs the same values in the model: for fine-tuning a base model that is
                 stored elsewhere.
-            wait: True if the call returns when the checkpoint is complete. If false, the state is
-                copied, and a thread writes it during training. The next `save`, `close` or
-                `wait_for_save` waits for it and raises its error. So does the end of the script,
-                whose status is then 1. A process killed earlier leaves the previous checkpoint.
+            wait: True if the call returns when the checkpoint is complete. If false, a thread
+                writes a copy during training. The next `save`, `close` or `wait_for_save` waits for
+                it and raises its error. So does the end of the script, with status 1.
+            only: "model" writes parameters and buffers alone, in a directory of its own.
 
         Returns:
             The folder of this checkpoint. Without `wait`: its expected folder, unless others write
@@ -639,10 +628,21 @@ class Engine:
             self._steps.exchange.require_equal(self._steps.position())
         check.boolean("frozen", frozen)
         check.boolean("wait", wait)
+        check.one_of("only", only, (None, "model"))
         self.wait_for_save()
         begun_s = time.perf_counter()
-        counters, step, savers = self._counters(), self._steps.position(), self._parts.savers
-        write = checkpoints.save(directory, self._parts, counters, extra, step, keep, frozen=frozen)
+        counters, step, savers = self._steps.counters(), self._steps.position(), self._parts.savers
+        write = checkpoints.save(
+            directory,
+            self._parts,
+            counters,
+            extra,
+            step,
+            keep,
+            frozen=frozen,
+            copy=not wait,
+            only=only,
+        )
         path = next_folder(Path(directory), step)
         if wait:
             path = write(savers)
@@ -742,7 +742,7 @@ class Engine:
             self.extra = None
             _log.info("no checkpoint in %s yet: training starts from the beginning", directory)
             return None
-        self._restore_counters(restored)
+        self._continue(restored)
         return path
 
     def load_parameters(self, source: str | Path, *, torch_checkpoint: bool = False) -> Path:
@@ -797,10 +797,8 @@ class Engine:
         self._finalizer()
         self._background_save.close()
 
-    def _restore_counters(self, restored: Mapping[str, Any]) -> None:
-        self._steps.step = restored["step"]
-        self._steps.dropped_before += restored["dropped_steps"] - self._steps.dropped_steps()
-        self._steps.bytes_before += restored["bytes_sent"] - self._steps.bytes_sent()
+    def _continue(self, restored: Mapping[str, Any]) -> None:
+        self._steps.count_from(restored)
         self.extra = restored["extra"]
 
     def _loss_of(self, inputs: Any, targets: Any, caller: str) -> Tensor:
@@ -813,13 +811,6 @@ class Engine:
         outputs = called(parts.model, inputs)
         with contextlib.nullcontext() if parts.autocast is None else parts.autocast():
             return parts.loss_fn(outputs, targets)
-
-    def _counters(self) -> dict[str, int]:
-        return {
-            "step": self.step,
-            "dropped_steps": self._steps.dropped_steps(),
-            "bytes_sent": self._steps.bytes_sent(),
-        }
 
     def _require_open(self) -> None:
         if not self._finalizer.alive:

@@ -22,6 +22,7 @@ from thinwire.core.tensors import with_own_storage
 from thinwire.errors import Mismatch, PeerLost, PeerStalled
 from thinwire.exchange.agreement import StepDecision
 from thinwire.exchange.gradients import Grads, layout_change
+from thinwire.exchange.synchronizer import COUNTED
 from thinwire.local.updates import LocalUpdates
 from thinwire.optim.common import CommonOptimizer
 from thinwire.strategy.engine_checks import Joining
@@ -49,10 +50,10 @@ class Microsteps:
         self.exchange, self.pace = parts.exchange, parts.exchange.pace
         self.step = 0
         """Updates made by this rank. Without local updates the same on all ranks."""
-        self.dropped_before = 0
-        """Dropped steps that the exchange does not count."""
-        self.bytes_before = 0
-        """Bytes sent in runs before this one."""
+        self._uncounted: dict[str, float] = dict.fromkeys(
+            (*COUNTED, "bytes_between_stages", "dropped_steps"), 0
+        )
+        """What neither the exchange nor a vote counts: earlier runs, and drops by a loss scale."""
         self.tokens: int | None = None
         """Tokens of the present microstep."""
         self.joining: Joining | None = None
@@ -60,7 +61,8 @@ class Microsteps:
         self.edit_check = GradientEditCheck(parts.params)
         self.trained = _Trained(parts)
         # a loss scale has checked the gradients; clipping waits for other stages and shards
-        whole = parts.runner is None and not any(map(is_sharded, parts.params.values()))
+        self.sharded = any(map(is_sharded, parts.params.values()))
+        whole = parts.runner is None and not self.sharded
         self._drops_alone = whole and parts.scaler is None
         self._plan_warning: str | None = None
 
@@ -79,26 +81,38 @@ class Microsteps:
         """The local updates if their rounds end by time, so that steps are unequal; else None."""
         return self.sync if self.sync is not None and self.sync.config.by_time else None
 
-    def bytes_sent(self) -> int:
-        """Bytes that this rank sent, earlier runs included."""
-        votes = sum(part.bytes_sent for part in self.parts.votes)
-        return self.bytes_before + self.exchange.bytes_sent + votes
+    def counters(self) -> dict[str, float]:
+        """Return the counters of this rank, earlier runs included."""
+        runner, found = self.parts.runner, self.exchange.counted()
+        found["bytes_between_stages"] = 0 if runner is None else runner.bytes_sent
+        found["dropped_steps"] = self.exchange.drops.total
+        for part in self.parts.votes:
+            found["bytes_sent"] += part.bytes_sent
+            found["bytes_received"] += part.bytes_received
+            found["bytes_between_nodes"] += 0 if self.sharded else part.bytes_sent
+            found["wait_s"] += part.wait_s
+        counted = {name: value + self._uncounted[name] for name, value in found.items()}
+        return {"step": self.step, **counted}
 
-    def wait_s(self) -> float:
-        """Seconds for which other ranks blocked this one."""
-        return self.exchange.wait_s + sum(part.wait_s for part in self.parts.votes)
+    def count_from(self, counters: Mapping[str, float]) -> None:
+        """Continue the counters of an earlier run."""
+        self.step = int(counters["step"])
+        for name, value in self.counters().items():
+            if name != "step":
+                self._uncounted[name] += counters[name] - value
+
+    def waited_s(self) -> float:
+        """Seconds for which other ranks blocked this one, in this process."""
+        return self.exchange.waited_s + sum(part.wait_s for part in self.parts.votes)
 
     def counts(self) -> dict[str, Any]:
-        """Return the traffic of the exchange, and what else it counts, by names of `stats`."""
+        """Return what this rank counts and measures, by names of `stats`."""
+        counters = self.counters()
         if self.sync is not None:
-            return self.sync._counts()
-        goodput = self.pace.goodput(self.step, self.dropped_steps())
+            return self.sync._counts() | counters
+        goodput = self.pace.goodput(self.step, int(counters["dropped_steps"]))
         unsent = {"sparsity": self.parts.unsent_share(self.step)}
-        return self.exchange.traffic() | unsent | goodput
-
-    def dropped_steps(self) -> int:
-        """Dropped steps of this rank."""
-        return self.dropped_before + self.exchange.drops.total
+        return self.exchange.traffic() | unsent | goodput | counters
 
     def idle_locally(self) -> None:
         """Take part in local updates as a rank without a batch, while others have one."""
@@ -155,7 +169,7 @@ class Microsteps:
     def with_advice(self) -> Iterator[None]:
         """Add advice to errors of the exchanges in the block, and log long waits."""
         try:
-            with long_waits_logged(f"step {self.step}", self.wait_s):
+            with long_waits_logged(f"step {self.step}", self.waited_s):
                 yield
         except (PeerLost, PeerStalled, Mismatch) as error:
             if self.joining is None:
@@ -298,7 +312,7 @@ class Microsteps:
             scaler.update(overflow)
         if grads and overflow:
             _log.info("step %d was dropped for an overflow", self.step)
-            self.dropped_before += 1
+            self._uncounted["dropped_steps"] += 1
         if not grads or overflow or self._drops_here(sync, grads):
             self.forget_merged()
             sync.skip_step()  # it counts towards the next averaging
@@ -372,7 +386,7 @@ class Microsteps:
     def _end_round(self) -> None:
         compare, rate = self.step > self.parts.settled_step, self.exchange.sources.rate_bit_s
         warning = self.pace.round(
-            self.parts.merge_steps, time.perf_counter(), self.wait_s(), rate, compare=compare
+            self.parts.merge_steps, time.perf_counter(), self.waited_s(), rate, compare=compare
         )
         self._plan_warning = warning or self._plan_warning
 

@@ -15,11 +15,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 
 from thinwire._names import named_buffers, named_parameters, plain_names
 from thinwire.checkpoint import on_all_ranks
-from thinwire.checkpoint.files import checksum
 from thinwire.checkpoint.loading import METADATA
 from thinwire.checkpoint.manifest import MANIFEST
 from thinwire.checkpoint.shards import rows_of
-from thinwire.checkpoint.tensor_file import bytes_of
+from thinwire.checkpoint.tensor_file import bytes_of, checksum
 from thinwire.core.sharded import is_sharded, reshard_, shard_of
 from thinwire.errors import (
     CheckpointCorrupt,

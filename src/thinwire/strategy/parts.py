@@ -153,9 +153,9 @@ class Parts:
         return self.gradients
 
     def saved_exchange(self) -> dict[str, Any]:
-        """Return this rank's state that later updates depend on, without the optimizer's."""
+        """Return this rank's state that later updates depend on, without the optimizer's: live."""
         if self.sync is not None:
-            return saving.saved(self.sync._open_averager(or_left=True))
+            return saving.saved(self.sync._open_averager(or_left=True), copy=False)
         assert self.gradients is not None, "one of the two"
         return self.gradients.state_dict()
 

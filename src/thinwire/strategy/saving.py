@@ -23,6 +23,7 @@ from thinwire.compress import KEPT, OTHER_RANKS
 from thinwire.core.provenance import PROVENANCE, Provenance, checksum_of
 from thinwire.core.several import all_of, kinds_of
 from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
+from thinwire.exchange.synchronizer import COUNTED
 from thinwire.optim.by_name import in_order
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.saving import remembered
@@ -73,31 +74,58 @@ SAME_EVERYWHERE = {kind for kind, rule in KEPT.items() if rule == "first"}
 """Compression state that all ranks hold alike and that is not pending."""
 
 
-def saved(
-    parts: Parts, counters: Mapping[str, int], extra: Any = None, *, frozen: bool = True
+def live(tensor: Tensor) -> Tensor:
+    """Return the tensor itself, for a state that is written before anything changes."""
+    return tensor
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Return a copy in host memory."""
+    return tensor.to("cpu", copy=True)
+
+
+def saved_model(
+    parts: Parts, *, frozen: bool = True, to_save: Callable[[Tensor], Tensor] = torch.clone
 ) -> dict[str, Any]:
-    """Return everything that a later step depends on."""
-    _require_dense_state(parts)
-    of_modules = _copied(saved_modules(parts.model), sharded=True)
+    """Return parameters and buffers, with tensors as `to_save` returns them."""
     names = sorted(non_persistent_buffers(parts.model))
     params = _parameters(parts)
     left = {} if frozen else {n: p for n, p in params.items() if n not in parts.params}
-    exchange, optimizer = parts.saved_exchange(), parts.optimizer.state_dict()
     return {
-        "counters": dict(counters),
-        "parameters": _copied({n: p for n, p in params.items() if n not in left}),
-        "buffers": _copied(dict(named_buffers(parts.model))),
-        "optimizer": _copied({**optimizer, "state": _without_kept(optimizer["state"], exchange)}),
-        "optimizer_names": _names(parts),
-        "schedulers": _copied(saved_schedulers(parts.optimizer, extra)),
-        "exchange": _copied(exchange),
-        "loss_scale": None if parts.scaler is None else parts.scaler.state_dict(),
-        "merge": None if parts.merge is None else _copied(parts.merge.state_dict()),
-        "random": random_state(),
-        "extra": _copied(plain(extra), sharded=True),
-        **({_OF_MODULES: of_modules} if of_modules else {}),
+        "parameters": _held({n: p for n, p in params.items() if n not in left}, to_save),
+        "buffers": _held(dict(named_buffers(parts.model)), to_save),
         **({_NON_PERSISTENT: names} if names else {}),
         **({_FROZEN: _digests(left, parts.part)} if left else {}),
+    }
+
+
+def saved(
+    parts: Parts,
+    counters: Mapping[str, float],
+    extra: Any = None,
+    *,
+    frozen: bool = True,
+    to_save: Callable[[Tensor], Tensor] = torch.clone,
+) -> dict[str, Any]:
+    """Return everything that a later step depends on, with tensors as `to_save` returns them."""
+    _require_dense_state(parts)
+    of_modules = _held(saved_modules(parts.model), to_save, sharded=True)
+    exchange, optimizer = parts.saved_exchange(), parts.optimizer.state_dict()
+    rest = {
+        "optimizer": {**optimizer, "state": _without_kept(optimizer["state"], exchange)},
+        "schedulers": saved_schedulers(parts.optimizer, extra),
+        "exchange": exchange,
+        "merge": None if parts.merge is None else parts.merge.state_dict(),
+    }
+    return {
+        "counters": dict(counters),
+        **saved_model(parts, frozen=frozen, to_save=to_save),
+        **_held(rest, to_save),
+        "optimizer_names": _names(parts),
+        "loss_scale": None if parts.scaler is None else parts.scaler.state_dict(),
+        "random": random_state(),
+        "extra": _held(plain(extra), to_save, sharded=True),
+        **({_OF_MODULES: of_modules} if of_modules else {}),
     }
 
 
@@ -113,13 +141,13 @@ def _without_kept(state: Mapping[Any, Any], exchange: Mapping[str, Any]) -> dict
     }
 
 
-def state_dict(parts: Parts, counters: Mapping[str, int]) -> dict[str, Any]:
+def state_dict(parts: Parts, counters: Mapping[str, float]) -> dict[str, Any]:
     """Return the result of `saved` for `load`, with the facts that it fits and its rank."""
     state = saved(parts, counters)
     provenance = Provenance(
         *rank_and_size_in(), state["counters"]["step"], checksum_of(_of_ranks(state))
     )
-    return {**state, "facts": _copied(parts.facts), PROVENANCE: provenance.packed()}
+    return {**state, "facts": _held(parts.facts), PROVENANCE: provenance.packed()}
 
 
 def load(state: Mapping[str, Any], parts: Parts) -> Restored:
@@ -138,7 +166,7 @@ def load(state: Mapping[str, Any], parts: Parts) -> Restored:
     rest = {key: value for key, value in state.items() if key not in ("facts", PROVENANCE)}
     provenance = Provenance.read(state.get(PROVENANCE))
     # an optimizer uses the tensors of the state in place, and a state may be loaded again
-    own = {k: _copied(v, sharded=True) if k == "optimizer" else v for k, v in rest.items()}
+    own = {k: _held(v, sharded=True) if k == "optimizer" else v for k, v in rest.items()}
     restored = load_all(
         own,
         parts,
@@ -213,7 +241,7 @@ def load_all(
     return {**counters, "extra": state["extra"]}
 
 
-def _checked(state: Mapping[str, Any], parts: Parts) -> tuple[dict[str, int], frozenset[str]]:
+def _checked(state: Mapping[str, Any], parts: Parts) -> tuple[dict[str, float], frozenset[str]]:
     """Return the counters and the buffers that are `_left`, if the state fits the engine."""
     wanted = {"counters", "parameters", "buffers", "optimizer", "optimizer_names", "schedulers"}
     wanted |= {"exchange", "loss_scale", "merge", "random", "extra"}
@@ -222,8 +250,10 @@ def _checked(state: Mapping[str, Any], parts: Parts) -> tuple[dict[str, int], fr
             f"state is not from an engine: missing {sorted(wanted - state.keys())}, unknown "
             f"{sorted(state.keys() - wanted - _MAY_LACK)}"
         )
-    kinds = ("step", "dropped_steps", "bytes_sent")
-    counters = {key: check.integer(key, state["counters"].get(key), at_least=0) for key in kinds}
+    kinds = ("step", "dropped_steps", "bytes_between_stages", *COUNTED)
+    counters = {key: state["counters"].get(key) for key in kinds}
+    for key, value in counters.items():
+        check.real(key, value, at_least=0)
     if (state["loss_scale"] is None) != (parts.scaler is None):
         has, lacks = "state", "the engine"
         if parts.scaler is not None:
@@ -448,6 +478,8 @@ def _require_dense_state(parts: Parts) -> None:
                 )
 
 
-def _copied(tree: Any, *, sharded: bool = False) -> Any:
-    """Return the same tree with tensors cloned, or this rank's part unless `sharded`."""
-    return with_tensors(tree, lambda t: (t if sharded else shard_of(t)).detach().clone())
+def _held(
+    tree: Any, to_save: Callable[[Tensor], Tensor] = torch.clone, *, sharded: bool = False
+) -> Any:
+    """Return the same tree with tensors, or this rank's part of them, as `to_save` returns them."""
+    return with_tensors(tree, lambda t: to_save((t if sharded else shard_of(t)).detach()))
