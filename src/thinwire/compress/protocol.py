@@ -6,7 +6,7 @@ together, waits for all of them, and resumes the generators. `commit_` follows t
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -161,12 +161,6 @@ def part_of(tensors: Mapping[str, Tensor], name: str, start: int, end: int) -> T
     if isinstance(tensors, Computed):
         return tensors.part(name, start, end)
     return tensors[name].view(-1)[start:end]
-
-
-def parts_of(tensors: Mapping[str, Tensor], name: str, numel: int) -> Iterator[Tensor]:
-    """Yield the parts of one tensor by `wire.whole.spans`; read only."""
-    for span in spans(numel, part_of(tensors, name, 0, 1).device):
-        yield part_of(tensors, name, *span)
 
 
 Kept: TypeAlias = Mapping[str, Mapping[str, Tensor]]

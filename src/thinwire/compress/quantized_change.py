@@ -1,6 +1,6 @@
 """Quantized changes: every entry travels in few bits, and the rounding error is kept."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
@@ -18,7 +18,6 @@ from thinwire.compress.protocol import (
     MeanChange,
     Sending,
     part_of,
-    parts_of,
 )
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels.reference import divided_
@@ -26,7 +25,7 @@ from thinwire.layout.message import WHOLE_BITS, WholeLayout
 from thinwire.layout.shares import Piece, SplitLayout
 from thinwire.layout.traffic import EXCHANGES, chosen_split
 from thinwire.wire.message import pack_whole, unpack_whole
-from thinwire.wire.whole import WholeReader
+from thinwire.wire.whole import WholeReader, spans
 
 _NARROWEST_PLAIN = 32
 
@@ -90,12 +89,16 @@ class Quantized(ChangeCompression):
         errors = {name: kept[ERRORS][name] for name in folded}
         numels = tuple(error.numel() for error in errors.values())
         layout = WholeLayout(numels, self.value_bits)
-        step = context.step
+        step, home = context.step, next(iter(errors.values())).device
         plan = chosen_split(self.exchange, layout, context.sources)
         if plan is not None:
-            return (yield from _by_shares(context, folded, plan, errors))
-        parts = [parts_of(folded, name, error.numel()) for name, error in errors.items()]
-        message = pack_whole(layout, step, 0, parts, _device(errors))
+            return (yield from _by_shares(context, folded, plan, home))
+
+        def parts(name: str, numel: int) -> Iterator[Tensor]:
+            for span in spans(numel, part_of(folded, name, 0, 1).device):
+                yield part_of(folded, name, *span)
+
+        message = pack_whole(layout, step, 0, map(parts, errors, numels), home)
         [rows] = yield [AllGather(message, f"gathering changes of step {step}")]
         codes = [
             unpack_whole(layout, row, step=step, bucket=0, source=source * context.node_size)
@@ -104,10 +107,6 @@ class Quantized(ChangeCompression):
         made = _Whole(context, list(folded))
         made.received = dict(zip(folded, zip(*codes, strict=True), strict=True))
         return made
-
-
-def _device(errors: Mapping[str, Tensor]) -> torch.device:
-    return next(iter(errors.values())).device
 
 
 class _Whole(MeanChange):
@@ -129,14 +128,14 @@ def _by_shares(
     context: Context,
     folded: Mapping[str, Tensor],
     plan: SplitLayout[WholeLayout],
-    errors: Mapping[str, Tensor],
+    home: torch.device,
 ) -> Sending:
     """Send codes to their owners, and the owners' means back to all.
 
     An owner does not round its own part of the average. It keeps the rounding error of the mean,
     times the number of sources, so that the error counts once in a later mean.
     """
-    me, step, names, home = context.source, context.step, list(folded), _device(errors)
+    me, step, names = context.source, context.step, list(folded)
 
     def own_part(piece: Piece) -> Tensor:
         return part_of(folded, names[piece.slot], piece.start, piece.start + piece.numel)

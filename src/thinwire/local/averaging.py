@@ -2,7 +2,7 @@
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -29,7 +29,6 @@ from thinwire.exchange.round import Round
 from thinwire.kernels.rules import OuterRule
 from thinwire.layout.message import SKETCH_NUMEL
 from thinwire.local.config import LocalConfig
-from thinwire.local.model import changed_since
 from thinwire.local.sketch import sketch
 from thinwire.wire.whole import spans
 
@@ -45,11 +44,6 @@ def widened(tensor: Tensor) -> Tensor:
     """Return real values in float32, or float64 for double precision; copy only if needed."""
     real = real_view(tensor.detach())
     return real if real.dtype == torch.float64 else real.float()
-
-
-def as_held(anchor: Tensor, value: Tensor) -> Tensor:
-    """Return an anchor rounded to the type of a value."""
-    return anchor.to(real_view(value).dtype)
 
 
 def _part(tensor: Tensor, start: int, end: int) -> Tensor:
@@ -117,10 +111,19 @@ class Changes(Computed):
         """Implement `Computed.part`."""
         if self.node_means:
             return _part(self.node_means[name], start, end).to(self._devices[name])
-        return self._by_spans(self._sum, name, start, end)
+        within = self.spans(name, end - start)
+        if len(within) == 1:
+            return self._span(name, start, end)
+        anchor = self._anchors[name]
+        found = torch.empty(end - start, dtype=anchor.dtype, device=self._devices[name])
+        for one, other in within:  # so that little else is on the device
+            found[one:other] = self._span(name, start + one, start + other)
+        return found
 
-    def _sum(self, name: str, start: int, end: int) -> Tensor:
-        change = self._new(name, start, end)
+    def _span(self, name: str, start: int, end: int) -> Tensor:
+        tensors = self._anchors[name], self.params[name]
+        anchor, value = (_part(t, start, end).to(self._devices[name]) for t in tensors)
+        change = anchor.to(value.dtype).to(anchor.dtype) - value
         if self.weight != 1:
             change.mul_(self.weight)
         # after weighting, since the weight is for new work alone
@@ -128,36 +131,6 @@ class Changes(Computed):
             error = _part(self._errors[name], start, end).to(change.device)
             change.add_(error, alpha=self._decay)
         return change
-
-    def new_part(self, name: str, start: int, end: int) -> Tensor:
-        """Return a part of the change since the last averaging alone."""
-        return self._by_spans(self._new, name, start, end)
-
-    def _by_spans(
-        self, read: Callable[[str, int, int], Tensor], name: str, start: int, end: int
-    ) -> Tensor:
-        """Read a part such that little else is on the device."""
-        within = self.spans(name, end - start)
-        if len(within) < 2:
-            return read(name, start, end)
-        kind = self._anchors[name].dtype
-        found = torch.empty(end - start, dtype=kind, device=self._devices[name])
-        for one, other in within:
-            found[one:other] = read(name, start + one, start + other)
-        return found
-
-    def _new(self, name: str, start: int, end: int) -> Tensor:
-        anchor, value = self._parts(name, start, end)
-        return as_held(anchor, value).to(anchor.dtype) - value
-
-    def differs(self, name: str, start: int, end: int) -> bool:
-        """Return True if a part of a parameter differs from its anchor."""
-        anchor, value = self._parts(name, start, end)
-        return bool(changed_since({name: as_held(anchor, value)}, {name: value}))
-
-    def _parts(self, name: str, start: int, end: int) -> list[Tensor]:
-        tensors = self._anchors[name], self.params[name]
-        return [_part(tensor, start, end).to(self._devices[name]) for tensor in tensors]
 
 
 @dataclass(slots=True)
@@ -286,14 +259,14 @@ class Averaging:
     @property
     def plain(self) -> bool:
         """True if a parameter becomes the mean of the ranks' values, whatever its anchor is."""
-        exact = all(as_held(a, self._params[name]) is a for name, a in self.anchors.items())
+        exact = all(a.dtype == real_view(self._params[n]).dtype for n, a in self.anchors.items())
         return exact and self.changes is None and self._outer.plain
 
     @torch.no_grad()
     def written(self) -> str | None:
         """Return a digest of the parameters if one of them differs from its anchor, else None."""
-        held = Changes(self, self._params, frozenset())
-        if not any(held.differs(name, *span) for name in held for span in held.spans(name)):
+        moved = Changes(self, self._params, frozenset())
+        if not any(bool(moved.part(n, *span).any()) for n in moved for span in moved.spans(n)):
             return None
         sums = [int(total) for p in self._params.values() for total in bit_sums([widened(p)])]
         return hashlib.blake2b(repr(sums).encode(), digest_size=8).hexdigest()
@@ -303,7 +276,7 @@ class Averaging:
         """Set the anchors to the current parameters, where these hold other values."""
         for name, anchor in self.anchors.items():
             now = real_view(self._params[name].detach()).to(anchor.device)
-            anchor.copy_(torch.where(now == as_held(anchor, now), anchor, now))
+            anchor.copy_(torch.where(now == anchor.to(now.dtype), anchor, now))
 
     @torch.no_grad()
     def forget_(self) -> None:
@@ -324,7 +297,7 @@ class Averaging:
         moved, changes = Changes(self, params, self._compressed(step, params)), self.changes
         own = None
         if changes is not None and moved.compressed and not changes.conserves:
-            own = self._sketch_of((n, moved.new_part(n, 0, p.numel())) for n, p in params.items())
+            own = self._sketch_of(Changes(self, params, frozenset()), params)
         wide = {
             key: self._own(widened(value)) if keep else widened(value)
             for key, value in extras.items()
@@ -392,13 +365,9 @@ class Averaging:
             return one_round, {*given}, in_nodes(context, given, sendings)
         return one_round, {*names, *others}, combined(sendings({}))
 
-    def _sketch_of(self, tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
-        """Return the sketch of these tensors as one long vector, on the CPU."""
-        sketches = [sketch(tensor, self._keys[name]) for name, tensor in tensors]
-        return torch.stack(sketches).sum(0)
-
-    def _sketch_of_anchors(self, names: Iterable[str]) -> Tensor:
-        return self._sketch_of((name, self.anchors[name]) for name in names)
+    def _sketch_of(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
+        """Return the sketch of some of these tensors as one long vector, on the CPU."""
+        return torch.stack([sketch(tensors[n], self._keys[n]) for n in names]).sum(0)
 
     def applied_share(self, averagings: int) -> float:
         """Return the share that `LocalUpdates.stats` describes."""
@@ -420,15 +389,16 @@ class Averaging:
         measurement: p <- p + (S_new rounded - p_measured).
         """
         assert pending.round is not None, "launched"
-        before = None if pending.sketch is None else self._sketch_of_anchors(pending.moved)
-        for name in pending.moved:
+        anchors, moved = self.anchors, pending.moved
+        before = None if pending.sketch is None else self._sketch_of(anchors, moved)
+        for name in moved:
             self._apply(name, pending, (copies or {}).get(name))
         for key, value in pending.extras.items():
             mean = pending.mean_of(_extra(key), value)
             if not (self._single_rank and torch.equal(mean, value)):  # do not undo later changes
                 overwrite_(real_view(extras[key]), mean)
         if before is not None:
-            applied = before - self._sketch_of_anchors(pending.moved)
+            applied = before - self._sketch_of(anchors, moved)
             assert pending.sketch is not None, "there was one before"
             mean = pending.mean_of(_SKETCH, pending.sketch)
             self.sketches += torch.stack([mean.cpu().double(), applied])
@@ -447,7 +417,7 @@ class Averaging:
                 target = s - step
                 if self._single_rank or pending.delayed:
                     before = widened(_part(measured, start, end).to(device))
-                    held = widened(as_held(s, measured))
+                    held = widened(s.to(measured.dtype))
                 if self._single_rank:
                     # S - (S - p) is p except for rounding. A single rank must keep p bit for bit
                     # where its whole change, without a residual, is applied
@@ -456,7 +426,7 @@ class Averaging:
                 s.copy_(target)
                 if pending.delayed:  # keep the local steps made while the result travelled
                     now = widened(_part(targets[-1], start, end))
-                    target = now + (widened(as_held(s, measured)) - before)
+                    target = now + (widened(s.to(measured.dtype)) - before)
             for tensor in targets:
                 whole = len(parts) == 1
                 (tensor if whole else tensor.view(-1)[start:end]).copy_(

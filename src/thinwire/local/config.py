@@ -1,6 +1,6 @@
 """Configs of local updates: how often ranks average, and what they send."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 
@@ -27,12 +27,9 @@ class _Common:
     node_size: int | None = None
     state_device: str | None = None
 
-    def _set(self, rule: Callable[..., object], name: str, **limits: float) -> None:
-        object.__setattr__(self, name, rule(name, getattr(self, name), **limits))
-
     def _check(self, interval: str, k_steps: int) -> None:
-        self._set(check.real, "outer_lr", above=0)
-        self._set(check.real, "outer_momentum", at_least=0, below=1)
+        check.set_fields(self, check.real, "outer_lr", above=0)
+        check.set_fields(self, check.real, "outer_momentum", at_least=0, below=1)
         if check.boolean("outer_nesterov", self.outer_nesterov) and self.outer_momentum == 0:
             raise ValueError("outer_nesterov needs an outer_momentum above 0, got outer_momentum=0")
         if self.compression is not None:
@@ -40,13 +37,13 @@ class _Common:
             check.instance(
                 "compression", self.compression, tuple(CHANGE_COMPRESSIONS.values()), advice=advice
             )
-        self._set(check.integer, "fragments", at_least=1)
+        check.set_fields(self, check.integer, "fragments", at_least=1)
         if self.fragments > k_steps:
             raise ValueError(
                 f"fragments must be at most {interval}={k_steps}, got {self.fragments}: one part a "
                 "step"
             )
-        self._set(check.integer, "delay", at_least=0)
+        check.set_fields(self, check.integer, "delay", at_least=0)
         distance = k_steps // self.fragments
         if self.delay >= distance:
             raise ValueError(
@@ -54,7 +51,7 @@ class _Common:
                 f"({interval}={k_steps}, fragments={self.fragments}), got {self.delay}"
             )
         if self.node_size is not None:
-            self._set(check.integer, "node_size", at_least=1)
+            check.set_fields(self, check.integer, "node_size", at_least=1)
         check.boolean("average_state", self.average_state)
         if self.state_device is not None:
             check.one_of("state_device", self.state_device, ("cpu",))
@@ -118,11 +115,11 @@ class LocalSGD(_Common):
         return self.round_seconds is not None
 
     def __post_init__(self) -> None:
-        self._set(check.integer, "k_steps", at_least=1)
-        self._set(check.integer, "begin_step", at_least=0)
+        check.set_fields(self, check.integer, "k_steps", at_least=1)
+        check.set_fields(self, check.integer, "begin_step", at_least=0)
         self._check("k_steps", self.k_steps)
         if self.round_seconds is not None:
-            self._set(check.real, "round_seconds", above=0)
+            check.set_fields(self, check.real, "round_seconds", above=0)
             self._check_with_rounds()
 
     def _check_with_rounds(self) -> None:
@@ -178,9 +175,8 @@ class AdaptiveLocalSGD(_Common):
     by_time: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        self._set(check.integer, "max_k_steps", at_least=1)
-        self._set(check.integer, "init_k_steps", at_least=1)
-        self._set(check.integer, "begin_step", at_least=0)
+        check.set_fields(self, check.integer, "max_k_steps", "init_k_steps", at_least=1)
+        check.set_fields(self, check.integer, "begin_step", at_least=0)
         if self.init_k_steps > self.max_k_steps:
             raise ValueError(
                 f"init_k_steps must be at most max_k_steps={self.max_k_steps}, got "
