@@ -51,9 +51,7 @@ def send_dense(
     if check_finite and (context.sources == 1 or context.node_size > 1):
         finite = _own_flags(tensors)
     purpose = f"averaging dense tensors of step {context.step}, bucket {context.bucket}"
-    flats = [
-        joined(group.values()) if computed is None else _filled(group, computed) for group in groups
-    ]
+    flats = [_filled(g, computed) if computed else joined(g.values()) for g in groups]
     asked = [sum_of(flat, context, purpose) for flat in flats]
     answers = yield asked
     arrived = DenseMeans(context, list(tensors))

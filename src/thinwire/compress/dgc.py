@@ -305,7 +305,7 @@ class DGCCompressor:
             params = [self._params[name].detach() for name in names]
             step_along_list_(
                 params,
-                [sent[name].entries(name) for name in names],
+                [sent[name].parts[name] for name in names],
                 [momentum.rate(name) for name in names],
                 sent[names[0]].context.sources,
                 [_wide(param) for param in params],

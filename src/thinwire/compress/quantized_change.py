@@ -89,10 +89,10 @@ class Quantized(ChangeCompression):
         errors = {name: kept[ERRORS][name] for name in folded}
         numels = tuple(error.numel() for error in errors.values())
         layout = WholeLayout(numels, self.value_bits)
-        step, home = context.step, next(iter(errors.values())).device
+        step, home = context.step, errors[next(iter(folded))].device
         plan = chosen_split(self.exchange, layout, context.sources)
         if plan is not None:
-            return (yield from _by_shares(context, folded, plan, home))
+            return (yield from _by_shares(context, folded, plan, kept))
 
         def parts(name: str, numel: int) -> Iterator[Tensor]:
             for span in spans(numel, part_of(folded, name, 0, 1).device):
@@ -125,10 +125,7 @@ class _Whole(MeanChange):
 
 
 def _by_shares(
-    context: Context,
-    folded: Mapping[str, Tensor],
-    plan: SplitLayout[WholeLayout],
-    home: torch.device,
+    context: Context, folded: Mapping[str, Tensor], plan: SplitLayout[WholeLayout], kept: Kept
 ) -> Sending:
     """Send codes to their owners, and the owners' means back to all.
 
@@ -136,6 +133,7 @@ def _by_shares(
     times the number of sources, so that the error counts once in a later mean.
     """
     me, step, names = context.source, context.step, list(folded)
+    home, device = kept[ERRORS][names[0]].device, part_of(folded, names[0], 0, 1).device
 
     def own_part(piece: Piece) -> Tensor:
         return part_of(folded, names[piece.slot], piece.start, piece.start + piece.numel)
@@ -158,7 +156,6 @@ def _by_shares(
                 total.add_(own_part(piece).to(home) if source == me else code.part(0, piece.numel))
     except PayloadCorrupt as found:  # raised after round two, in which the other sources wait
         refusal = found
-    device = part_of(folded, names[0], 0, 1).device
     parts = (divided_(mean, context.sources).to(device) for mean in means)
     message = pack_whole(plan.second[me], step, 0, parts, home)
     row = message.new_zeros(plan.row_bytes)

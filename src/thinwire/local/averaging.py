@@ -114,8 +114,7 @@ class Changes(Computed):
         within = self.spans(name, end - start)
         if len(within) == 1:
             return self._span(name, start, end)
-        anchor = self._anchors[name]
-        found = torch.empty(end - start, dtype=anchor.dtype, device=self._devices[name])
+        found = self._anchors[name].new_empty(end - start, device=self._devices[name])
         for one, other in within:  # so that little else is on the device
             found[one:other] = self._span(name, start + one, start + other)
         return found
@@ -128,8 +127,7 @@ class Changes(Computed):
             change.mul_(self.weight)
         # after weighting, since the weight is for new work alone
         if name in self.compressed:
-            error = _part(self._errors[name], start, end).to(change.device)
-            change.add_(error, alpha=self._decay)
+            change.add_(_part(self._errors[name], start, end).to(change.device), alpha=self._decay)
         return change
 
 
@@ -166,15 +164,11 @@ class PendingAveraging:
 
     def first_not_finite(self, buffers: Mapping[str, bool]) -> str | None:
         """Return the name of the first tensor that is not finite, of buffers with a true flag."""
-        extras = {
-            key: value
-            for key, value in self.extras.items()
-            if buffers.get(key, key.startswith("state "))
-        }
-        for kind, tensors in (("parameter ", self.moved.params), ("", extras)):
-            for name in not_finite(tensors):
-                return f"{kind}{name}"
-        return None
+        tensors = {f"parameter {name}": value for name, value in self.moved.params.items()}
+        for key, value in self.extras.items():
+            if buffers.get(key, key.startswith("state ")):
+                tensors[key] = value
+        return next(iter(not_finite(tensors)), None)
 
 
 class Averaging:
@@ -198,7 +192,7 @@ class Averaging:
         self.changes = changes
         self._keys = {name: key for key, name in enumerate(params)}
         self.devices = {name: p.device for name, p in params.items()}
-        """Where a parameter is, and its change is computed; state may be kept on the host."""
+        """Devices of the parameters, on which changes are computed."""
         self._host = config.state_device is not None
         self._pinned = self._host and any(p.is_cuda for p in params.values())
         self.anchors = {n: self._own(widened(p).contiguous()) for n, p in params.items()}
@@ -298,10 +292,8 @@ class Averaging:
         own = None
         if changes is not None and moved.compressed and not changes.conserves:
             own = self._sketch_of(Changes(self, params, frozenset()), params)
-        wide = {
-            key: self._own(widened(value)) if keep else widened(value)
-            for key, value in extras.items()
-        }
+        wide = {key: widened(value) for key, value in extras.items()}
+        wide = {key: self._own(value) for key, value in wide.items()} if keep else wide
         return PendingAveraging(step, moved, wide, own, delayed=keep)
 
     @torch.no_grad()
@@ -326,14 +318,12 @@ class Averaging:
         one_round, names, sending = self._prepared(pending)
         # a joiner repeats the averaging from these answers
         one_round.received = [] if record else None
-        pending.round = one_round
         one_round.launch(names, sending)
         one_round.leave_nodes()
 
     def replay(self, pending: PendingAveraging, received: Sequence[Sequence[Tensor]]) -> None:
         """Run an averaging from the messages that another rank recorded."""
         one_round, names, sending = self._prepared(pending)
-        pending.round = one_round
         one_round.replay(names, sending, received)
         one_round.finish()
 
@@ -343,12 +333,13 @@ class Averaging:
         names = sorted(pending.moved, key=self._keys.__getitem__)
         compressed = pending.moved.compressed
         taken = [name for name in names if name in compressed]
-        others = {_extra(key): self._home(value) for key, value in pending.extras.items()}
+        # names distinct from those of parameters
+        others = {f"extra {key}": self._home(value) for key, value in pending.extras.items()}
         if pending.sketch is not None:
             others[_SKETCH] = pending.sketch.float()
         dense = [name for name in names if name not in compressed]
         shapes = {name: self.anchors[name] for name in dense} | others
-        one_round = Round(self.sources, pending.step)
+        pending.round = one_round = Round(self.sources, pending.step)
         context = one_round.context(0)
 
         def sendings(means: Mapping[str, Tensor]) -> list[Sending]:
@@ -394,7 +385,7 @@ class Averaging:
         for name in moved:
             self._apply(name, pending, (copies or {}).get(name))
         for key, value in pending.extras.items():
-            mean = pending.mean_of(_extra(key), value)
+            mean = pending.mean_of(f"extra {key}", value)
             if not (self._single_rank and torch.equal(mean, value)):  # do not undo later changes
                 overwrite_(real_view(extras[key]), mean)
         if before is not None:
@@ -428,10 +419,8 @@ class Averaging:
                     now = widened(_part(targets[-1], start, end))
                     target = now + (widened(s.to(measured.dtype)) - before)
             for tensor in targets:
-                whole = len(parts) == 1
-                (tensor if whole else tensor.view(-1)[start:end]).copy_(
-                    target.view_as(tensor) if whole else target
-                )
+                into = _part(tensor, start, end) if contiguous else tensor
+                into.copy_(target.view_as(into))
 
     def _mean_changes(
         self, name: str, pending: PendingAveraging, parts: Sequence[tuple[int, int]]
@@ -454,8 +443,3 @@ class Averaging:
             else:
                 mean = whole[start:end].to(device)
             yield mean if pending.share == 1 else mean / pending.share
-
-
-def _extra(key: str) -> str:
-    """Return the name of an extra tensor in the exchange, distinct from parameter names."""
-    return f"extra {key}"

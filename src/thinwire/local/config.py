@@ -91,12 +91,12 @@ class LocalSGD(_Common):
         round_seconds: Seconds after which a rank averages, or `k_steps` steps if they are done
             earlier. Slow ranks make fewer steps in a round, and fast ranks do not wait for them.
             Each change is weighted by the rank's steps, or by its tokens if `observe(tokens=)`
-            reports them: with weights w the mean is sum(w change) / sum(w). `sync.step` advances at
-            averagings only, by the most steps of any rank. A fragment is averaged after the
-            fragments' share of the seconds or steps; a result is applied after `delay` steps, or
-            their share of the seconds (`delay / k_steps`) if that is earlier. Not combinable with
-            nodes, a mean over senders or a pipeline. On a site (`mesh=`) the first rank's clock
-            ends the round. None: all ranks make `k_steps` steps and count equally.
+            reports them. `sync.step` advances at averagings only, by the most steps of any rank. A
+            fragment is averaged after the fragments' share of the seconds or steps; a result is
+            applied after `delay` steps, or their share of the seconds (`delay / k_steps`) if that
+            is earlier. Not combinable with nodes, a mean over senders or a pipeline. On a site
+            (`mesh=`) the first rank's clock ends the round. None: all ranks make `k_steps` steps
+            and count equally.
 
     Raises:
         TypeError, ValueError: A wrong value.
@@ -118,11 +118,9 @@ class LocalSGD(_Common):
         check.set_fields(self, check.integer, "k_steps", at_least=1)
         check.set_fields(self, check.integer, "begin_step", at_least=0)
         self._check("k_steps", self.k_steps)
-        if self.round_seconds is not None:
-            check.set_fields(self, check.real, "round_seconds", above=0)
-            self._check_with_rounds()
-
-    def _check_with_rounds(self) -> None:
+        if self.round_seconds is None:
+            return
+        check.set_fields(self, check.real, "round_seconds", above=0)
         if self.node_size not in (None, 1):
             raise ValueError(
                 f"round_seconds={self.round_seconds} needs node_size=None or 1, got "

@@ -11,7 +11,7 @@ bits, without positions, flag and count of entries.
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -187,10 +187,9 @@ def pack_whole(
     tensors: Iterable[Tensor | Iterable[Tensor]],
     device: torch.device | None = None,
 ) -> Tensor:
-    """Return the message of tensors, on a device or on theirs.
+    """Return the message, on `device` or theirs, of finite tensors: (n,), float32 or float64.
 
-    They have shape (n,) each, n as in the layout, float32 or float64, and are finite; instead of a
-    tensor its parts by `wire.whole.spans` are taken. Other arguments as in `pack`.
+    Instead of a tensor its parts by `wire.whole.spans` are taken. Other arguments as in `pack`.
 
     >>> layout = WholeLayout((4,), 1)
     >>> message = pack_whole(layout, 0, 0, [torch.tensor([1.0, 3.0, -2.0, -4.0])])
@@ -198,14 +197,12 @@ def pack_whole(
     >>> code.part(0, 4)
     tensor([ 2.,  2., -3., -3.])
     """
-    chunks = (_chunks(t) if isinstance(t, Tensor) else t for t in tensors)
-    found = (encode_whole(parts, layout.value_bits) for parts in chunks)
-    codes = [code.to(code.device if device is None else device) for code in found]
-    return with_checksum(layout, step, bucket, codes)
-
-
-def _chunks(tensor: Tensor) -> Iterator[Tensor]:
-    return (tensor[start:end] for start, end in spans(tensor.numel(), tensor.device))
+    chunks = (
+        [t[a:b] for a, b in spans(t.numel(), t.device)] if isinstance(t, Tensor) else t
+        for t in tensors
+    )
+    coded = (encode_whole(parts, layout.value_bits) for parts in chunks)
+    return with_checksum(layout, step, bucket, [code.to(device or code.device) for code in coded])
 
 
 def unpack_whole(

@@ -26,8 +26,7 @@ from thinwire.layout.message import SCALE_BYTES, SCALE_COUNT
 
 _CHUNK = 1 << 17
 """Entries that stay in a core's cache between two passes; whole bytes at any number of bits."""
-_PART = 1 << 22
-"""Entries of a part on other devices, where several tensors of this size are made at a time."""
+_PART = 1 << 22  # on other devices, which hold some tensors of this size at a time
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -66,12 +65,10 @@ class WholeReader:
                 self._table = self._levels[_fields_of_bytes(bits)].numpy()
 
     def part(self, start: int, end: int, device: torch.device | None = None) -> Tensor:
-        """Return the entries [start, end): float32, on a device or that of the code; `start` is at
-        the beginning of a byte.
-        """
+        """Return the entries [start, end): float32; `start` is at the beginning of a byte."""
         bits, numel = self._bits, end - start
         fields = self._fields[start * bits // 8 : (end * bits + 7) // 8]
-        fields = fields if device is None else fields.to(device)
+        fields = fields.to(device or fields.device)
         if bits > 4:
             return _from_grid(self._scales.to(fields.device), fields, bits)
         if not fields.is_cpu:
