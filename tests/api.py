@@ -167,7 +167,7 @@ _NAMES = {
     "thinwire.tools.run.trainers": "DDPTrainer Prepared Setup build_trainer",
     "benchmarks.simulation_lines": "Deal Gather Jitter Lines Reduce finished switch Vote",
     "benchmarks.simulation": "Entries Method Trouble Whole simulate",
-    "thinwire.wire": "codes",
+    "thinwire.wire": "codes whole",
     "thinwire.wire.message": (
         "message_pack=pack message_unpack=unpack pack_nonfinite pack_whole unpack_whole"
     ),

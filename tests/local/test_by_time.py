@@ -124,9 +124,7 @@ def kept(rank: int, size: int, config: tw.LocalSGD) -> tuple[Any, Any, Any]:
     def measured(self: Any, step: int, given: Any, *args: Any, **kwargs: Any) -> Any:
         pending = measure(self, step, given, *args, **kwargs)
         changes = pending.moved
-        last["change"] = {
-            n: changes.new_part(n, 0, c.numel()).view_as(c) for n, c in changes.items()
-        }
+        last["change"] = dict(type(changes)(self, changes.params, frozenset()))
         return pending
 
     with patch.object(averaging, "measure", measured):

@@ -259,7 +259,9 @@ class Group:
 
     def all_gather(self, message: Tensor, *, action: str) -> Pending[Tensor]:
         """Launch an all-gather of equally long byte strings, untouched until `wait`, uint8 (n,)."""
-        return self._gather(message, action, control=False)
+        carried = message.to(self.device) if message.is_cpu else message
+        gathered = self._gather(carried, action, control=False)
+        return Pending(lambda: gathered.wait().to(message.device))
 
     def _gather(self, message: Tensor, action: str, *, control: bool) -> Pending[Tensor]:
         """Gather as `all_gather` does; `control` messages use a process group of their own."""
@@ -288,8 +290,7 @@ class Group:
 
     def all_to_all(self, parts: Tensor, lengths: Sequence[int], *, action: str) -> Pending[Tensor]:
         """Launch an all-to-all in which every rank sends a byte string of its own to every rank."""
-        # `parts`: the strings for rank 0, 1, ..., end to end, untouched until `wait`; `lengths` by
-        # receiver. The result has the shape (size, lengths[rank])
+        # `parts`: the strings for rank 0, 1, ..., untouched; the result is (size, lengths[rank])
         swapped = self.swap(parts, [lengths] * self.size, action=action)
         return Pending(lambda: swapped.wait().view(self.size, -1))
 
@@ -342,11 +343,12 @@ class Group:
         if self.size == 1:
             return Pending(lambda: buffer)
         self.bytes_received += buffer.nbytes
-        pieces = pieces_of(buffer, piece_bytes(self.timeout_s))
+        carried = buffer.to(self.device) if buffer.is_cpu else buffer
+        pieces = pieces_of(carried, piece_bytes(self.timeout_s))
         launches = [partial(dist.all_reduce, piece) for piece in pieces]
-        share = self.copies if self.relayed else 2 * (self.size - 1) / self.size
+        wire = (self.copies if self.relayed else 2 * (self.size - 1) / self.size) * buffer.nbytes
         return self._launched(
-            launches, lambda: buffer, action, [buffer], wire_bytes=share * buffer.nbytes
+            launches, lambda: buffer.copy_(carried), action, [carried], wire_bytes=wire
         )
 
     def broadcast_(self, buffer: Tensor, *, action: str, source: int = 0) -> Pending[Tensor]:

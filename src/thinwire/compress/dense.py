@@ -39,15 +39,19 @@ class Dense:
 
 
 def send_dense(
-    context: Context, tensors: Mapping[str, Tensor], *, check_finite: bool = False
+    context: Context,
+    tensors: Mapping[str, Tensor],
+    *,
+    check_finite: bool = False,
+    computed: Mapping[str, Tensor] | None = None,
 ) -> Sending:
-    """Sum dense tensors over the sources."""
+    """Sum dense tensors over the sources; `computed` has the values of some when they are read."""
     groups = by_dtype(tensors)
     finite = {}
     if check_finite and (context.sources == 1 or context.node_size > 1):
         finite = _own_flags(tensors)
     purpose = f"averaging dense tensors of step {context.step}, bucket {context.bucket}"
-    flats = [joined(group.values()) for group in groups]
+    flats = [_filled(g, computed) if computed else joined(g.values()) for g in groups]
     asked = [sum_of(flat, context, purpose) for flat in flats]
     answers = yield asked
     arrived = DenseMeans(context, list(tensors))
@@ -133,6 +137,15 @@ def joined(tensors: Iterable[Tensor]) -> Tensor:
     # a sum of finite float16 values may exceed 65504, which would look like an overflow
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     return flat.float() if flat.dtype == torch.float16 else flat
+
+
+def _filled(like: Mapping[str, Tensor], computed: Mapping[str, Tensor]) -> Tensor:
+    """Return what `joined` does, computing one tensor at a time."""
+    first = next(iter(like.values()))
+    flat = first.new_empty(sum(tensor.numel() for tensor in like.values()))
+    for name, part in parted(flat, like).items():
+        part.copy_(computed[name] if name in computed else like[name])
+    return flat
 
 
 def parted(flat: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -182,6 +182,7 @@ class DGC(Compression, ChangeCompression):
         return send_largest(
             context,
             folded,
+            kept,
             lambda numel: count_sent(numel, self.unsent_share(context.step - 1)),
             self.value_bits,
             self.exchange,
@@ -304,7 +305,7 @@ class DGCCompressor:
             params = [self._params[name].detach() for name in names]
             step_along_list_(
                 params,
-                [sent[name].entries(name) for name in names],
+                [sent[name].parts[name] for name in names],
                 [momentum.rate(name) for name in names],
                 sent[names[0]].context.sources,
                 [_wide(param) for param in params],

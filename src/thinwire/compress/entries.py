@@ -21,7 +21,7 @@ from thinwire.compress.protocol import (
     Context,
     Entries,
     Sending,
-    zeros_for,
+    buffer_for,
 )
 from thinwire.compress.split import Sums, add_up, joined, shares
 from thinwire.core.feedback import Proposal, rounding_seed, store_, sum_sparse
@@ -73,12 +73,9 @@ class ArrivedEntries(Arrived):
                 return name
         return None
 
-    def entries(self, name: str) -> list[Entries]:
-        return self.parts[name]
-
     def mean(self, name: str, param: Tensor, into: Tensor | None = None) -> Tensor:
         indices, values = self.sparse_mean(name, state_dtype(param))
-        mean = zeros_for(param, values.dtype, into)
+        mean = buffer_for(param, values.dtype, into).zero_()
         mean.view(-1)[indices] = values
         return mean
 

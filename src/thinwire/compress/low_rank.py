@@ -19,7 +19,7 @@ travel together and any number of buckets at once; columns that are no more than
 replaced instead of made longer by an epsilon; for any optimizer, which gets the mean.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -124,8 +124,9 @@ class LowRank(Compression, ChangeCompression):
 
     def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
         """Send the changes by two all-reduces per dtype; see `ChangeCompression`."""
-        parts = {name: [change.view(_sides(change))] for name, change in folded.items()}
-        return _send_factors(context, {name: kept["factors"][name] for name in folded}, parts)
+        factors = {name: kept["factors"][name] for name in folded}
+        sides = {name: _sides(kept[ERRORS][name]) for name in folded}
+        return _send_factors(context, factors, sides, lambda n: [folded[n].view(sides[n])])
 
     def compressor(
         self, params: Mapping[str, Tensor], momentum: Momentum | None = None
@@ -164,9 +165,12 @@ class LowRankCompressor:
 
         Communication: two all-reduces per dtype, r n and r m numbers per matrix.
         """
+        factors = {name: self._factors[name] for name in grads}
+        sides = {name: _sides(self._errors[name]) for name in grads}
         # (G + E) Q, or (G + E)^T P, without materializing the sum
-        parts = {name: (self._matrix(name, g), self._errors[name]) for name, g in grads.items()}
-        return _send_factors(context, {name: self._factors[name] for name in grads}, parts)
+        return _send_factors(
+            context, factors, sides, lambda n: [self._matrix(n, grads[n]), self._errors[n]]
+        )
 
     def commit_(
         self,
@@ -206,9 +210,7 @@ class LowRankMeans(MeanChange):
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}
         """P^T, shape (r, n), its rows orthonormal, and Q^T, shape (r, m)."""
         self.found_lost: list[tuple[list[str], Tensor]] = []
-        """Names of b matrices, and the columns of their P that were only rounding and are now zero:
-        bool, shape (r, b).
-        """
+        """Names of b matrices, and True for columns of P that were only rounding, shape (r, b)."""
 
     @cached_property
     def lost(self) -> dict[str, list[int]]:
@@ -228,7 +230,7 @@ class LowRankMeans(MeanChange):
 
     def mean(self, name: str, param: Tensor, into: Tensor | None = None) -> Tensor:
         """Return P Q^T: the same bits on all ranks."""
-        left, right = self.factors[name]
+        left, right = (factor.to(param.device) for factor in self.factors[name])
         mean = buffer_for(param, left.dtype, into)
         matrix = mean.view(left.shape[1], -1)
         # entry by entry: the order of additions in a product of matrices depends on the processor
@@ -248,50 +250,50 @@ class LowRankMeans(MeanChange):
 
 
 def _send_factors(
-    context: Context, factors: Mapping[str, Tensor], parts: Mapping[str, Sequence[Tensor]]
+    context: Context,
+    factors: Mapping[str, Tensor],
+    sides: Mapping[str, tuple[int, int]],
+    parts: Callable[[str], Sequence[Tensor]],
 ) -> Sending:
-    """Run the two rounds of several matrices."""
+    """Run the two rounds of several matrices, each the sum of its `parts`."""
     purpose = f"step {context.step}, bucket {context.bucket}"
     groups = [list(group) for group in by_dtype(factors)]
-    lefts = [_products(names, [factors[name] for name in names], parts) for names in groups]
+    rows, columns = ([[sides[n][side] for n in names] for names in groups] for side in (0, 1))
+    lefts = [
+        _products([factors[n] for n in names], its, ([m.t() for m in parts(n)] for n in names))
+        for names, its in zip(groups, rows, strict=True)
+    ]
     answers = yield [
         AllReduce(left.view(-1), f"averaging left factors of {purpose}") for left in lefts
     ]
     arrived, sums, bases, rights = LowRankMeans(context, list(factors)), [], [], []
-    for names, left, total in zip(groups, lefts, answers, strict=True):
+    for names, its, wide, left, total in zip(groups, rows, columns, lefts, answers, strict=True):
         sums.append(checked_mean_(total, context.sources, bits=context.read_sums))
-        rows = [parts[name][0].shape[0] for name in names]
-        basis, lost = orthonormal(total.view(left.shape), rows)
+        basis, lost = orthonormal(total.view(left.shape), its)
         arrived.found_lost.append((names, lost))
-        bases.append(torch.split(basis, rows, 1))
-        rights.append(_products(names, bases[-1], parts, turned=True))
+        bases.append(torch.split(basis, its, 1))
+        rights.append(_products(bases[-1], wide, map(parts, names)))
     answers = yield [
         AllReduce(right.view(-1), f"averaging right factors of {purpose}") for right in rights
     ]
-    for names, ours, right, total in zip(groups, bases, rights, answers, strict=True):
+    for names, its, ours, right, total in zip(groups, columns, bases, rights, answers, strict=True):
         sums.append(checked_mean_(total, context.sources, bits=context.read_sums))
-        columns = [parts[name][0].shape[1] for name in names]
-        means = torch.split(total.view(right.shape), columns, 1)
+        means = torch.split(total.view(right.shape), its, 1)
         arrived.factors |= dict(zip(names, zip(ours, means, strict=True), strict=True))
     arrived.sums = sums
     return arrived
 
 
 def _products(
-    names: Sequence[str],
-    factors: Sequence[Tensor],
-    parts: Mapping[str, Sequence[Tensor]],
-    *,
-    turned: bool = False,
+    factors: Sequence[Tensor], lengths: Sequence[int], matrices: Iterable[Sequence[Tensor]]
 ) -> Tensor:
-    """Return (G Q)^T, shape (r, n), of several matrices side by side; `turned`: P^T G."""
+    """Return the products of factors and sums of matrices side by side, shape (r, N)."""
     # with columns as contiguous rows, products of few columns are four times as fast
-    lengths = [parts[name][0].shape[1 if turned else 0] for name in names]
     found = factors[0].new_empty(len(factors[0]), sum(lengths))
-    for name, factor, product in zip(names, factors, torch.split(found, lengths, 1), strict=True):
-        matrices = [part if turned else part.t() for part in parts[name]]
-        torch.mm(factor, matrices[0], out=product)
-        for matrix in matrices[1:]:
+    products = torch.split(found, list(lengths), 1)
+    for factor, product, (first, *others) in zip(factors, products, matrices, strict=True):
+        torch.mm(factor, first, out=product)
+        for matrix in others:
             product.addmm_(factor, matrix)
     return found
 
@@ -318,9 +320,7 @@ def _sides(tensor: Tensor) -> tuple[int, int]:
 _CHUNK = 128
 """Numbers that one thread adds up. Sums of a fixed order consist of these chunks."""
 _LOST = 1e-12
-"""Threshold for rounding: the ratio of a column's square after and before the other columns are
-taken out.
-"""
+"""Ratio of a column's square after and before others are taken out, below which it is rounding."""
 
 
 def orthonormal(columns: Tensor, rows: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -110,10 +110,6 @@ class Arrived:
         """Return the first tensor whose sum is not finite, if there may be one."""
         return self.bad_sum
 
-    def entries(self, name: str) -> list[Entries] | None:
-        """Return indices and values of each source, or of their sum; None if dense."""
-        return None
-
     def mean(self, name: str, param: Tensor, into: Tensor | None = None) -> Tensor:
         """Return the mean over the sources, in the shape of `param` and in its `state_dtype`.
 
@@ -127,11 +123,6 @@ def buffer_for(param: Tensor, dtype: torch.dtype, into: Tensor | None) -> Tensor
     if into is not None and into.is_contiguous() and into.dtype == dtype:
         return into.detach()
     return torch.empty(param.shape, dtype=dtype, device=param.device)
-
-
-def zeros_for(param: Tensor, dtype: torch.dtype, into: Tensor | None) -> Tensor:
-    """Return zeros in the shape of `param`: `into`, if it fits."""
-    return buffer_for(param, dtype, into).zero_()
 
 
 OtherRanks: TypeAlias = Literal["mean_zero", "first"]
@@ -341,7 +332,8 @@ class ChangeCompression(Config):
         """Yield the collectives of one averaging, and return a `MeanChange`.
 
         `folded` has the sums that this rank has to send, contiguous and finite, in the same order
-        on all ranks; read only, as `kept`, and perhaps `Computed` anew at every read.
+        on all ranks; read only, as `kept`, and perhaps `Computed` anew at every read. Errors may be
+        on another device; there messages and what arrived are kept too.
         """
 
 

@@ -89,16 +89,16 @@ class Quantized(ChangeCompression):
         errors = {name: kept[ERRORS][name] for name in folded}
         numels = tuple(error.numel() for error in errors.values())
         layout = WholeLayout(numels, self.value_bits)
-        step = context.step
+        step, home = context.step, errors[next(iter(folded))].device
         plan = chosen_split(self.exchange, layout, context.sources)
         if plan is not None:
-            return (yield from _by_shares(context, folded, plan))
+            return (yield from _by_shares(context, folded, plan, kept))
 
-        def parts(name: str, error: Tensor) -> Iterator[Tensor]:
-            for span in spans(error.numel(), error.device):
+        def parts(name: str, numel: int) -> Iterator[Tensor]:
+            for span in spans(numel, part_of(folded, name, 0, 1).device):
                 yield part_of(folded, name, *span)
 
-        message = pack_whole(layout, step, 0, [parts(*item) for item in errors.items()])
+        message = pack_whole(layout, step, 0, map(parts, errors, numels), home)
         [rows] = yield [AllGather(message, f"gathering changes of step {step}")]
         codes = [
             unpack_whole(layout, row, step=step, bucket=0, source=source * context.node_size)
@@ -117,7 +117,7 @@ class _Whole(MeanChange):
     def take_part_(self, name: str, start: int, folded: Tensor, error: Tensor) -> Tensor:
         end, mean = start + folded.numel(), torch.zeros_like(folded)
         for source, code in enumerate(self.received[name]):
-            sent = code.part(start, end)
+            sent = code.part(start, end, folded.device)
             if source == self.context.source:
                 torch.sub(folded, sent, out=error)
             mean += sent
@@ -125,7 +125,7 @@ class _Whole(MeanChange):
 
 
 def _by_shares(
-    context: Context, folded: Mapping[str, Tensor], plan: SplitLayout[WholeLayout]
+    context: Context, folded: Mapping[str, Tensor], plan: SplitLayout[WholeLayout], kept: Kept
 ) -> Sending:
     """Send codes to their owners, and the owners' means back to all.
 
@@ -133,12 +133,13 @@ def _by_shares(
     times the number of sources, so that the error counts once in a later mean.
     """
     me, step, names = context.source, context.step, list(folded)
+    home, device = kept[ERRORS][names[0]].device, part_of(folded, names[0], 0, 1).device
 
     def own_part(piece: Piece) -> Tensor:
         return part_of(folded, names[piece.slot], piece.start, piece.start + piece.numel)
 
     messages = [
-        pack_whole(its, step, 0, [own_part(piece) for piece in pieces])
+        pack_whole(its, step, 0, map(own_part, pieces), home)
         for its, pieces in zip(plan.first, plan.pieces, strict=True)
     ]
     lengths = [message.numel() for message in messages]
@@ -146,18 +147,17 @@ def _by_shares(
     [rows] = yield [AllToAll(torch.cat(messages), lengths, purpose)]
 
     refusal: PayloadCorrupt | None = None
-    means = [torch.zeros_like(own_part(piece)) for piece in plan.pieces[me]]
+    means = [torch.zeros_like(own_part(piece), device=home) for piece in plan.pieces[me]]
     try:
         for source, row in enumerate(rows):
             rank = source * context.node_size
             codes = unpack_whole(plan.first[me], row, step=step, bucket=0, source=rank)
             for total, code, piece in zip(means, codes, plan.pieces[me], strict=True):
-                total.add_(own_part(piece) if source == me else code.part(0, piece.numel))
+                total.add_(own_part(piece).to(home) if source == me else code.part(0, piece.numel))
     except PayloadCorrupt as found:  # raised after round two, in which the other sources wait
         refusal = found
-    message = pack_whole(
-        plan.second[me], step, 0, [divided_(mean, context.sources) for mean in means]
-    )
+    parts = (divided_(mean, context.sources).to(device) for mean in means)
+    message = pack_whole(plan.second[me], step, 0, parts, home)
     row = message.new_zeros(plan.row_bytes)
     row[: message.numel()] = message
     [rows] = yield [AllGather(row, f"gathering means of changes of step {step}")]

@@ -107,6 +107,7 @@ class Sparse(ChangeCompression):
         return send_largest(
             context,
             folded,
+            kept,
             lambda numel: count_sent(numel, self.sparsity),
             self.value_bits,
             self.exchange,
@@ -117,6 +118,7 @@ class Sparse(ChangeCompression):
 def send_largest(
     context: Context,
     folded: Mapping[str, Tensor],
+    kept: Kept,
     count: Callable[[int], int],
     value_bits: int,
     exchange: str,
@@ -130,9 +132,10 @@ def send_largest(
     """
     proposed = {}
     for name, tensor in folded.items():
-        flat, k = tensor.view(-1), count(tensor.numel())
+        flat, k, home = tensor.view(-1), count(tensor.numel()), kept[ERRORS][name].device
         indices = top_k(flat, k)
-        proposed[name] = Proposed(Proposal(indices, flat[indices], finite=True), flat.numel(), k)
+        found = Proposal(indices.to(home), flat[indices].to(home), finite=True)
+        proposed[name] = Proposed(found, flat.numel(), k)
     made = _Largest(context, list(folded))
     made.over_senders = over_senders
     return (

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,6 @@ from thinwire.compress.protocol import (
     MeanChange,
     Sending,
     combined,
-    part_of,
 )
 from thinwire.core.checksum import bit_sums
 from thinwire.core.outer import outer_step_
@@ -29,7 +29,6 @@ from thinwire.exchange.round import Round
 from thinwire.kernels.rules import OuterRule
 from thinwire.layout.message import SKETCH_NUMEL
 from thinwire.local.config import LocalConfig
-from thinwire.local.model import changed_since
 from thinwire.local.sketch import sketch
 from thinwire.wire.whole import spans
 
@@ -47,27 +46,34 @@ def widened(tensor: Tensor) -> Tensor:
     return real if real.dtype == torch.float64 else real.float()
 
 
-def as_held(anchor: Tensor, value: Tensor) -> Tensor:
-    """Return an anchor rounded to the type of a value."""
-    return anchor.to(real_view(value).dtype)
-
-
 def _part(tensor: Tensor, start: int, end: int) -> Tensor:
     """Return entries of a real view as one dimension: a view if its memory allows."""
     flat = real_view(tensor.detach()).reshape(-1)
     return flat if flat.numel() == end - start else flat[start:end]
 
 
+@contextmanager
+def _moved(device: torch.device, *kept: Tensor) -> Iterator[list[Tensor]]:
+    """Yield tensors on a device, and copy back what is written there."""
+    there = [tensor.to(device) for tensor in kept]
+    yield there
+    for tensor, written in zip(kept, there, strict=True):
+        if written is not tensor:
+            tensor.copy_(written)
+
+
 class Changes(Computed):
     """What a rank has to send: anchor, as the parameter holds it, minus parameter, plus residual.
 
-    Computed when it is read: none of the three changes before it is applied.
+    Computed when it is read, on the parameter's device: none of the three changes before it is
+    applied.
     """
 
     def __init__(
         self, averaging: "Averaging", params: Mapping[str, Tensor], compressed: Set[str]
     ) -> None:
         self._anchors, self._errors = averaging.anchors, averaging.errors
+        self._devices = averaging.devices
         self._decay = 1.0 if averaging.changes is None else averaging.changes.decay
         self.params = params
         """The parameters, or copies of them."""
@@ -75,10 +81,18 @@ class Changes(Computed):
         """Parameters whose change is compressed; all others are sent densely."""
         self.weight = 1.0
         """Weight of new work."""
+        self.node_means: Mapping[str, Tensor] = {}
+        """Means over a node, which are sent instead."""
 
     def __getitem__(self, name: str) -> Tensor:
         anchor = self._anchors[name]
         return self.part(name, 0, anchor.numel()).view_as(anchor)
+
+    def spans(self, name: str, numel: int | None = None) -> list[tuple[int, int]]:
+        """Return starts and ends of the parts in which one tensor is read and written."""
+        numel = self._anchors[name].numel() if numel is None else numel
+        whole = not real_view(self.params[name]).is_contiguous()
+        return [(0, numel)] if whole else list(spans(numel, self._devices[name]))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.params)
@@ -86,27 +100,35 @@ class Changes(Computed):
     def __len__(self) -> int:
         return len(self.params)
 
-    def only(self, names: Iterable[str]) -> "Changes":
+    def only(self, names: Iterable[str], means: Mapping[str, Tensor] | None = None) -> "Changes":
         """Return the changes of these parameters alone, in this order."""
         found = copy.copy(self)
         found.params = {name: self.params[name] for name in names}
+        found.node_means = means or {}
         return found
 
     def part(self, name: str, start: int, end: int) -> Tensor:
         """Implement `Computed.part`."""
-        change = self.new_part(name, start, end)
+        if self.node_means:
+            return _part(self.node_means[name], start, end).to(self._devices[name])
+        within = self.spans(name, end - start)
+        if len(within) == 1:
+            return self._span(name, start, end)
+        found = self._anchors[name].new_empty(end - start, device=self._devices[name])
+        for one, other in within:  # so that little else is on the device
+            found[one:other] = self._span(name, start + one, start + other)
+        return found
+
+    def _span(self, name: str, start: int, end: int) -> Tensor:
+        tensors = self._anchors[name], self.params[name]
+        anchor, value = (_part(t, start, end).to(self._devices[name]) for t in tensors)
+        change = anchor.to(value.dtype).to(anchor.dtype) - value
         if self.weight != 1:
             change.mul_(self.weight)
         # after weighting, since the weight is for new work alone
         if name in self.compressed:
-            change.add_(_part(self._errors[name], start, end), alpha=self._decay)
+            change.add_(_part(self._errors[name], start, end).to(change.device), alpha=self._decay)
         return change
-
-    def new_part(self, name: str, start: int, end: int) -> Tensor:
-        """Return a part of the change since the last averaging alone."""
-        value = _part(self.params[name], start, end)
-        anchor = _part(self._anchors[name], start, end)
-        return anchor.to(value.dtype).to(anchor.dtype) - value
 
 
 @dataclass(slots=True)
@@ -137,20 +159,16 @@ class PendingAveraging:
     def mean_of(self, name: str, like: Tensor) -> Tensor:
         """Return the mean over the ranks of a dense tensor, by name."""
         assert self.round is not None, "launched"
-        mean = self.round.arrived[name].mean(name, like)
+        mean = self.round.arrived[name].mean(name, like).to(like.device)
         return mean if self.share == 1 else mean / self.share
 
     def first_not_finite(self, buffers: Mapping[str, bool]) -> str | None:
         """Return the name of the first tensor that is not finite, of buffers with a true flag."""
-        extras = {
-            key: value
-            for key, value in self.extras.items()
-            if buffers.get(key, key.startswith("state "))
-        }
-        for kind, tensors in (("parameter ", self.moved.params), ("", extras)):
-            for name in not_finite(tensors):
-                return f"{kind}{name}"
-        return None
+        tensors = {f"parameter {name}": value for name, value in self.moved.params.items()}
+        for key, value in self.extras.items():
+            if buffers.get(key, key.startswith("state ")):
+                tensors[key] = value
+        return next(iter(not_finite(tensors)), None)
 
 
 class Averaging:
@@ -173,14 +191,13 @@ class Averaging:
         self._outer = OuterRule(config.outer_lr, config.outer_momentum, config.outer_nesterov)
         self.changes = changes
         self._keys = {name: key for key, name in enumerate(params)}
-        self.anchors = {
-            n: widened(p).clone(memory_format=torch.contiguous_format) for n, p in params.items()
-        }
-        self.momentum = (
-            {n: torch.zeros_like(a) for n, a in self.anchors.items()}
-            if self._outer.momentum
-            else {}
-        )
+        self.devices = {name: p.device for name, p in params.items()}
+        """Devices of the parameters, on which changes are computed."""
+        self._host = config.state_device is not None
+        self._pinned = self._host and any(p.is_cuda for p in params.values())
+        self.anchors = {n: self._own(widened(p).contiguous()) for n, p in params.items()}
+        momentum = self.anchors if self._outer.momentum else {}
+        self.momentum = {n: self._own(torch.zeros_like(a)) for n, a in momentum.items()}
         self.kept: dict[str, dict[str, Tensor]] = {
             kind: {}
             for kind in ((ERRORS,) if changes is None else changes.begin(torch.zeros(1, 1)))
@@ -190,11 +207,22 @@ class Averaging:
             # a shard may be empty
             if changes is not None and p.numel() and changes.compresses(p):
                 for kind, tensor in changes.begin(self.anchors[name]).items():
-                    self.kept[kind][name] = tensor
+                    own = self._own(tensor) if kind == ERRORS else tensor.to(p.device)
+                    self.kept[kind][name] = own
         self.sketches = torch.zeros(2, SKETCH_NUMEL, dtype=torch.float64, device="cpu")
         """Sketches of the ranks' mean change so far, and of the applied part of it."""
         self.drift = 0.0
         """Norm of this rank's change in the last averaging over that of the mean change."""
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        """Return a copy where state is kept."""
+        if self._pinned:
+            return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
+        return tensor.to("cpu" if self._host else tensor.device, copy=True)
+
+    def _home(self, tensor: Tensor) -> Tensor:
+        """Return a tensor where state is kept; a copy only if needed."""
+        return tensor.cpu() if self._host else tensor
 
     @property
     def errors(self) -> dict[str, Tensor]:
@@ -227,24 +255,24 @@ class Averaging:
     @property
     def plain(self) -> bool:
         """True if a parameter becomes the mean of the ranks' values, whatever its anchor is."""
-        exact = all(as_held(a, self._params[name]) is a for name, a in self.anchors.items())
+        exact = all(a.dtype == real_view(self._params[n]).dtype for n, a in self.anchors.items())
         return exact and self.changes is None and self._outer.plain
 
     @torch.no_grad()
     def written(self) -> str | None:
         """Return a digest of the parameters if one of them differs from its anchor, else None."""
-        now = {name: real_view(p.detach()) for name, p in self._params.items()}
-        if not changed_since({n: as_held(self.anchors[n], p) for n, p in now.items()}, now):
+        moved = Changes(self, self._params, frozenset())
+        if not any(bool(moved.part(n, *span).any()) for n in moved for span in moved.spans(n)):
             return None
-        sums = [int(total) for total in bit_sums([widened(p) for p in now.values()])]
+        sums = [int(total) for p in self._params.values() for total in bit_sums([widened(p)])]
         return hashlib.blake2b(repr(sums).encode(), digest_size=8).hexdigest()
 
     @torch.no_grad()
     def anchor_(self) -> None:
         """Set the anchors to the current parameters, where these hold other values."""
         for name, anchor in self.anchors.items():
-            now, held = real_view(self._params[name].detach()), as_held(anchor, self._params[name])
-            anchor.copy_(torch.where(now == held, anchor, now))
+            now = real_view(self._params[name].detach()).to(anchor.device)
+            anchor.copy_(torch.where(now == anchor.to(now.dtype), anchor, now))
 
     @torch.no_grad()
     def forget_(self) -> None:
@@ -261,14 +289,13 @@ class Averaging:
         keep: bool = False,
     ) -> PendingAveraging:
         """Measure this rank's part; `keep` copies it for later."""
-        params = {name: value.detach().clone() if keep else value for name, value in values.items()}
+        params = {n: self._own(value.detach()) if keep else value for n, value in values.items()}
         moved, changes = Changes(self, params, self._compressed(step, params)), self.changes
         own = None
         if changes is not None and moved.compressed and not changes.conserves:
-            own = self._sketch_of((n, moved.new_part(n, 0, p.numel())) for n, p in params.items())
-        wide = {
-            key: widened(value).clone() if keep else widened(value) for key, value in extras.items()
-        }
+            own = self._sketch_of(Changes(self, params, frozenset()), params)
+        wide = {key: widened(value) for key, value in extras.items()}
+        wide = {key: self._own(value) for key, value in wide.items()} if keep else wide
         return PendingAveraging(step, moved, wide, own, delayed=keep)
 
     @torch.no_grad()
@@ -293,14 +320,12 @@ class Averaging:
         one_round, names, sending = self._prepared(pending)
         # a joiner repeats the averaging from these answers
         one_round.received = [] if record else None
-        pending.round = one_round
         one_round.launch(names, sending)
         one_round.leave_nodes()
 
     def replay(self, pending: PendingAveraging, received: Sequence[Sequence[Tensor]]) -> None:
         """Run an averaging from the messages that another rank recorded."""
         one_round, names, sending = self._prepared(pending)
-        pending.round = one_round
         one_round.replay(names, sending, received)
         one_round.finish()
 
@@ -310,38 +335,32 @@ class Averaging:
         names = sorted(pending.moved, key=self._keys.__getitem__)
         compressed = pending.moved.compressed
         taken = [name for name in names if name in compressed]
-        others = {_extra(key): value for key, value in pending.extras.items()}
+        # names distinct from those of parameters
+        others = {f"extra {key}": self._home(value) for key, value in pending.extras.items()}
         if pending.sketch is not None:
             others[_SKETCH] = pending.sketch.float()
-        one_round = Round(self.sources, pending.step)
+        dense = [name for name in names if name not in compressed]
+        shapes = {name: self.anchors[name] for name in dense} | others
+        pending.round = one_round = Round(self.sources, pending.step)
         context = one_round.context(0)
 
-        def sendings(folded: Mapping[str, Tensor], dense: Mapping[str, Tensor]) -> list[Sending]:
-            found = [send_dense(context, dense)] if dense else []
-            if folded:
+        def sendings(means: Mapping[str, Tensor]) -> list[Sending]:
+            given = means or pending.moved.only(dense)
+            found = [send_dense(context, shapes, computed=given)] if shapes else []
+            if taken:
                 assert self.changes is not None, "something is compressed"
+                folded = pending.moved.only(taken, means)
                 found.insert(0, self.changes.send(context, folded, self.kept))
             return found
 
-        def of_node(means: Mapping[str, Tensor]) -> list[Sending]:
-            dense = {name: mean for name, mean in means.items() if name not in compressed}
-            return sendings({name: means[name] for name in taken}, dense)
-
         if isinstance(self.sources, Nodes):
-            given = {name: pending.moved[name] for name in names} | others
-            sending = in_nodes(context, given, of_node)
-        else:
-            dense = {name: pending.moved[name] for name in names if name not in compressed}
-            sending = combined(sendings(pending.moved.only(taken), dense | others))
-        return one_round, {*names, *others}, sending
+            given = {name: self._home(pending.moved[name]) for name in names} | others
+            return one_round, {*given}, in_nodes(context, given, sendings)
+        return one_round, {*names, *others}, combined(sendings({}))
 
-    def _sketch_of(self, tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
-        """Return the sketch of these tensors as one long vector, on the CPU."""
-        sketches = [sketch(tensor, self._keys[name]).cpu() for name, tensor in tensors]
-        return torch.stack(sketches).sum(0)
-
-    def _sketch_of_anchors(self, names: Iterable[str]) -> Tensor:
-        return self._sketch_of((name, self.anchors[name]) for name in names)
+    def _sketch_of(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
+        """Return the sketch of some of these tensors as one long vector, on the CPU."""
+        return torch.stack([sketch(tensors[n], self._keys[n]) for n in names]).sum(0)
 
     def applied_share(self, averagings: int) -> float:
         """Return the share that `LocalUpdates.stats` describes."""
@@ -363,15 +382,16 @@ class Averaging:
         measurement: p <- p + (S_new rounded - p_measured).
         """
         assert pending.round is not None, "launched"
-        before = None if pending.sketch is None else self._sketch_of_anchors(pending.moved)
-        for name in pending.moved:
+        anchors, moved = self.anchors, pending.moved
+        before = None if pending.sketch is None else self._sketch_of(anchors, moved)
+        for name in moved:
             self._apply(name, pending, (copies or {}).get(name))
         for key, value in pending.extras.items():
-            mean = pending.mean_of(_extra(key), value)
+            mean = pending.mean_of(f"extra {key}", value)
             if not (self._single_rank and torch.equal(mean, value)):  # do not undo later changes
                 overwrite_(real_view(extras[key]), mean)
         if before is not None:
-            applied = before - self._sketch_of_anchors(pending.moved)
+            applied = before - self._sketch_of(anchors, moved)
             assert pending.sketch is not None, "there was one before"
             mean = pending.mean_of(_SKETCH, pending.sketch)
             self.sketches += torch.stack([mean.cpu().double(), applied])
@@ -379,59 +399,50 @@ class Averaging:
 
     def _apply(self, name: str, pending: PendingAveraging, master: Tensor | None) -> None:
         """Move a parameter, its anchor and its optimizer's copy, part by part in the cache."""
-        anchor, measured = self.anchors[name], real_view(pending.moved.params[name])
+        measured, device = real_view(pending.moved.params[name]), self.devices[name]
         targets = [real_view(t.detach()) for t in (self._params[name], master) if t is not None]
-        parts = list(spans(anchor.numel(), anchor.device))
-        if not all(t.is_contiguous() for t in [*targets, measured]):
-            parts = [(0, anchor.numel())]
-        for (start, end), change in zip(
-            parts, self._mean_changes(name, pending, parts), strict=True
-        ):
-            s, buffer = _part(anchor, start, end), self.momentum.get(name)
-            step = outer_step_(
-                change, None if buffer is None else _part(buffer, start, end), self._outer
-            )
-            target = s - step
-            if self._single_rank or pending.delayed:
-                before, held = widened(_part(measured, start, end)), widened(as_held(s, measured))
-            if self._single_rank:
-                # S - (S - p) is p except for rounding. A single rank must keep p bit for bit where
-                # its whole change, without a residual, is applied
-                target = torch.where((step == held - before) & (s == held), before, target)
-            # the anchor first: it is equal on all ranks, also where p keeps local steps
-            s.copy_(target)
-            if pending.delayed:  # keep the local steps made while the result travelled
-                now = widened(_part(targets[-1], start, end))
-                target = now + (widened(as_held(s, measured)) - before)
+        contiguous = all(t.is_contiguous() for t in targets)
+        parts = pending.moved.spans(name) if contiguous else [(0, measured.numel())]
+        own = [t for t in (self.anchors[name], self.momentum.get(name)) if t is not None]
+        changes = self._mean_changes(name, pending, parts)
+        for (start, end), change in zip(parts, changes, strict=True):
+            with _moved(device, *(_part(t, start, end) for t in own)) as (s, *buffer):
+                step = outer_step_(change, buffer[0] if buffer else None, self._outer)
+                target = s - step
+                if self._single_rank or pending.delayed:
+                    before = widened(_part(measured, start, end).to(device))
+                    held = widened(s.to(measured.dtype))
+                if self._single_rank:
+                    # S - (S - p) is p except for rounding. A single rank must keep p bit for bit
+                    # where its whole change, without a residual, is applied
+                    target = torch.where((step == held - before) & (s == held), before, target)
+                # the anchor first: it is equal on all ranks, also where p keeps local steps
+                s.copy_(target)
+                if pending.delayed:  # keep the local steps made while the result travelled
+                    now = widened(_part(targets[-1], start, end))
+                    target = now + (widened(s.to(measured.dtype)) - before)
             for tensor in targets:
-                whole = len(parts) == 1
-                (tensor if whole else tensor.view(-1)[start:end]).copy_(
-                    target.view_as(tensor) if whole else target
-                )
+                into = _part(tensor, start, end) if contiguous else tensor
+                into.copy_(target.view_as(into))
 
     def _mean_changes(
         self, name: str, pending: PendingAveraging, parts: Sequence[tuple[int, int]]
     ) -> Iterator[Tensor]:
         """Yield each part of the mean of all sent changes; what is not sent stays as residual."""
+        assert pending.round is not None, "launched"
+        arrived, device = pending.round.arrived[name], self.devices[name]
         if name not in pending.moved.compressed:
             whole = pending.mean_of(name, self.anchors[name]).reshape(-1)
-            yield from (whole[start:end] for start, end in parts)
+            yield from (whole[start:end].to(device) for start, end in parts)
             return
-        assert pending.round is not None, "launched"
-        arrived = pending.round.arrived[name]
         assert isinstance(arrived, MeanChange), "compressed"
-        folded = arrived.node_means or pending.moved
+        folded = pending.moved.only([name], arrived.node_means)
         if not arrived.has_parts:
-            whole = arrived.take_mean_(name, folded[name], self.kept).reshape(-1)
+            whole = arrived.take_mean_(name, self._home(folded[name]), self.kept).reshape(-1)
         for start, end in parts:
             if arrived.has_parts:
-                error = self.errors[name].view(-1)[start:end]
-                mean = arrived.take_part_(name, start, part_of(folded, name, start, end), error)
+                with _moved(device, self.errors[name].view(-1)[start:end]) as (error,):
+                    mean = arrived.take_part_(name, start, folded.part(name, start, end), error)
             else:
-                mean = whole[start:end]
+                mean = whole[start:end].to(device)
             yield mean if pending.share == 1 else mean / pending.share
-
-
-def _extra(key: str) -> str:
-    """Return the name of an extra tensor in the exchange, distinct from parameter names."""
-    return f"extra {key}"

@@ -1,6 +1,6 @@
 """Configs of local updates: how often ranks average, and what they send."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 
@@ -25,13 +25,11 @@ class _Common:
     delay: int = 0
     average_state: bool = False
     node_size: int | None = None
-
-    def _set(self, rule: Callable[..., object], name: str, **limits: float) -> None:
-        object.__setattr__(self, name, rule(name, getattr(self, name), **limits))
+    state_device: str | None = None
 
     def _check(self, interval: str, k_steps: int) -> None:
-        self._set(check.real, "outer_lr", above=0)
-        self._set(check.real, "outer_momentum", at_least=0, below=1)
+        check.set_fields(self, check.real, "outer_lr", above=0)
+        check.set_fields(self, check.real, "outer_momentum", at_least=0, below=1)
         if check.boolean("outer_nesterov", self.outer_nesterov) and self.outer_momentum == 0:
             raise ValueError("outer_nesterov needs an outer_momentum above 0, got outer_momentum=0")
         if self.compression is not None:
@@ -39,13 +37,13 @@ class _Common:
             check.instance(
                 "compression", self.compression, tuple(CHANGE_COMPRESSIONS.values()), advice=advice
             )
-        self._set(check.integer, "fragments", at_least=1)
+        check.set_fields(self, check.integer, "fragments", at_least=1)
         if self.fragments > k_steps:
             raise ValueError(
                 f"fragments must be at most {interval}={k_steps}, got {self.fragments}: one part a "
                 "step"
             )
-        self._set(check.integer, "delay", at_least=0)
+        check.set_fields(self, check.integer, "delay", at_least=0)
         distance = k_steps // self.fragments
         if self.delay >= distance:
             raise ValueError(
@@ -53,8 +51,10 @@ class _Common:
                 f"({interval}={k_steps}, fragments={self.fragments}), got {self.delay}"
             )
         if self.node_size is not None:
-            self._set(check.integer, "node_size", at_least=1)
+            check.set_fields(self, check.integer, "node_size", at_least=1)
         check.boolean("average_state", self.average_state)
+        if self.state_device is not None:
+            check.one_of("state_device", self.state_device, ("cpu",))
 
 
 @dataclass(frozen=True)
@@ -85,15 +85,18 @@ class LocalSGD(_Common):
         node_size: Consecutive ranks per node, >= 1; it must divide the number of ranks. Ranks of a
             node first average densely among themselves and count as one source. 1 is off. None:
             torchrun's LOCAL_WORLD_SIZE if changes are compressed and ranks fill two nodes or more.
+        state_device: "cpu" keeps anchors, outer momentum and residuals in host memory, pinned where
+            parameters are on a GPU, and moves one tensor at a time in an averaging; the same bits.
+            None: the device of the parameters. Ranks may differ in it.
         round_seconds: Seconds after which a rank averages, or `k_steps` steps if they are done
             earlier. Slow ranks make fewer steps in a round, and fast ranks do not wait for them.
             Each change is weighted by the rank's steps, or by its tokens if `observe(tokens=)`
-            reports them: with weights w the mean is sum(w change) / sum(w). `sync.step` advances at
-            averagings only, by the most steps of any rank. A fragment is averaged after the
-            fragments' share of the seconds or steps; a result is applied after `delay` steps, or
-            their share of the seconds (`delay / k_steps`) if that is earlier. Not combinable with
-            nodes, a mean over senders or a pipeline. On a site (`mesh=`) the first rank's clock
-            ends the round. None: all ranks make `k_steps` steps and count equally.
+            reports them. `sync.step` advances at averagings only, by the most steps of any rank. A
+            fragment is averaged after the fragments' share of the seconds or steps; a result is
+            applied after `delay` steps, or their share of the seconds (`delay / k_steps`) if that
+            is earlier. Not combinable with nodes, a mean over senders or a pipeline. On a site
+            (`mesh=`) the first rank's clock ends the round. None: all ranks make `k_steps` steps
+            and count equally.
 
     Raises:
         TypeError, ValueError: A wrong value.
@@ -112,14 +115,12 @@ class LocalSGD(_Common):
         return self.round_seconds is not None
 
     def __post_init__(self) -> None:
-        self._set(check.integer, "k_steps", at_least=1)
-        self._set(check.integer, "begin_step", at_least=0)
+        check.set_fields(self, check.integer, "k_steps", at_least=1)
+        check.set_fields(self, check.integer, "begin_step", at_least=0)
         self._check("k_steps", self.k_steps)
-        if self.round_seconds is not None:
-            self._set(check.real, "round_seconds", above=0)
-            self._check_with_rounds()
-
-    def _check_with_rounds(self) -> None:
+        if self.round_seconds is None:
+            return
+        check.set_fields(self, check.real, "round_seconds", above=0)
         if self.node_size not in (None, 1):
             raise ValueError(
                 f"round_seconds={self.round_seconds} needs node_size=None or 1, got "
@@ -157,6 +158,7 @@ class AdaptiveLocalSGD(_Common):
             interval.
         average_state: See `LocalSGD`.
         node_size: See `LocalSGD`.
+        state_device: See `LocalSGD`.
 
     Raises:
         TypeError, ValueError: A wrong value.
@@ -171,9 +173,8 @@ class AdaptiveLocalSGD(_Common):
     by_time: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        self._set(check.integer, "max_k_steps", at_least=1)
-        self._set(check.integer, "init_k_steps", at_least=1)
-        self._set(check.integer, "begin_step", at_least=0)
+        check.set_fields(self, check.integer, "max_k_steps", "init_k_steps", at_least=1)
+        check.set_fields(self, check.integer, "begin_step", at_least=0)
         if self.init_k_steps > self.max_k_steps:
             raise ValueError(
                 f"init_k_steps must be at most max_k_steps={self.max_k_steps}, got "

@@ -30,7 +30,6 @@ class Interval:
         self.k_steps = (
             config.init_k_steps if isinstance(config, AdaptiveLocalSGD) else config.k_steps
         )
-        self._fixed = self.k_steps
         self.longest = self.k_steps if self._adaptive is None else self._adaptive.max_k_steps
         self.first_loss: float | None = None
         self.first_rate: float | None = None
@@ -42,7 +41,7 @@ class Interval:
 
     def allowed(self, k_steps: int) -> int:
         """Return the interval of a loaded state, within the limits of the config."""
-        return self._fixed if self._adaptive is None else min(k_steps, self._adaptive.max_k_steps)
+        return self.longest if self._adaptive is None else min(k_steps, self.longest)
 
     @property
     def lacks_start(self) -> bool:
@@ -111,11 +110,9 @@ class Interval:
                 f"{[report.get('loss') for report in answers]}): AdaptiveLocalSGD needs a finite "
                 "loss >= 0. Nothing was averaged on any rank"
             )
-        if rate == 0:
-            return self.k_steps
-        if self.first_loss is None or self.first_rate is None:
+        if rate and (self.first_loss is None or self.first_rate is None):
             self.first_loss, self.first_rate = loss, rate
-        if not adapt:
+        if not (rate and adapt) or self.first_loss is None or self.first_rate is None:
             return self.k_steps
         return adapted_interval(
             self._adaptive.init_k_steps,

@@ -68,11 +68,6 @@ class LocalModel:
         return all_of(self.optimizer)
 
     @property
-    def numel(self) -> int:
-        """Number of trainable elements."""
-        return sum(p.numel() for p in self.params.values())
-
-    @property
     def device(self) -> torch.device:
         """Device of the first parameter."""
         return next(iter(self.params.values())).device

@@ -25,10 +25,11 @@ _DRAWS, _SIGNS = 1, 2
 
 
 def sketch(values: Tensor, key: int) -> Tensor:
-    """Return the 64 sums of one real tensor, float64; no host synchronization."""
+    """Return the 64 sums of one real tensor, float64, on the CPU."""
     flat = values.reshape(-1)
     draws, signs = _plan(flat.numel(), key, flat.device)
-    signed = (flat if draws is None else flat[draws]).double() * signs
+    # one order of additions, wherever the tensor is
+    signed = (flat if draws is None else flat[draws]).cpu().double() * signs
     return (
         torch.nn.functional.pad(signed, (0, -signed.numel() % SKETCH_NUMEL))
         .view(-1, SKETCH_NUMEL)
@@ -42,7 +43,7 @@ def _plan(numel: int, key: int, device: torch.device) -> tuple[Tensor | None, Te
     count = min(numel, _MOST)
     positions = torch.arange(count, device=device)
     signs = 1.0 - 2.0 * (mixed(mixed(positions + (_SIGNS << 20)) + mixed(key)) & 1)
-    signs = signs.double() * math.sqrt(max(1, numel) / max(1, count))
+    signs = signs.cpu().double() * math.sqrt(max(1, numel) / max(1, count))
     if count == numel:
         return None, signs
     return mixed(mixed(positions + (_DRAWS << 20)) + mixed(key)) % numel, signs

@@ -4,7 +4,7 @@ import datetime
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -177,7 +177,12 @@ class LocalUpdates:
         )
         self._members = members
         if compression is not None:
-            _require_alone_in(config, compression)
+            check.instance("compression", compression, tuple(COMPRESSIONS.values()))
+            if config.compression is not None:
+                raise ValueError(
+                    f"{field_of(compression)} and compression={config.compression} both set the "
+                    "compression of averagings: give only one"
+                )
         self._of_gradients = compression
         self._changes = compression_of(config.compression, compression)
         optimizer = given_optimizer(optimizer, model)
@@ -470,19 +475,19 @@ class LocalUpdates:
         copy of the model at the start; `bytes_dense` 4 bytes per trainable element and step;
         `dropped_steps` the calls of `skip_step`.
 
-        `applied_share` estimates <applied, change> / <change, change>: `change` is the sum, over
-        the averagings so far, of the mean change by local steps, and `applied` is the sum of the
-        moves of the anchors, outer optimizer included. Below 1 a part is lost to decay, or still in
-        residuals. Above 1 sent values count more than once (`mean_over="senders"`). It comes from
-        256 bytes beside a compressed averaging (`local.sketch`), with a standard error of about an
-        eighth. If all is applied in time, it is the factor of the outer optimizer instead.
+        `applied_share` estimates <applied, change> / <change, change>, for the sums over all
+        averagings of the mean change by local steps and of the moves of the anchors. Below 1 a part
+        is lost to decay, or still in residuals; above 1 sent values count more than once. Its
+        standard error is about an eighth (`local.sketch`). If all is applied in time, it is the
+        factor of the outer optimizer.
         """
+        numel = sum(p.numel() for p in self._tensors.params.values())
         return numbers(
             step=self.step,
             dropped_steps=self._skipped,
             k_steps=self.k_steps,
             loss_scale=1.0 if self._scaler is None else self._scaler.scale,
-            bytes_dense=4 * self._tensors.numel * self.step,
+            bytes_dense=4 * numel * self.step,
             **self._counts(),
         )
 
@@ -561,8 +566,9 @@ def _warn_of_evaluation(model: nn.Module, _: object) -> None:
 
 def _facts(config: LocalConfig, of_gradients: GradientConfig | None) -> dict[str, Any]:
     """Return the settings that must be equal on all ranks, by name."""
+    settings = asdict(replace(config, state_device=None))
     facts: dict[str, Any] = {"wire": WIRE_VERSION, "config": type(config).__name__}
-    facts |= {"compression": type(config.compression).__name__, "settings": asdict(config)}
+    facts |= {"compression": type(config.compression).__name__, "settings": settings}
     return facts | ({} if of_gradients is None else {field_of(of_gradients): asdict(of_gradients)})
 
 
@@ -578,16 +584,6 @@ def _compare(
     ranks.compare(facts, "setting up local updates")
     if problem is not None:
         raise RuntimeError(problem)
-
-
-def _require_alone_in(config: LocalConfig, compression: GradientConfig) -> None:
-    """Raise if the config has a compression beside that of gradients."""
-    check.instance("compression", compression, tuple(COMPRESSIONS.values()))
-    if config.compression is not None:
-        raise ValueError(
-            f"{field_of(compression)} and compression={config.compression} both set the "
-            "compression of averagings: give only one"
-        )
 
 
 def _require_alone(

@@ -11,7 +11,7 @@ bits, without positions, flag and count of entries.
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -181,12 +181,15 @@ def _checksum(header: bytes | memoryview, payload: memoryview) -> int:
 
 
 def pack_whole(
-    layout: WholeLayout, step: int, bucket: int, tensors: Sequence[Tensor | Iterable[Tensor]]
+    layout: WholeLayout,
+    step: int,
+    bucket: int,
+    tensors: Iterable[Tensor | Iterable[Tensor]],
+    device: torch.device | None = None,
 ) -> Tensor:
-    """Return the message of tensors, on their device.
+    """Return the message, on `device` or theirs, of finite tensors: (n,), float32 or float64.
 
-    They have shape (n,) each, n as in the layout, float32 or float64, and are finite; instead of a
-    tensor its parts by `wire.whole.spans` are taken. Other arguments as in `pack`.
+    Instead of a tensor its parts by `wire.whole.spans` are taken. Other arguments as in `pack`.
 
     >>> layout = WholeLayout((4,), 1)
     >>> message = pack_whole(layout, 0, 0, [torch.tensor([1.0, 3.0, -2.0, -4.0])])
@@ -194,14 +197,12 @@ def pack_whole(
     >>> code.part(0, 4)
     tensor([ 2.,  2., -3., -3.])
     """
-    chunks = (_chunks(t) if isinstance(t, Tensor) else t for t in tensors)
-    return with_checksum(
-        layout, step, bucket, [encode_whole(parts, layout.value_bits) for parts in chunks]
+    chunks = (
+        [t[a:b] for a, b in spans(t.numel(), t.device)] if isinstance(t, Tensor) else t
+        for t in tensors
     )
-
-
-def _chunks(tensor: Tensor) -> Iterator[Tensor]:
-    return (tensor[start:end] for start, end in spans(tensor.numel(), tensor.device))
+    coded = (encode_whole(parts, layout.value_bits) for parts in chunks)
+    return with_checksum(layout, step, bucket, [code.to(device or code.device) for code in coded])
 
 
 def unpack_whole(

@@ -26,12 +26,13 @@ from thinwire.layout.message import SCALE_BYTES, SCALE_COUNT
 
 _CHUNK = 1 << 17
 """Entries that stay in a core's cache between two passes; whole bytes at any number of bits."""
+_PART = 1 << 22  # on other devices, which hold some tensors of this size at a time
 _LARGEST = torch.finfo(torch.float32).max
 
 
 def spans(numel: int, device: torch.device) -> Iterator[tuple[int, int]]:
     """Yield starts and ends of the parts in which a tensor is best read and written."""
-    step = _CHUNK if device.type == "cpu" else 1 << 23
+    step = _CHUNK if device.type == "cpu" else _PART
     for start in range(0, numel, step):
         yield start, min(start + step, numel)
 
@@ -47,7 +48,7 @@ def encode_whole(chunks: Iterable[Tensor], bits: int) -> Tensor:
     """
     if bits > 4:
         return _on_grid(list(chunks), bits)
-    scales, fields = _signs(chunks) if bits == 1 else _nearest_levels(list(chunks), bits)
+    scales, fields = _signs(chunks) if bits == 1 else _nearest_levels(chunks, bits)
     return torch.cat([scales.view(torch.uint8), *fields])
 
 
@@ -63,16 +64,16 @@ class WholeReader:
             if code.is_cpu:
                 self._table = self._levels[_fields_of_bytes(bits)].numpy()
 
-    def part(self, start: int, end: int) -> Tensor:
+    def part(self, start: int, end: int, device: torch.device | None = None) -> Tensor:
         """Return the entries [start, end): float32; `start` is at the beginning of a byte."""
         bits, numel = self._bits, end - start
         fields = self._fields[start * bits // 8 : (end * bits + 7) // 8]
+        fields = fields.to(device or fields.device)
         if bits > 4:
-            return _from_grid(self._scales, fields, bits)
+            return _from_grid(self._scales.to(fields.device), fields, bits)
         if not fields.is_cpu:
-            levels = _unpacked(fields, bits).view(-1)[:numel]
-            low, high = self._levels[:2]
-            return torch.where(levels > 0, high, low) if bits == 1 else self._levels[levels.int()]
+            levels, known = _unpacked(fields, bits).view(-1)[:numel], self._levels.to(fields.device)
+            return torch.where(levels > 0, known[1], known[0]) if bits == 1 else known[levels.int()]
         entries = np.empty((fields.numel(), 8 // bits), np.float32)
         # without "clip" NumPy copies the result once more
         np.take(self._table, fields.numpy(), 0, out=entries, mode="clip")
@@ -137,13 +138,11 @@ def _signs(chunks: Iterable[Tensor]) -> tuple[Tensor, list[Tensor]]:
     return torch.stack(means).abs().clamp(max=_LARGEST).float(), packed
 
 
-def _nearest_levels(chunks: Sequence[Tensor], bits: int) -> tuple[Tensor, list[Tensor]]:
+def _nearest_levels(chunks: Iterable[Tensor], bits: int) -> tuple[Tensor, list[Tensor]]:
     """Return the levels, and the packed signs and numbers of levels."""
-    magnitudes = [chunk.abs() for chunk in chunks]
-    levels = _levels(magnitudes, bits - 1)
-    pairs = zip(magnitudes, chunks, strict=True)
-    fields = [_fields(its, _negative(chunk), levels, bits) for its, chunk in pairs]
-    return levels, [_packed(part, bits) for part in fields]
+    pairs = [(chunk.abs(), _negative(chunk)) for chunk in chunks]
+    levels = _levels([magnitudes for magnitudes, _ in pairs], bits - 1)
+    return levels, [_packed(_fields(*pair, levels, bits), bits) for pair in pairs]
 
 
 def _levels(magnitudes: Sequence[Tensor], depth: int) -> Tensor:

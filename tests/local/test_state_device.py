@@ -1,0 +1,236 @@
+"""State of local updates in host memory: the same bits, and little else on the device."""
+
+import itertools
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire as tw
+from tests.api import whole
+from tests.ranks import Pool
+from tests.second_device import Held, There
+from tests.toys import bits
+
+COMPRESSIONS = {
+    "dense": None,
+    "1 bit": tw.Quantized(1),
+    "4 bits": tw.Quantized(4, decay=0.9),
+    "8 bits": tw.Quantized(8),
+    "shares": tw.Quantized(1, exchange="split"),
+    "largest": tw.Sparse(0.9),
+    "largest, owners": tw.Sparse(0.9, mean_over="all", exchange="split"),
+    "factors": tw.LowRank(2, begin_step=1, min_numel=10),
+}
+OUTER: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "at once": {},
+    "delayed": {"delay": 1},
+    "in parts": {"fragments": 2, "average_state": True},
+    "by time": {"round_seconds": 1e9},
+}
+SHAPES = ((60, 40), (7,), (3, 5, 11))
+ELSEWHERE = ("anchors", "outer_momentum", "errors")
+"""Kinds of state that `state_device` moves."""
+
+
+def place(tensor: Tensor, device: str) -> Tensor:
+    return There(tensor) if device == "second" else tensor.to(device)
+
+
+def back(tensor: Tensor) -> Tensor:
+    return tensor.detach().content if isinstance(tensor, There) else tensor.detach().cpu()
+
+
+class Trained:
+    """A model on a device, with gradients of its own for every step."""
+
+    def __init__(
+        self, device: str, config: Any, rank: int = 0, shapes: Any = SHAPES, dtype: Any = None
+    ) -> None:
+        source = torch.Generator().manual_seed(0)
+        tensors = [torch.randn(shape, generator=source).to(dtype) for shape in shapes]
+        self.params = [nn.Parameter(place(tensor, device)) for tensor in tensors]
+        self.model = nn.ParameterList(self.params)
+        self.model.register_buffer("mean", place(torch.full((3,), float(rank)), device))
+        self.optimizer = torch.optim.SGD(self.params, 0.1, momentum=0.5, foreach=False)
+        self.sync = tw.local_sgd(self.model, self.optimizer, config)
+        self.device, self._steps = device, itertools.count(1000 * rank)
+
+    def step(self) -> None:
+        for param in self.params:
+            source = torch.Generator().manual_seed(next(self._steps))
+            grad = torch.randn(param.shape, generator=source).to(param.dtype)
+            param.grad = place(grad, self.device)
+        self.optimizer.step()
+
+    def bits(self) -> str:
+        return bits([back(param) for param in self.params])
+
+
+def on_one_rank(rank: int, size: int, name: str, options: Any, dtype: Any) -> list[Any]:
+    """Bits on the second device, with its state there and on the host."""
+    found = []
+    for state_device in (None, "cpu"):
+        config = tw.LocalSGD(
+            4, compression=COMPRESSIONS[name], state_device=state_device, **OUTER, **options
+        )
+        with Held():
+            trained = Trained("second", config, dtype=dtype)
+            with trained.sync as sync:
+                for _ in range(13):
+                    trained.step()
+                state = sync.state_dict()
+            kinds = {type(t) for kind in ELSEWHERE for t in state[kind].values()}
+            found.append((trained.bits(), kinds))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "dtype"),
+    [
+        *((name, "delayed", torch.float32) for name in COMPRESSIONS),
+        *(("1 bit", options, torch.bfloat16) for options in OPTIONS),
+    ],
+)
+def test_state_on_the_host_gives_the_bits_of_state_on_the_device(
+    ranks: Pool, name: str, options: str, dtype: torch.dtype
+) -> None:
+    [[there, here]] = ranks.run(on_one_rank, name, OPTIONS[options], dtype, size=0)
+    assert there[0] == here[0]
+    assert there[1] == {There} and here[1] == {Tensor}
+
+
+def two_ranks(rank: int, size: int, name: str, options: Any) -> list[str]:
+    """Bits on the second device with state on the host, and on the CPU, where ranks differ."""
+    found = []
+    for device, state_device in (("second", "cpu"), ("cpu", "cpu" if rank else None)):
+        config = tw.LocalSGD(
+            4, compression=COMPRESSIONS[name], state_device=state_device, **OUTER, **options
+        )
+        with Held():
+            trained = Trained(device, config, rank)
+            with trained.sync:
+                for _ in range(13):
+                    trained.step()
+            found.append(f"{trained.bits()} {back(trained.model.mean).tolist()}")
+    return found
+
+
+@pytest.mark.parametrize("options", ["at once", "in parts"])
+@pytest.mark.parametrize("name", ["dense", "largest, owners", "8 bits"])
+def test_two_ranks_with_state_on_the_host_get_the_bits_of_a_cpu(
+    ranks: Pool, name: str, options: str
+) -> None:
+    """Methods whose messages are the same on all processors; other scales differ in a last bit."""
+    found = ranks.run(two_ranks, name, OPTIONS[options], size=2)
+    assert len({text for both in found for text in both}) == 1
+
+
+LARGE = ((100, 500), *((50, 200),) * 20)
+NUMEL = 250_000
+
+
+def peaks_of_averagings(rank: int, size: int, name: str) -> list[tuple[int, int]]:
+    """Bytes that averagings, and state after them, hold on the device beside training."""
+    found = []
+    for delay in (0, 2):
+        config = tw.LocalSGD(
+            3, 0, compression=COMPRESSIONS[name], state_device="cpu", delay=delay, **OUTER
+        )
+        # parts are as small against these tensors as they are against those of a large model
+        with Held() as held, patch.object(whole, "_PART", 1 << 12):
+            trained = Trained("second", config, rank, LARGE)
+            with trained.sync:
+                for _ in range(4):  # the optimizer's state, positions for sketches
+                    trained.step()
+                held.peak, before = 0, sum(held.live.values())
+                for _ in range(6):
+                    trained.step()
+                found.append((held.peak - before, sum(held.live.values()) - before))
+    return found
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_an_averaging_holds_a_byte_a_parameter_and_one_tensor_on_the_device(
+    ranks: Pool, name: str
+) -> None:
+    """The selection of the largest entries holds magnitudes of a tensor and its mask, too."""
+    tensors = 2 if name.startswith("largest") else 1
+    for peak, after in itertools.chain(*ranks.run(peaks_of_averagings, name, size=2)):
+        assert peak <= NUMEL + 4 * 100 * 500 * tensors
+        assert after <= NUMEL // 10
+
+
+def saved_and_loaded(rank: int, size: int) -> list[str]:
+    """Bits of runs that were saved with one place of the state and go on with another."""
+    found = []
+    for first, second in itertools.product((None, "cpu"), repeat=2):
+        config = tw.LocalSGD(4, compression=tw.Quantized(1), delay=2, **OUTER)
+        with Held():
+            trained = Trained("second", tw.LocalSGD(**vars(config) | {"state_device": first}))
+            with trained.sync as sync:
+                for _ in range(10):
+                    trained.step()
+                state, optimizer = sync.state_dict(), trained.optimizer.state_dict()
+                params = [back(param).clone() for param in trained.params]
+            other = Trained("second", tw.LocalSGD(**vars(config) | {"state_device": second}))
+            with other.sync as sync, torch.no_grad():
+                for param, value in zip(other.params, params, strict=True):
+                    param.copy_(value)
+                other.optimizer.load_state_dict(optimizer)
+                sync.load_state_dict(state)
+                other._steps = itertools.count(30)
+                for _ in range(8):
+                    other.step()
+            found.append(other.bits())
+    return found
+
+
+def test_a_saved_state_loads_wherever_state_is_kept(ranks: Pool) -> None:
+    [found] = ranks.run(saved_and_loaded, size=0)
+    assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("kind", [tw.LocalSGD, tw.AdaptiveLocalSGD])
+def test_another_state_device_is_refused_by_name(kind: Any) -> None:
+    for wrong in ("cuda", "cpu:0", 0, torch.device("cpu")):
+        with pytest.raises(ValueError, match=r"state_device must be one of .'cpu'., got"):
+            kind(4, state_device=wrong)
+
+
+def test_a_strategy_file_has_the_state_device() -> None:
+    for fields in ({"localsgd": tw.LocalSGD(4, state_device="cpu")},):
+        strategy = tw.DistributedStrategy(**fields)
+        assert strategy.to_dict()["localsgd"]["state_device"] == "cpu"
+        assert tw.DistributedStrategy.from_dict(strategy.to_dict()) == strategy
+    assert "state_device" not in tw.DistributedStrategy(localsgd=tw.LocalSGD(4)).to_dict()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_state_on_the_host_gives_the_same_bits_on_a_gpu(ranks: Pool, name: str) -> None:
+    there, here = ranks.run(on_a_gpu, name, size=2)[0]
+    assert there[0] == here[0] and here[1]
+    assert here[2] <= there[2]
+
+
+def on_a_gpu(rank: int, size: int, name: str) -> list[Any]:
+    """Bits, whether state is pinned, and bytes at the peak, for state on the GPU and the host."""
+    found = []
+    for state_device in (None, "cpu"):
+        config = tw.LocalSGD(
+            4, compression=COMPRESSIONS[name], state_device=state_device, delay=2, **OUTER
+        )
+        trained = Trained("cuda", config, rank, LARGE)
+        with trained.sync as sync:
+            torch.cuda.reset_peak_memory_stats()
+            for _ in range(13):
+                trained.step()
+            peak = torch.cuda.max_memory_allocated()
+            anchors = sync._averager.averaging.anchors.values()
+            found.append((trained.bits(), all(a.is_pinned() for a in anchors), peak))
+        del trained, sync
+    return found

@@ -1,0 +1,90 @@
+"""A device that this machine has not, for tests: its tensors are in host memory, behind a class
+that refuses to compute with others, as CUDA does. The bytes that are held there are counted.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+DEVICE = torch.device("meta")
+_MOVES = ("aten::copy_", "aten::_to_copy")
+
+
+class There(Tensor):
+    """A tensor on `DEVICE`."""
+
+    content: Tensor
+
+    @staticmethod
+    def __new__(cls, content: Tensor) -> "There":
+        found: There = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            content.shape,
+            strides=content.stride(),
+            storage_offset=content.storage_offset(),
+            dtype=content.dtype,
+            device=DEVICE,
+        )
+        found.content = content.detach()
+        return found
+
+    def tolist(self) -> Any:
+        return self.content.tolist()
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _run(function, args, kwargs or {})
+
+
+def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    there = [t for t in tensors if isinstance(t, There)]
+    name, asked = function._schema.name, kwargs.get("device")
+    if not there and asked is None:  # collectives among them
+        return function(*args, **kwargs)
+    if there and name not in _MOVES:
+        mixed = [t for t in tensors if not isinstance(t, There) and t.dim()]
+        if mixed:
+            raise RuntimeError(f"{name}: a tensor of shape {tuple(mixed[0].shape)} is on the CPU")
+    goes = bool(there) if asked is None else torch.device(asked) == DEVICE
+    if asked is not None:
+        kwargs = kwargs | {"device": torch.device("cpu")}
+    plain_args, plain = tree_map(lambda t: t.content if isinstance(t, There) else t, (args, kwargs))
+    result = function(*plain_args, **plain)
+    if name.endswith("_") and not name.endswith("__") and isinstance(args[0], Tensor):
+        return args[0]
+    if "out" in kwargs:
+        return kwargs["out"]
+    return tree_map(lambda t: There(t) if isinstance(t, Tensor) and goes else t, result)
+
+
+class Held(TorchDispatchMode):
+    """Makes `DEVICE` known to factories, and counts the bytes that new tensors hold there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = {id_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, There)}
+        result = _run(function, args, kwargs or {})
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, There) and id_of(tensor) not in given | self.live.keys():
+                storage = tensor.content.untyped_storage()
+                self.live[id_of(tensor)] = storage.nbytes()
+                self.peak = max(self.peak, sum(self.live.values()))
+                weakref.finalize(storage, self.live.pop, id_of(tensor), None)
+        return result
+
+
+def id_of(tensor: There) -> int:
+    return tensor.content.untyped_storage()._cdata
