@@ -112,14 +112,11 @@ class Changes(Computed):
         if self.node_means:
             return _part(self.node_means[name], start, end).to(self._devices[name])
         within = self.spans(name, end - start)
-        if len(within) == 1:
-            return self._span(name, start, end)
-        found = self._anchors[name].new_empty(end - start, device=self._devices[name])
-        for one, other in within:  # so that little else is on the device
-            found[one:other] = self._span(name, start + one, start + other)
-        return found
-
-    def _span(self, name: str, start: int, end: int) -> Tensor:
+        if len(within) != 1:  # so that little else is on the device
+            found = self._anchors[name].new_empty(end - start, device=self._devices[name])
+            for one, other in within:
+                found[one:other] = self.part(name, start + one, start + other)
+            return found
         tensors = self._anchors[name], self.params[name]
         anchor, value = (_part(t, start, end).to(self._devices[name]) for t in tensors)
         change = anchor.to(value.dtype).to(anchor.dtype) - value
