@@ -471,15 +471,10 @@ class LocalUpdates:
     def stats(self) -> dict[str, float]:
         """Return flat numbers about this rank so far; names as in `thinwire.Engine.stats`.
 
-        `bytes_sent` counts the messages of averagings with their headers and agreements, not the
-        copy of the model at the start; `bytes_dense` 4 bytes per trainable element and step;
-        `dropped_steps` the calls of `skip_step`.
-
-        `applied_share` estimates <applied, change> / <change, change>, for the sums over all
-        averagings of the mean change by local steps and of the moves of the anchors. Below 1 a part
-        is lost to decay, or still in residuals; above 1 sent values count more than once. Its
-        standard error is about an eighth (`local.sketch`). If all is applied in time, it is the
-        factor of the outer optimizer.
+        `bytes_sent` leaves out the copy of the model at the start; `dropped_steps` counts the calls
+        of `skip_step`. `applied_share` is <applied, change> / <change, change>, for the sums over
+        all averagings of the mean change by local steps and of the moves of the anchors, estimated
+        to about an eighth (`local.sketch`); if all is applied in time, the outer optimizer's factor.
         """
         numel = sum(p.numel() for p in self._tensors.params.values())
         return numbers(
