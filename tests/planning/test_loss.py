@@ -8,7 +8,9 @@ import pytest
 
 import thinwire as tw
 from benchmarks.choosing import Scope, evidence, rows
+from benchmarks.gaps import measured
 from tests.api import (
+    MEASURED,
     crowding,
     law,
     law_beta,
@@ -84,6 +86,34 @@ def test_measured_gaps_lie_inside(workers: int) -> None:
     assert (mid, low < found["fp16"] / found["dense"] - 1 < high) == (0, True)
 
 
+def test_measured_settings_equal_the_data_of_the_fit() -> None:
+    found: dict[tuple[str, int], set[int]] = {}
+    for gap in measured():
+        found.setdefault((gap.cell.optimizer, gap.cell.bits), set()).add(gap.cell.interval)
+    assert {gap.cell.workers for gap in measured()} == {2, 4, 8}  # and 16, of the published law
+    whole = {(kind, bits): span for (kind, share, bits), span in MEASURED.items() if share == 1}
+    assert whole == {key: (min(steps), max(steps)) for key, steps in found.items()}
+
+
+@pytest.mark.parametrize("params", ["1M", "124M", "1B"])
+@pytest.mark.parametrize("workers", [2, 4, 8, 16, 32])
+def test_an_unmeasured_setting_is_never_first(params: str, workers: int) -> None:
+    for step_seconds in (0.05, 3.0):
+        plan = tw.plan(
+            params=params, step_seconds=step_seconds, workers=workers, link="50mbit", latency="20ms"
+        )
+        assert plan[plan.recommended].measured
+        assert plan[plan.strategies[0].name].measured
+        for row in plan.strategies:
+            own = (row.document or {}).get("localsgd")
+            if own is not None and row.measured:
+                assert workers <= 16
+                assert 4 <= own["k_steps"] <= 32
+                assert own.keys().isdisjoint({"delay", "fragments"})
+            elif own is not None:
+                assert "; not measured: " in row.loss_gap_source
+
+
 def test_steps_to_close_a_gap_by_hand() -> None:
     assert steps_to_dense_loss(0.0, 124_000_000) == 1
     assert steps_to_dense_loss(0.02, 124_000_000) == pytest.approx(1.281, abs=2e-3)
@@ -95,8 +125,8 @@ def test_steps_to_close_a_gap_by_hand() -> None:
 def test_every_row_has_a_gap_its_source_and_a_finite_time(workers: int) -> None:
     made = tw.plan(**NUMBERS, workers=workers, link="20mbit").to_dict()
     json.dumps(made, allow_nan=False)
-    times = [row["time_to_dense_loss"] for row in made["strategies"]]
-    assert times == sorted(times)
+    ranks = [(not row["measured"], row["time_to_dense_loss"]) for row in made["strategies"]]
+    assert ranks == sorted(ranks)
     for row in made["strategies"]:
         low, mid, high = row["loss_gap"]
         assert low <= mid <= high

@@ -53,10 +53,9 @@ from thinwire.tools.run.config import (
 from thinwire.tools.run.launch import by_first, joined
 
 _PRIOR = (
-    "Progress per step is a prior: no formula predicts it. The loss above dense's follows from "
-    "a fitted law and measurements of small models. Seconds, bytes and memory are predicted "
-    "from message sizes and the network. thinwire compare measures loss and seconds on this "
-    "model and link."
+    "The loss above dense's follows from a fitted law and measurements of small models. Seconds, "
+    "bytes and memory are predicted from message sizes and the network. thinwire compare measures "
+    "loss and seconds on this model and link."
 )
 _HEADS = (
     "seconds per step",
@@ -114,8 +113,6 @@ def render(plan: Plan, command: str) -> str:
             definitions(
                 {row.name: f"{gap_text(row.loss_gap)} %: {row.loss_gap_source}" for row in rows}
             ),
-            "<h2>Progress per step, until the strategy's own final loss</h2>",
-            definitions({row.name: f"{row.progress:.2f}: {row.progress_source}" for row in rows}),
             "<h2>Repeat it</h2>",
             copied("command", command),
             "<h2>Letters</h2>",
@@ -153,7 +150,10 @@ def _line(link: Mapping[str, Any]) -> str:
 
 def _table(rows: Sequence[Row]) -> str:
     body = [
-        table_row(named(number, row.name), "".join(map(cell, _HEADS, cells(row))))
+        table_row(
+            named(number, f"{row.name}{'' if row.measured else ', not measured'}"),
+            "".join(map(cell, _HEADS, cells(row))),
+        )
         for number, row in enumerate(rows)
     ]
     return table_of("The best setting of every strategy", list(map(escape, _HEADS)), body)
@@ -275,8 +275,8 @@ def plan(
         workers: Number of ranks; 2 by default.
         link: Rate of each rank in each direction, up to 400gbit; 100mbit by default.
         latency: One-way latency, such as 20ms; none by default.
-        device: Device that computes, cpu or cuda; cpu by default. For a task that is measured here,
-            cuda if there is one.
+        device: Device that computes, cpu or cuda; by default cuda if a step takes less than 4 ns a
+            parameter. For a task that is measured here, cuda if there is one.
         probe: File of thinwire probe, instead of all of these.
         task: Your own model, as FILE.py:NAME, instead of --params.
         up: Rate at which each rank sends, such as 10mbit, if the directions differ; with --down.
@@ -342,7 +342,10 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
     for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", True
     for row in rows:
-        table.add_row(row.name, *(text.replace(" to ", "-") for text in cells(row)))
+        table.add_row(
+            f"{row.name}{'' if row.measured else ' *'}",
+            *(text.replace(" to ", "-") for text in cells(row)),
+        )
     hidden = len(made.strategies) - len(rows)
     nodes = ""
     if made.link["node_size"] > 1:
@@ -353,8 +356,9 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
         f"{nodes}\n"
         "sent: by a rank in a step. waits: for the network. loss: percent above dense's at equal "
         "steps, low to high. sooner: speed-up over dense to dense's loss; never: not within four "
-        f"times its steps. The loss of {made.strategies[0].name} is from "
-        f"{made.strategies[0].loss_gap_source}. thinwire compare measures it."
+        "times its steps. *: outside of what was measured. The loss of "
+        f"{made.strategies[0].name} is from {made.strategies[0].loss_gap_source}. "
+        "thinwire compare measures it."
         + (f"\n{hidden} more settings: --all; with the source of each: --json." if hidden else "")
     )
     with console.capture() as captured:  # by itself it would end the process where nobody reads

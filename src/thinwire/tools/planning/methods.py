@@ -16,10 +16,8 @@ from thinwire.layout.traffic import (
     travels_checksummed,
 )
 from thinwire.tools.planning.network import Network
-from thinwire.tools.planning.work import Workload, matrices
+from thinwire.tools.planning.work import PASS_S, Workload, matrices
 
-_PASS_S = {False: 0.8e-9, True: 3e-12}
-"""Seconds to read and write a number once, on a core and on a GPU."""
 _VOTE_BYTES = 256
 """Of an agreement between two ranks, with what gloo and TCP add."""
 DDP_BUCKETS = 4 * 2**20, 25 * 2**20
@@ -86,7 +84,7 @@ def _overlapped(
 
 
 def _passes(work: Workload, numel: float, count: float) -> float:
-    return numel * count * _PASS_S[work.cuda]
+    return numel * count * PASS_S[work.cuda]
 
 
 def _reduced(work: Workload, network: Network, *, width: float, passes: float) -> Cost:

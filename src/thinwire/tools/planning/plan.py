@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.tools.network.netns import Link
-from thinwire.tools.planning.grid import candidates, progress_of
+from thinwire.tools.planning.grid import candidates
 from thinwire.tools.planning.loss import MOST_STEPS, loss_gap, steps_to_dense_loss
 from thinwire.tools.planning.methods import (
     MOST_PARAMS,
@@ -19,7 +19,14 @@ from thinwire.tools.planning.methods import (
     member_exchanges,
 )
 from thinwire.tools.planning.network import Network
-from thinwire.tools.planning.work import Probe, Workload, matrices, work_of
+from thinwire.tools.planning.work import (
+    Probe,
+    Workload,
+    assumed_muon_seconds,
+    matrices,
+    muon_seconds,
+    work_of,
+)
 from thinwire.tools.report.page import bytes_text
 from thinwire.tools.run.config import (
     OPTIMIZERS,
@@ -34,6 +41,8 @@ _FASTEST_BIT_S, _UNLIMITED_BIT_S = 4e11, 2e10
 _MOST_WORKERS = 100_000
 _DOUBT, _DOUBT_ON_TOP = 0.1, 0.2
 _WHOLE_S = 10.0
+_FAST_STEP_S = 4e-9
+"""Seconds a parameter below which a step is taken for a GPU's."""
 _WORTH = 1.05
 """Smallest speed-up over dense at which a strategy is recommended."""
 
@@ -49,11 +58,13 @@ class Row:
         memory_bytes: Bytes that a rank keeps: parameters, gradients, the state of the optimizer and
             of the method, and what Muon needs to update sharded matrices, without activations.
         waiting_share: Fraction of a step spent waiting for the exchange.
-        progress: Steps of dense training that a step is worth; a prior.
-        progress_source: Source of `progress`.
+        progress: Steps of dense training that a step is worth, until dense's final loss, from
+            `loss_gap`.
         loss_gap: Loss above dense's with the same optimizer at equal steps: low, mid and high; 0.02
             is 2 %.
         loss_gap_source: Source of `loss_gap`.
+        measured: False if interval, delay, bits, workers or else are outside of what `loss_gap` was
+            fitted to; such rows come after all others.
         time_to_dense_loss: Time to dense's final loss relative to dense's own, both with the
             optimizer of the strategy; smaller is better. Beyond four times dense's steps, the
             number of steps relative to dense's.
@@ -69,9 +80,9 @@ class Row:
     memory_bytes: int
     waiting_share: float
     progress: float
-    progress_source: str
     loss_gap: tuple[float, float, float]
     loss_gap_source: str
+    measured: bool
     time_to_dense_loss: float
     document: Mapping[str, Any] | None
     optimizer: str | None = None
@@ -95,16 +106,14 @@ class Row:
         own = ["document", "optimizer", "reaches_dense_loss"]
         if not self.bytes_inside_site:  # models are whole
             own.append("bytes_inside_site")
-        return {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in vars(self).items()
-            if key not in own
-        }
+        shown = {key: value for key, value in vars(self).items() if key not in own}
+        shown["progress_source"] = self.loss_gap_source
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in shown.items()}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Result of `plan`: a row per strategy and setting, best first.
+    """Result of `plan`: a row per strategy and setting, measured ones first, then by time.
 
     Example:
         >>> found = plan(params="124M", step_seconds=0.35, workers=8, link="100mbit")
@@ -195,8 +204,8 @@ def plan(
         link: Rate of each rank in each direction, up to "400gbit"; "100mbit" by default. "none" and
             "loopback" count as 20gbit.
         latency: One-way latency, such as "20ms"; none by default.
-        device: Device that computes, "cpu" or "cuda"; "cpu" by default. For a task that is measured
-            here, cuda if there is one.
+        device: Device that computes, "cpu" or "cuda"; by default cuda if a step takes less than 4
+            ns a parameter. For a task that is measured here, cuda if there is one.
         probe: File of `thinwire probe`, instead of all of these.
         task: Function that returns a `thinwire.Task`, as "FILE.py:NAME"; its model gives the
             shapes. With a probe, the network is the probe's, and so is the step if it is of this
@@ -239,7 +248,7 @@ def plan(
             "0ms" if latency is None else latency,
         )
         if task is None:
-            work = _assumed_work(params, step_seconds, "cpu" if device is None else device)
+            work = _assumed_work(params, step_seconds, device)
         else:
             work = _of_task(task, step_seconds, device, network.ranks)
     network = _between_sites(network, shard, shared=probe is None)
@@ -252,7 +261,7 @@ def plan(
     ]
     # progress is against dense with the same optimizer, so time is too
     dense_s = {
-        optimizer: _cost({}, "dense", work.by(optimizer).sharded(shard), network).step_s
+        optimizer: _cost({}, "dense", work.sharded(shard).by(optimizer), network).step_s
         for optimizer in {recipe.optimizer for _, recipe, _ in offered}
     }
     rows = sorted(
@@ -260,7 +269,12 @@ def plan(
             _row(name, recipe, document, work, shard, network, dense_s[recipe.optimizer])
             for name, recipe, document in offered
         ),
-        key=lambda row: (row.time_to_dense_loss, row.bytes_per_step, len(row.name)),
+        key=lambda row: (
+            not row.measured,
+            row.time_to_dense_loss,
+            row.bytes_per_step,
+            len(row.name),
+        ),
     )
     recommended, reason = _recommended(rows)
     about = {
@@ -335,16 +349,22 @@ def _assumed_network(workers: int, rates: Mapping[str, str | None], latency: str
     return Network(sending, line.latency_s, workers, down_bit_s=line.down_bit_s or sending)
 
 
-def _assumed_work(params: int | str | None, step_seconds: float | None, device: str) -> Workload:
+def _assumed_work(
+    params: int | str | None, step_seconds: float | None, device: str | None
+) -> Workload:
     if params is None or step_seconds is None:
         missing = "params" if params is None else "step_seconds"
         raise ValueError(
             f"{missing} is missing; give params and step_seconds, or a task (FILE.py:NAME), or "
             "a probe, which has measured both"
         )
-    require_one_of("device", device, ("cpu", "cuda"))
     numel = _parsed_params(params)
-    return Workload(numel, matrices(numel), float(step_seconds), device == "cuda", assumed=True)
+    if device is None:
+        device = "cuda" if step_seconds < _FAST_STEP_S * numel else "cpu"
+    require_one_of("device", device, ("cpu", "cuda"))
+    cuda = device == "cuda"
+    muon_s = assumed_muon_seconds(numel, cuda=cuda)
+    return Workload(numel, matrices(numel), float(step_seconds), cuda, muon_s=muon_s, assumed=True)
 
 
 def _of_task(task: str, step_seconds: float | None, device: str | None, workers: int) -> Workload:
@@ -366,6 +386,7 @@ def _of_task(task: str, step_seconds: float | None, device: str | None, workers:
         tuple(map(tuple, found["shapes"])),
         float(step_seconds),
         device == "cuda",
+        muon_s=muon_seconds(found["muon_flops"], found["muon_parameters"], cuda=device == "cuda"),
         muon_numel=found["muon_parameters"],
         width=found["gradient_bytes"] / found["parameters"],
     )
@@ -402,24 +423,23 @@ def _row(
     network: Network,
     dense_s: float,
 ) -> Row:
-    optimizer, work = recipe.optimizer, work.by(recipe.optimizer)
-    part = work.sharded(shard)
+    optimizer = recipe.optimizer
+    part = work.sharded(shard).by(optimizer)
     cost = _cost(document or {}, recipe.name, part, network)
     owned = work.owned_bytes(optimizer) if shard > 1 else 0
-    progress = progress_of(recipe.name, document or {}, network.ranks)
     gap = loss_gap(recipe.name, document or {}, recipe.optimizer, work.numel, network.ranks)
     steps = steps_to_dense_loss(gap.mid, work.numel)
     reaches = steps <= MOST_STEPS
     return Row(
         name,
-        _interval(cost, work),
+        _interval(cost, part),
         cost.bytes,
         part.state_bytes(optimizer) + cost.state_bytes + owned,
-        max(0.0, 1 - work.step_s / cost.step_s),
-        progress.share,
-        progress.source,
+        max(0.0, 1 - part.step_s / cost.step_s),
+        1 / steps,
         (gap.low, gap.mid, gap.high),
         gap.source,
+        gap.measured,
         cost.step_s / dense_s * steps if reaches else steps,
         document,
         OPTIMIZERS.get(optimizer or ""),
@@ -442,11 +462,15 @@ def _interval(cost: Cost, work: Workload) -> tuple[float, float, float]:
 def _recommended(rows: Sequence[Row]) -> tuple[str, str]:
     best = rows[0]
     dense = next(row for row in rows if row.name == "dense")
+    guess = min(rows, key=lambda row: row.time_to_dense_loss)
+    beyond = ""
+    if not guess.measured and guess.time_to_dense_loss < best.time_to_dense_loss:
+        beyond = f"; {guess.name}, which was not measured, is predicted {guess.times_sooner} times"
     if best.time_to_dense_loss * _WORTH > 1:
         return "dense", (
             f"use dense: its step of {dense.step_seconds[1]:.3g} s waits for the network "
-            f"{100 * dense.waiting_share:.0f} % of the time, and no strategy is expected to be "
-            "more than 5 % faster"
+            f"{100 * dense.waiting_share:.0f} % of the time, and no measured strategy is expected "
+            f"to be more than 5 % faster{beyond}"
         )
     return best.name, (
         f"use {best.name}: a step of {seconds_text(best.step_seconds[1])} s instead of dense's "
@@ -454,6 +478,7 @@ def _recommended(rows: Sequence[Row]) -> tuple[str, str]:
         f"{gap_text(best.loss_gap)} % above dense's; it reaches dense's loss about "
         f"{best.times_sooner} times as fast as dense"
         + (f"; with {best.optimizer}" if best.optimizer else "")
+        + beyond
     )
 
 

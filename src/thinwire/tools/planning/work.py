@@ -18,6 +18,34 @@ _FORWARD_SHARE = 1 / 3
 _OWNED = 11
 """Copies of a sharded matrix that its owner holds, about, while Muon updates it
 (`benchmarks.memory`)."""
+PASS_S = {False: 0.8e-9, True: 3e-12}
+"""Seconds to read and write a number once, on a core and on a GPU."""
+_FLOP_S = {False: 1e11, True: 4.5e13}
+"""Operations a second in Muon's products, on a core in float32 and on a GPU in bfloat16
+(benchmarks/results/gpu.json)."""
+_MUON_PASSES = 8
+"""Passes over the numbers that Muon makes beside its products, above AdamW's."""
+_LAYERS, _SQUARES = 12, (1, 3, 4, 4)
+"""Layers of an assumed transformer, and the matrices of each, in squares of its width."""
+
+
+def muon_flops(short: float, long: float, *, cuda: bool) -> float:
+    """Return the operations of Muon's five iterations for a matrix; see `newton_schulz`."""
+    if cuda or 2 * long <= 3 * short:
+        return 20 * short**2 * long + 10 * short**3
+    return 4 * short**2 * long + 34 * short**3
+
+
+def muon_seconds(flops: float, numel: int, *, cuda: bool, flop_s: float | None = None) -> float:
+    """Return by how much an update by Muon is longer than by AdamW."""
+    return flops / (flop_s or _FLOP_S[cuda]) + _MUON_PASSES * numel * PASS_S[cuda]
+
+
+def assumed_muon_seconds(numel: int, *, cuda: bool) -> float:
+    """Return the same for a transformer with this number of parameters."""
+    width = (numel / _LAYERS / sum(_SQUARES)) ** 0.5
+    flops = sum(muon_flops(width, times * width, cuda=cuda) for times in _SQUARES)
+    return muon_seconds(_LAYERS * flops, numel, cuda=cuda)
 
 
 @dataclass(frozen=True)
@@ -53,7 +81,8 @@ class Workload:
             numel = ceil(self.numel / ranks)
             shapes = matrices(numel)
         muon_numel = None if self.muon_numel is None else ceil(self.muon_numel / ranks)
-        return replace(self, numel=numel, shapes=shapes, muon_numel=muon_numel)
+        muon_s = None if self.muon_s is None else self.muon_s / ranks
+        return replace(self, numel=numel, shapes=shapes, muon_numel=muon_numel, muon_s=muon_s)
 
     def by_muon(self, optimizer: str | None) -> int:
         """Return the number of parameters that Muon trains; all if unknown, 0 with others."""
