@@ -35,12 +35,14 @@ from tests.api import network_Network as Network
 from tests.api import work_Work as Work
 from tests.processes import ran_thinwire
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 NUMBERS: dict[str, Any] = {"params": "124M", "step_seconds": 0.35, "workers": 8}
 KEYS = {
     "name",
     "step_seconds",
     "bytes_per_step",
     "memory_bytes",
+    "memory",
     "waiting_share",
     "progress",
     "progress_source",
@@ -242,6 +244,24 @@ def test_bytes_by_shares_are_dealt_once_and_passed_on_in_a_ring(
     assert any(sent(sparse) == approx(dealt - own.nbytes, rel=rel) for own in plan.first)
     dealt = sum(each.nbytes for each in whole.first[1:]) + (ranks - 1) * whole.row_bytes
     assert sent({"quantized": {"value_bits": value_bits}}) == approx(dealt, rel=rel, abs=0)
+
+
+def test_memory_is_within_a_tenth_of_resident_memory() -> None:
+    """Of two ranks, less a process that trained a tiny model (`benchmarks.plan_check memory`)."""
+    found = json.loads((RESULTS / "plan_memory.json").read_text())
+    assert {line["strategy"] for line in found} >= {"dense", "muon-local", "quantized-local"}
+    for line in found:
+        row = tw.plan(params=line["parameters"], step_seconds=1.0, workers=2)[line["strategy"]]
+        assert row.memory_bytes == pytest.approx(line["measured_bytes"], rel=0.1), line["strategy"]
+
+
+def test_peak_has_one_of_the_brief_parts_of_memory() -> None:
+    row = tw.plan(**NUMBERS)["muon-local"]
+    *kept, update, exchange, save = row.memory.values()
+    assert row.memory_bytes == sum(kept) + max(update, exchange, save)
+    numel = 124_000_000
+    assert row.memory["weights and gradients"] == row.memory["method"] == 8 * numel
+    assert row.memory["optimizer"] == 4 * numel
 
 
 def test_shapes_make_up_the_number_of_parameters() -> None:

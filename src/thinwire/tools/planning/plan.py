@@ -1,22 +1,23 @@
 """Predict the strategy that reaches a loss soonest, with the reason."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from thinwire.layout.traffic import GATHER
 from thinwire.tools.network.netns import Link
-from thinwire.tools.planning.grid import candidates
+from thinwire.tools.planning.grid import Candidate, candidates
 from thinwire.tools.planning.loss import MOST_STEPS, loss_gap, steps_to_dense_loss
 from thinwire.tools.planning.methods import (
+    BRIEF,
     MOST_PARAMS,
     Cost,
-    MemberExchange,
     cost_by_number,
     cost_of,
-    member_exchanges,
+    memory_of,
 )
 from thinwire.tools.planning.network import Network
 from thinwire.tools.planning.work import (
@@ -24,13 +25,12 @@ from thinwire.tools.planning.work import (
     Workload,
     assumed_muon_seconds,
     matrices,
-    muon_seconds,
     work_of,
 )
-from thinwire.tools.report.page import bytes_text
 from thinwire.tools.run.config import (
     OPTIMIZERS,
     Recipe,
+    muon_seconds,
     require_one_of,
     require_sites,
     require_task,
@@ -41,7 +41,9 @@ _FASTEST_BIT_S, _UNLIMITED_BIT_S = 4e11, 2e10
 _MOST_WORKERS = 100_000
 _DOUBT, _DOUBT_ON_TOP = 0.1, 0.2
 _WHOLE_S = 10.0
-_FAST_STEP_S = 4e-9
+RELAY, RELAYED = "relay", "members join with relay=True, on a host that sends on all messages"
+"""End of a row's name, and its meaning."""
+_FAST_STEP_S = 2e-8
 """Seconds a parameter below which a step is taken for a GPU's."""
 _WORTH = 1.05
 """Smallest speed-up over dense at which a strategy is recommended."""
@@ -55,8 +57,9 @@ class Row:
         name: Name of the strategy; a variant adds its differences.
         step_seconds: Seconds of a step: low, mid and high.
         bytes_per_step: Bytes that a rank sends; to other sites if the model is sharded.
-        memory_bytes: Bytes that a rank keeps: parameters, gradients, the state of the optimizer and
-            of the method, and what Muon needs to update sharded matrices, without activations.
+        memory_bytes: Most bytes that a process needs at a time, without activations.
+        memory: Bytes by what needs them; of the last three, update, exchange and save, only one at
+            a time.
         waiting_share: Fraction of a step spent waiting for the exchange.
         progress: Steps of dense training that a step is worth, until dense's final loss, from
             `loss_gap`.
@@ -78,6 +81,7 @@ class Row:
     step_seconds: tuple[float, float, float]
     bytes_per_step: float
     memory_bytes: int
+    memory: Mapping[str, int]
     waiting_share: float
     progress: float
     loss_gap: tuple[float, float, float]
@@ -126,8 +130,6 @@ class Plan:
         strategies: All rows, best first.
         link: Assumed or measured network.
         model: Assumed or measured model: parameters, and seconds of a step without an exchange.
-        members: Seconds and uploaded bytes of an averaging between members (`tw.join`) under the
-            best local strategy: "direct", through a "relay", or "split".
     """
 
     recommended: str
@@ -135,7 +137,6 @@ class Plan:
     strategies: tuple[Row, ...]
     link: Mapping[str, Any]
     model: Mapping[str, Any]
-    members: Mapping[str, MemberExchange]
 
     def __getitem__(self, name: str) -> Row:
         """Return the row of a strategy."""
@@ -154,11 +155,6 @@ class Plan:
             found.setdefault(row.strategy, row)
         return tuple(found.values())
 
-    @property
-    def best_local(self) -> Row:
-        """The best strategy with local updates, which members can use."""
-        return next(row for row in self.strategies if "localsgd" in (row.document or {}))
-
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON data."""
         return {
@@ -166,7 +162,6 @@ class Plan:
             "strategies": [row.to_dict() for row in self.strategies],
             "link": {**self.link},
             "model": {**self.model},
-            "members": {way: {**vars(found)} for way, found in self.members.items()},
         }
 
 
@@ -204,7 +199,7 @@ def plan(
         link: Rate of each rank in each direction, up to "400gbit"; "100mbit" by default. "none" and
             "loopback" count as 20gbit.
         latency: One-way latency, such as "20ms"; none by default.
-        device: Device that computes, "cpu" or "cuda"; by default cuda if a step takes less than 4
+        device: Device that computes, "cpu" or "cuda"; by default cuda if a step takes less than 20
             ns a parameter. For a task that is measured here, cuda if there is one.
         probe: File of `thinwire probe`, instead of all of these.
         task: Function that returns a `thinwire.Task`, as "FILE.py:NAME"; its model gives the
@@ -266,8 +261,8 @@ def plan(
     }
     rows = sorted(
         (
-            _row(name, recipe, document, work, shard, network, dense_s[recipe.optimizer])
-            for name, recipe, document in offered
+            _row(name, recipe, document, work, shard, way, dense_s[recipe.optimizer])
+            for name, recipe, document, way in _by_every_way(offered, network)
         ),
         key=lambda row: (
             not row.measured,
@@ -292,9 +287,23 @@ def plan(
         "device": "cuda" if work.cuda else "cpu",
         "task": task,
     }
-    made = Plan(recommended, reason, tuple(rows), about, model, {})
-    local = (made.best_local.document or {})["localsgd"]
-    return replace(made, members=member_exchanges(local, work.sharded(shard), network))
+    return Plan(recommended, reason, tuple(rows), about, model)
+
+
+def _by_every_way(
+    offered: Sequence[Candidate], network: Network
+) -> Iterator[tuple[*Candidate, Network]]:
+    """Yield all settings, and those of a relay where directions differ, as at home."""
+    home = network.bit_s != network.down and network.ranks > 2
+    relay = replace(network, relay=True)
+    for name, recipe, document in offered:
+        yield name, recipe, document, network
+        local = (document or {}).get("localsgd")
+        if home and local is not None:
+            values: Mapping[str, Any] = next(iter((local.get("compression") or {}).values()), {})
+            # the host passes on whole messages, and sums are gathered
+            if not values or values.get("exchange") == GATHER:
+                yield f"{name} {RELAY}", recipe, document, relay
 
 
 def _between_sites(network: Network, shard: int, *, shared: bool) -> Network:
@@ -426,7 +435,8 @@ def _row(
     optimizer = recipe.optimizer
     part = work.sharded(shard).by(optimizer)
     cost = _cost(document or {}, recipe.name, part, network)
-    owned = work.owned_bytes(optimizer) if shard > 1 else 0
+    memory = memory_of(cost, part, optimizer)
+    brief = {key: memory[key] for key in BRIEF}
     gap = loss_gap(recipe.name, document or {}, recipe.optimizer, work.numel, network.ranks)
     steps = steps_to_dense_loss(gap.mid, work.numel)
     reaches = steps <= MOST_STEPS
@@ -434,7 +444,8 @@ def _row(
         name,
         _interval(cost, part),
         cost.bytes,
-        part.state_bytes(optimizer) + cost.state_bytes + owned,
+        sum(memory.values()) - sum(brief.values()) + max(brief.values()),
+        memory,
         max(0.0, 1 - part.step_s / cost.step_s),
         1 / steps,
         (gap.low, gap.mid, gap.high),
@@ -478,6 +489,7 @@ def _recommended(rows: Sequence[Row]) -> tuple[str, str]:
         f"{gap_text(best.loss_gap)} % above dense's; it reaches dense's loss about "
         f"{best.times_sooner} times as fast as dense"
         + (f"; with {best.optimizer}" if best.optimizer else "")
+        + (f"; {RELAYED}" if best.name.endswith(f" {RELAY}") else "")
         + beyond
     )
 
@@ -486,25 +498,6 @@ def gap_text(gap: tuple[float, float, float]) -> str:
     """Format a gap as low to high in percent, with at most two digits."""
     low, _, high = (f"{float(f'{100 * value:.2g}'):g}" for value in gap)
     return low if low == high else f"{low} to {high}"
-
-
-def members_text(plan: Plan) -> str:
-    """Describe the ways in which members can exchange, and name the quickest."""
-    quickest = min(plan.members, key=lambda way: plan.members[way].seconds)
-    advice = {
-        "direct": "connect them directly",
-        "relay": "use a relay (relay=True), if the host's line carries the messages of all",
-        "split": 'use exchange="split"',
-    }
-    names = {"direct": "directly", "relay": "through a relay", "split": "split"}
-    ways = ", ".join(
-        f"{seconds_text(found.seconds)} s {names[way]} ({bytes_text(found.sent_bytes)} up)"
-        for way, found in plan.members.items()
-    )
-    return (
-        f"An averaging between members (tw.join) under {plan.best_local.name} takes {ways}: "
-        f"{advice[quickest]}"
-    )
 
 
 def seconds_text(seconds: float) -> str:

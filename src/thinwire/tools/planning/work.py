@@ -10,35 +10,14 @@ from typing import Any
 
 from thinwire._version import __version__
 from thinwire.tools.planning.network import FRAMES, Network
+from thinwire.tools.run.config import muon_flops, muon_seconds
 
 Shape = tuple[int, ...]
 _MOST_MATRICES, _LEAST_NUMEL = 48, 2**18
 _FORWARD_SHARE = 1 / 3
 """Share of the forward pass in a step; the backward pass computes twice as many products."""
-_OWNED = 11
-"""Copies of a sharded matrix that its owner holds, about, while Muon updates it
-(`benchmarks.memory`)."""
-PASS_S = {False: 0.8e-9, True: 3e-12}
-"""Seconds to read and write a number once, on a core and on a GPU."""
-_FLOP_S = {False: 1e11, True: 4.5e13}
-"""Operations a second in Muon's products, on a core in float32 and on a GPU in bfloat16
-(benchmarks/results/gpu.json)."""
-_MUON_PASSES = 8
-"""Passes over the numbers that Muon makes beside its products, above AdamW's."""
 _LAYERS, _SQUARES = 12, (1, 3, 4, 4)
 """Layers of an assumed transformer, and the matrices of each, in squares of its width."""
-
-
-def muon_flops(short: float, long: float, *, cuda: bool) -> float:
-    """Return the operations of Muon's five iterations for a matrix; see `newton_schulz`."""
-    if cuda or 2 * long <= 3 * short:
-        return 20 * short**2 * long + 10 * short**3
-    return 4 * short**2 * long + 34 * short**3
-
-
-def muon_seconds(flops: float, numel: int, *, cuda: bool, flop_s: float | None = None) -> float:
-    """Return by how much an update by Muon is longer than by AdamW."""
-    return flops / (flop_s or _FLOP_S[cuda]) + _MUON_PASSES * numel * PASS_S[cuda]
 
 
 def assumed_muon_seconds(numel: int, *, cuda: bool) -> float:
@@ -88,16 +67,6 @@ class Workload:
         """Return the number of parameters that Muon trains; all if unknown, 0 with others."""
         muon_numel = self.numel if self.muon_numel is None else self.muon_numel
         return muon_numel if optimizer == "muon" else 0
-
-    def state_bytes(self, optimizer: str | None) -> int:
-        """Return the bytes of parameters, gradients and optimizer: two moments with AdamW, one with
-        Muon.
-        """
-        return round(self.width * (4 * self.numel - self.by_muon(optimizer)))
-
-    def owned_bytes(self, optimizer: str | None) -> int:
-        """Return the bytes that the owner of the largest sharded matrix needs for its update."""
-        return round(self.width * _OWNED * max(self.numels)) if self.by_muon(optimizer) else 0
 
     def bytes_inside(self, optimizer: str | None, ranks: int) -> float:
         """Return the bytes that each of `ranks` that share the model sends to the others in

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from thinwire.checkpoint import random_state, set_random_state
 from thinwire.optim import Muon, muon_groups
-from thinwire.tools.planning.work import muon_flops, muon_seconds
 from thinwire.tools.run.built_in import ByteTransformer, Pair, loss_of, muon_shapes
-from thinwire.tools.run.config import ModelSize
+from thinwire.tools.run.config import ModelSize, muon_flops, muon_seconds
 from thinwire.tools.run.task import OwnTask, TaskError, called, device_of, made, run_alike
 
 STEPS_S = 4.0
