@@ -2,14 +2,22 @@
 
     python -m benchmarks.plan_check measure      # hours; goes on where it was interrupted
     python -m benchmarks.plan_check table        # benchmarks/results/plan_check.md
+    python -m benchmarks.plan_check memory --size 34M --out benchmarks/results/plan_memory.json
 
 Needs root. On every link the ranks are probed first, as `thinwire probe` does it on real machines,
 and the plan is made from that probe. Then every strategy of `thinwire compare` trains for a few
 rounds on the same link. Nothing of the planner is fitted to these runs.
+
+`memory` trains on two ranks of this machine with one short sequence a step, so that activations are
+small: the peak of resident memory in two rounds and in a save that waits, less that of the process
+before, after the same steps of a tiny model. Intervals are two steps: memory does not depend on
+them.
 """
 
 import argparse
+import gc
 import json
+import multiprocessing
 import os
 import random
 import statistics
@@ -21,18 +29,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 import thinwire as tw
 import thinwire.__main__
 from benchmarks.common import json_lines
 from benchmarks.evidence import NAMES, Cell, as_it_is, measured
+from benchmarks.memory import reset_peak, resident_bytes
+from thinwire.tools.compare.strategies import STRATEGIES
 from thinwire.tools.planning.grid import LEFT_OUT
 from thinwire.tools.planning.plan import Plan
+from thinwire.tools.run.built_in import ByteTransformer
+from thinwire.tools.run.config import ModelSize
+from thinwire.tools.run.trainers import Prepared, Setup, build_trainer
 
 RATES = ("10mbit", "20mbit", "100mbit", "1gbit")
 LATENCIES = ("0ms", "20ms", "100ms")
 WORKERS = (2, 4)
-STRATEGIES = tuple(name for name in NAMES if name not in LEFT_OUT)
+NAMED = tuple(name for name in NAMES if name not in LEFT_OUT)
 SIZE, LR = "small", 0.003
+SIZES = {"16M": (256, 20), "34M": (448, 14), "124M": (928, 12)}
+"""Width and layers of the models whose memory is measured."""
 _FEWEST_STEPS, _ROUNDS = 10, 3
 _WITHIN = 1.1
 RESULTS = Path(__file__).parent / "results"
@@ -88,7 +106,7 @@ def measure(lines: Path, chosen: Sequence[Case]) -> None:
     known = {(*_case(line), line["kind"]) for line in json_lines(lines)}
     for case in chosen:
         workers, rate, latency = case
-        for kind in ("probe", *STRATEGIES):
+        for kind in ("probe", *NAMED):
             if (*case, kind) in known:
                 continue
             begin_s = time.monotonic()
@@ -137,7 +155,7 @@ def table(lines: Path) -> str:
     rows = compared(lines)
     errors = sorted(abs(row["error"]) for row in rows)
     cells = {row["place"] for row in rows}
-    whole = [c for c in cells if len(_of(rows, c)) == len(STRATEGIES)]
+    whole = [c for c in cells if len(_of(rows, c)) == len(NAMED)]
     good = [c for c in whole if _fastest_is_fast(_of(rows, c))]
     text = [
         "# The planner beside real runs",
@@ -154,15 +172,15 @@ def table(lines: Path) -> str:
         f"- the fastest step by the plan is the measured fastest, or within 10 % of it: "
         f"{len(good)} of {len(whole)} links",
         "",
-        "| ranks | link | latency | " + " | ".join(STRATEGIES) + " |",
-        "|---" * (3 + len(STRATEGIES)) + "|",
+        "| ranks | link | latency | " + " | ".join(NAMED) + " |",
+        "|---" * (3 + len(NAMED)) + "|",
     ]
     for case in sorted(cells, key=lambda c: (c[0], RATES.index(c[1]), LATENCIES.index(c[2]))):
         of = {row["strategy"]: row for row in _of(rows, case)}
-        shown = [f"{100 * of[name]['error']:+.0f} %" if name in of else "" for name in STRATEGIES]
+        shown = [f"{100 * of[name]['error']:+.0f} %" if name in of else "" for name in NAMED]
         text.append(f"| {case[0]} | {case[1]} | {case[2]} | " + " | ".join(shown) + " |")
     medians = []
-    for name in STRATEGIES:
+    for name in NAMED:
         errors = [abs(row["error"]) for row in rows if row["strategy"] == name]
         medians.append(_percent(statistics.median(errors)) if errors else "")
     text.append("| median | | | " + " | ".join(medians) + " |")
@@ -183,16 +201,84 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def _trained(name: str, size: ModelSize, warm_steps: int, folder: str) -> tuple[int, int]:
+    """Train a few steps and save; return the parameters, and the resident bytes at the peak."""
+    recipe = STRATEGIES[name]
+    model, setup = ByteTransformer(size), Setup(recipe.optimizer or "adamw")
+    arguments = recipe.arguments(1)
+    local = arguments.get("document", {}).get("localsgd")
+    if local is not None:
+        local |= {"k_steps": 2, "begin_step": 0}
+    trainer = build_trainer(recipe.trainer, arguments, model, setup)
+    inputs, targets = torch.randint(256, (2, 1, 8))
+    for _ in range(warm_steps):
+        trainer.train_step(inputs, targets)
+    gc.collect()
+    reset_peak()
+    for _ in range(2 if local else 1):
+        trainer.train_step(inputs, targets)
+    if isinstance(trainer, Prepared):
+        trainer.engine.save(Path(folder) / "checkpoint")
+    return sum(p.numel() for p in model.parameters()), resident_bytes("VmHWM")
+
+
+def memory_of_a_rank(name: str, shape: tuple[int, int], rank: int, folder: str) -> None:
+    """One rank of a memory check; rank 0 writes what it measured."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    warm_steps = 6 if name == "powersgd" else 2
+    _trained(name, ModelSize(64, 1), warm_steps, folder)
+    gc.collect()
+    before = resident_bytes("VmRSS")
+    numel, peak = _trained(name, ModelSize(*shape), warm_steps, folder)
+    if rank == 0:
+        line = {"strategy": name, "parameters": numel, "measured_bytes": peak - before}
+        Path(folder, "found.json").write_text(json.dumps(line), encoding="ascii")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def memory(size: str, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the peak memory of strategies beside the plan's."""
+    context, found = multiprocessing.get_context("spawn"), []
+    for name in names:
+        with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+            ranks = [
+                context.Process(target=memory_of_a_rank, args=(name, SIZES[size], rank, folder))
+                for rank in range(2)
+            ]
+            for process in ranks:
+                process.start()
+            for process in ranks:
+                process.join()
+            line = json.loads(Path(folder, "found.json").read_text(encoding="ascii"))
+        plan = tw.plan(params=line["parameters"], step_seconds=1.0, workers=2)
+        line["predicted_bytes"] = plan[name].memory_bytes
+        line["error"] = round(line["predicted_bytes"] / line["measured_bytes"] - 1, 3)
+        print(json.dumps(line), flush=True)
+        found.append(line)
+    return found
+
+
 def main() -> None:
     """Measure, or write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=("measure", "table"))
+    parser.add_argument("part", choices=("measure", "table", "memory"))
     parser.add_argument("--lines", type=Path, default=LINES)
     parser.add_argument("--workers", type=int, nargs="+", default=WORKERS)
     parser.add_argument("--rates", nargs="+", default=RATES)
     parser.add_argument("--latencies", nargs="+", default=LATENCIES)
+    parser.add_argument("--size", choices=SIZES, default="34M")
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=NAMED)
+    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    if given.part == "measure":
+    if given.part == "memory":
+        lines = memory(given.size, given.strategies)
+        if given.out:
+            old = json.loads(given.out.read_text()) if given.out.exists() else []
+            new = {(line["parameters"], line["strategy"]): line for line in [*old, *lines]}
+            given.out.write_text(json.dumps([*new.values()], indent=1) + "\n")
+    elif given.part == "measure":
         chosen = [
             (w, rate, latency)
             for w, rate, latency in cases()

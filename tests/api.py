@@ -142,11 +142,11 @@ _NAMES = {
     ),
     "thinwire.tools.planning": "command",
     "thinwire.tools.planning.grid": "Candidate LEFT_OUT candidates",
-    "thinwire.tools.planning.loss": "law law_beta=beta loss_gap steps_to_dense_loss",
-    "thinwire.tools.planning.methods": "MOST_PARAMS cost_by_number cost_of grown member_exchanges",
+    "thinwire.tools.planning.loss": "MEASURED law law_beta=beta loss_gap steps_to_dense_loss",
+    "thinwire.tools.planning.methods": "MOST_PARAMS cost_by_number cost_of grown",
     "thinwire.tools.planning.network": "FRAMES crowding network_Network=Network reduce_pairs",
     "thinwire.tools.planning.command": "plan_page=render",
-    "thinwire.tools.planning.plan": "Plan members_text",
+    "thinwire.tools.planning.plan": "Plan",
     "thinwire.tools.planning.work": "Probe matrices work_Work=Workload",
     "thinwire.tools.report.page": "loss_text",
     "thinwire.tools.report.progress": "Bar Display",
@@ -154,7 +154,7 @@ _NAMES = {
     "thinwire.tools.run.training": "BareStep ByClock BySteps rate_factor rehearse shortened",
     "thinwire.tools.run.built_in": "ByteTransformer ConvolutionalNet seed_of",
     "thinwire.tools.run.config": (
-        "ConvolutionSize Job ModelSize Recipe RunConfig parse_size size_of"
+        "ConvolutionSize Job ModelSize Recipe RunConfig muon_flops muon_seconds parse_size size_of"
     ),
     "thinwire.tools.run.launch": (
         "Events EventReader TaskRefused WorkerError explain failure_of free_port "

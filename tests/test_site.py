@@ -3,6 +3,7 @@
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,40 @@ def test_answers_of_the_chooser_are_code() -> None:
     for row in rows:
         for method in (row[4], row[5]):
             assert isinstance(eval(method.split("`")[1], {"tw": tw}), tw.LocalSGD)
+
+
+def test_plan_readme_and_chooser_give_one_answer() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    words = re.search(r"^thinwire plan (.*?) +#", readme, re.MULTILINE)
+    assert words is not None
+    pairs = [pair.split() for pair in words[1].removeprefix("--").split(" --")]
+    given: dict[str, Any] = {key.replace("-", "_"): value for key, value in pairs}
+    given |= {"step_seconds": float(given["step_seconds"]), "workers": int(given["workers"])}
+    plan = tw.plan(**given)
+    advised = re.search(
+        r"^\| a slower link, a transformer or MLP \|.*?`(.*?)`", readme, re.MULTILINE
+    )
+    assert advised is not None
+    code = re.sub(r"\b(?=LocalSGD|Quantized)", "tw.", advised[1])
+    answers = runpy.run_path(str(SITE / "answers.py"))
+    document = plan[plan.recommended].document
+    assert document is not None
+    made = tw.DistributedStrategy.from_dict(document).localsgd
+    assert eval(code, {"tw": tw}) == made
+    for scope, kept in (
+        ("LINKS", "50 Mbit/s, 20 ms"),
+        ("MODELS", "124 M, 0.35 s"),
+        ("OPTIMIZERS", "Muon"),
+    ):
+        for name in set(answers[scope]) - {kept}:
+            del answers[scope][name]
+    row = next(line for line in answers["table"]().splitlines() if " | 4 | " in line)
+    said = [eval(cell.split("`")[1], {"tw": tw}) for cell in row.split(" | ")[4:]]
+    assert said == [made, made]
+    assert (answers["LINKS"]["50 Mbit/s, 20 ms"], answers["MODELS"]["124 M, 0.35 s"]) == (
+        (given["link"], given["latency"]),
+        (given["params"], given["step_seconds"]),
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from thinwire.tools.planning.plan import Plan, Row
 
 LINKS = {
     "20 Mbit/s, 20 ms": ("20mbit", "20ms"),
+    "50 Mbit/s, 20 ms": ("50mbit", "20ms"),
     "100 Mbit/s, 20 ms": ("100mbit", "20ms"),
     "1 Gbit/s, 20 ms": ("1gbit", "20ms"),
     "1 Gbit/s, one switch": ("1gbit", "0ms"),
@@ -30,8 +31,6 @@ OPTIMIZERS = {
     "AdamW, SGD, other": ("dense", "quantized-local"),
 }
 """Strategies to start with, by the optimizer that the user would take."""
-LONGEST_MEASURED = 32
-"""Steps between two averagings; the planner extrapolates above."""
 WORTH = 1.05
 """Smallest speed-up for which an answer is not DDP, as in the planner."""
 
@@ -57,9 +56,8 @@ def soonest(rows: Iterable[Row], plan: Plan) -> Row:
 
 
 def offered(row: Row, optimizer: str) -> bool:
-    """Whether a row is for an optimizer, with an interval that was measured."""
-    interval = (row.document or {}).get("localsgd", {}).get("k_steps", 1)
-    return (row.optimizer is None or optimizer == MUON) and interval <= LONGEST_MEASURED
+    """Whether a row is for an optimizer, with settings that were measured."""
+    return (row.optimizer is None or optimizer == MUON) and row.measured
 
 
 def answer(row: Row) -> str:

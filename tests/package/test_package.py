@@ -113,7 +113,6 @@ def test_the_command_answers(tmp_path: Path) -> None:
     assert run(command, "--version", cwd=tmp_path).strip() == thinwire.__version__
     assert "compare" in run(command, "--help", cwd=tmp_path)
     assert "backward" in run(command, "explain", "run.yaml", cwd=tmp_path)
-    # the priors of the plan are a file of the package
     plan = ["plan", "--params", "124M", "--step-seconds", "0.35", "--workers", "8"]
     said = run(command, *plan, "--link", "100mbit", "--latency", "20ms", cwd=tmp_path)
     assert "dense" in said

@@ -8,18 +8,16 @@ import pytest
 
 import thinwire as tw
 from benchmarks.choosing import Scope, evidence, rows
+from benchmarks.gaps import measured
 from tests.api import (
+    MEASURED,
     crowding,
     law,
     law_beta,
     loss_gap,
-    matrices,
-    member_exchanges,
-    members_text,
     steps_to_dense_loss,
 )
 from tests.api import network_Network as Network
-from tests.api import work_Work as Work
 
 SMALL = 869_504
 NUMBERS: dict[str, Any] = {"params": "124M", "step_seconds": 0.35, "latency": "20ms"}
@@ -84,6 +82,34 @@ def test_measured_gaps_lie_inside(workers: int) -> None:
     assert (mid, low < found["fp16"] / found["dense"] - 1 < high) == (0, True)
 
 
+def test_measured_settings_equal_the_data_of_the_fit() -> None:
+    found: dict[tuple[str, int], set[int]] = {}
+    for gap in measured():
+        found.setdefault((gap.cell.optimizer, gap.cell.bits), set()).add(gap.cell.interval)
+    assert {gap.cell.workers for gap in measured()} == {2, 4, 8}  # and 16, of the published law
+    whole = {(kind, bits): span for (kind, share, bits), span in MEASURED.items() if share == 1}
+    assert whole == {key: (min(steps), max(steps)) for key, steps in found.items()}
+
+
+@pytest.mark.parametrize("params", ["1M", "124M", "1B"])
+@pytest.mark.parametrize("workers", [2, 4, 8, 16, 32])
+def test_an_unmeasured_setting_is_never_first(params: str, workers: int) -> None:
+    for step_seconds in (0.05, 3.0):
+        plan = tw.plan(
+            params=params, step_seconds=step_seconds, workers=workers, link="50mbit", latency="20ms"
+        )
+        assert plan[plan.recommended].measured
+        assert plan[plan.strategies[0].name].measured
+        for row in plan.strategies:
+            own = (row.document or {}).get("localsgd")
+            if own is not None and row.measured:
+                assert workers <= 16
+                assert 4 <= own["k_steps"] <= 32
+                assert own.keys().isdisjoint({"delay", "fragments"})
+            elif own is not None:
+                assert "; not measured: " in row.loss_gap_source
+
+
 def test_steps_to_close_a_gap_by_hand() -> None:
     assert steps_to_dense_loss(0.0, 124_000_000) == 1
     assert steps_to_dense_loss(0.02, 124_000_000) == pytest.approx(1.281, abs=2e-3)
@@ -95,8 +121,8 @@ def test_steps_to_close_a_gap_by_hand() -> None:
 def test_every_row_has_a_gap_its_source_and_a_finite_time(workers: int) -> None:
     made = tw.plan(**NUMBERS, workers=workers, link="20mbit").to_dict()
     json.dumps(made, allow_nan=False)
-    times = [row["time_to_dense_loss"] for row in made["strategies"]]
-    assert times == sorted(times)
+    ranks = [(not row["measured"], row["time_to_dense_loss"]) for row in made["strategies"]]
+    assert ranks == sorted(ranks)
     for row in made["strategies"]:
         low, mid, high = row["loss_gap"]
         assert low <= mid <= high
@@ -145,7 +171,8 @@ def test_up_and_down_in_a_plan() -> None:
     assert same == one
     assert (adsl.link["rate_bit_s"], adsl.link["down_bit_s"]) == (1e7, 1e8)
     for row in adsl.strategies:
-        assert row.step_seconds[1] <= one[row.name].step_seconds[1]
+        direct = one[row.name.removesuffix(" relay")]
+        assert row.step_seconds[1] <= direct.step_seconds[1]
 
 
 def test_an_upload_counts_once_through_a_relay_and_once_a_member_directly() -> None:
@@ -156,23 +183,25 @@ def test_an_upload_counts_once_through_a_relay_and_once_a_member_directly() -> N
     assert both.relayed_s(nbytes) == pytest.approx(7 * nbytes / up)
     far = replace(both, latency_s=0.1)
     assert far.relayed_s(nbytes) == pytest.approx(both.relayed_s(nbytes) + 0.2)
-    work = Work(20_000_000, matrices(20_000_000), 1.0, False)
-    for compression in (None, {"quantized": {"value_bits": 1}}, {"sparse": {"sparsity": 0.9}}):
-        for workers in (2, 4, 8):
-            own = {"k_steps": 64, "compression": compression}
-            found = member_exchanges(own, work, replace(adsl, ranks=workers))
-            uploads = {way: exchange.sent_bytes for way, exchange in found.items()}
-            times = 2 * (workers - 1) / workers if compression is None else workers - 1
-            assert uploads["direct"] == pytest.approx(times * uploads["relay"])
-            assert ("split" in found) == (compression is not None and workers > 2)
-            assert found["relay"].seconds <= min(way.seconds for way in found.values()) * 1.01
 
 
-def test_the_plan_names_the_quickest_way_between_members() -> None:
-    given: dict[str, Any] = {"params": "20M", "step_seconds": 1.0, "workers": 8}
-    home = tw.plan(**given, up="10mbit", down="100mbit", latency="20ms")
-    assert min(home.members, key=lambda way: home.members[way].seconds) == "relay"
-    assert "use a relay (relay=True)" in members_text(home)
-    two = tw.plan(**{**given, "workers": 2}, link="10mbit", latency="20ms")
-    assert list(two.members) == ["direct", "relay"]
-    assert home.to_dict()["members"]["relay"] == {**vars(home.members["relay"])}
+def test_a_home_line_ranks_relay_and_split_as_rows() -> None:
+    given: dict[str, Any] = {"params": "1B", "step_seconds": 10.0, "latency": "20ms"}
+    for workers in (4, 8):
+        home = tw.plan(**given, workers=workers, up="10mbit", down="50mbit")
+        for name in ("muon-local k16 b1", "quantized-local k16 b4", "sparse-local k16 10% b2"):
+            direct, relay = home[f"{name} gather"], home[f"{name} gather relay"]
+            assert relay.bytes_per_step == pytest.approx(
+                direct.bytes_per_step / (workers - 1), rel=0.01
+            )
+            assert relay.step_seconds < direct.step_seconds
+            assert (relay.loss_gap, relay.measured) == (direct.loss_gap, True)
+            assert relay.document == direct.document
+            assert not home[f"{name} split"].measured
+        assert home.recommended.endswith(" relay")
+        assert "relay=True" in home.reason
+    for others in (
+        tw.plan(**given, workers=4, link="10mbit").strategies,
+        tw.plan(**given, workers=2, up="10mbit", down="50mbit").strategies,
+    ):
+        assert not [row.name for row in others if "relay" in row.name]

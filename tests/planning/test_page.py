@@ -32,14 +32,14 @@ def test_the_page_loads_nothing(page: str) -> None:
     assert set(re.findall(r"url\((.*?)\)", page)) == {"#waits-wide", "#waits-narrow"}
 
 
-def test_every_best_row_is_there_with_its_source_and_the_prior_is_called_one(
+def test_every_best_row_is_there_with_its_source_and_the_loss_is_called_a_prediction(
     plan: Plan, page: str
 ) -> None:
-    assert "Progress per step is a prior" in page
+    assert "a fitted law and measurements of small models" in page
     assert escape(plan.reason.partition(": ")[0]) in page
     for row in plan.best():
         assert f"<dt>{escape(row.name)}</dt>" in page
-        assert escape(row.progress_source) in page
+        assert escape(row.loss_gap_source) in page
     assert "thinwire plan --params &lt;124M&gt;" in page
     assert "100 Mbit/s each, 20 ms one way, assumed" in page
 

@@ -18,9 +18,10 @@ from cyclopts import Parameter
 from thinwire._launched import launched_rank
 from thinwire._version import __version__
 from thinwire.errors import ThinwireError
+from thinwire.layout.traffic import SPLIT
 from thinwire.tools.app import Count, Seconds
 from thinwire.tools.compare.strategies import strategy_text
-from thinwire.tools.planning.plan import Plan, Row, gap_text, members_text, seconds_text
+from thinwire.tools.planning.plan import RELAY, RELAYED, Plan, Row, gap_text, seconds_text
 from thinwire.tools.planning.plan import plan as predicted
 from thinwire.tools.planning.work import FORMAT
 from thinwire.tools.report.page import (
@@ -53,16 +54,15 @@ from thinwire.tools.run.config import (
 from thinwire.tools.run.launch import by_first, joined
 
 _PRIOR = (
-    "Progress per step is a prior: no formula predicts it. The loss above dense's follows from "
-    "a fitted law and measurements of small models. Seconds, bytes and memory are predicted "
-    "from message sizes and the network. thinwire compare measures loss and seconds on this "
-    "model and link."
+    "The loss above dense's follows from a fitted law and measurements of small models. Seconds, "
+    "bytes and memory are predicted from message sizes and the network. thinwire compare measures "
+    "loss and seconds on this model and link."
 )
 _HEADS = (
     "seconds per step",
     "bytes per rank and step",
     "waiting for the network",
-    "memory per rank",
+    "peak memory per rank",
     "loss above dense's, %",
     "times as fast as dense, to dense's loss",
 )
@@ -75,6 +75,7 @@ _LETTERS = {
     "r": "rank",
     "n1": "every rank is a source of its own, even on a shared machine",
     "gather, split": "exchange of the messages, if it is not the default",
+    RELAY: RELAYED,
 }
 _BAR, _PITCH = 14, 42
 _HATCHING = (
@@ -96,7 +97,6 @@ def render(plan: Plan, command: str) -> str:
             f'<p class="lead">{escape(rest)}</p>' if rest else "",
             f'<p class="headline">{escape(_about(plan))}</p>',
             f'<p class="headline warn">{escape(_PRIOR)}</p>',
-            f"<p>{escape(members_text(plan))}.</p>",
             "<h2>The best setting of every strategy</h2>",
             _table(rows),
             f'<p class="note">{len(plan.strategies)} settings were compared; thinwire plan --all '
@@ -114,8 +114,6 @@ def render(plan: Plan, command: str) -> str:
             definitions(
                 {row.name: f"{gap_text(row.loss_gap)} %: {row.loss_gap_source}" for row in rows}
             ),
-            "<h2>Progress per step, until the strategy's own final loss</h2>",
-            definitions({row.name: f"{row.progress:.2f}: {row.progress_source}" for row in rows}),
             "<h2>Repeat it</h2>",
             copied("command", command),
             "<h2>Letters</h2>",
@@ -153,7 +151,10 @@ def _line(link: Mapping[str, Any]) -> str:
 
 def _table(rows: Sequence[Row]) -> str:
     body = [
-        table_row(named(number, row.name), "".join(map(cell, _HEADS, cells(row))))
+        table_row(
+            named(number, f"{row.name}{'' if row.measured else ', not measured'}"),
+            "".join(map(cell, _HEADS, cells(row))),
+        )
         for number, row in enumerate(rows)
     ]
     return table_of("The best setting of every strategy", list(map(escape, _HEADS)), body)
@@ -275,8 +276,8 @@ def plan(
         workers: Number of ranks; 2 by default.
         link: Rate of each rank in each direction, up to 400gbit; 100mbit by default.
         latency: One-way latency, such as 20ms; none by default.
-        device: Device that computes, cpu or cuda; cpu by default. For a task that is measured here,
-            cuda if there is one.
+        device: Device that computes, cpu or cuda; by default cuda if a step takes less than 20 ns a
+            parameter. For a task that is measured here, cuda if there is one.
         probe: File of thinwire probe, instead of all of these.
         task: Your own model, as FILE.py:NAME, instead of --params.
         up: Rate at which each rank sends, such as 10mbit, if the directions differ; with --down.
@@ -327,8 +328,23 @@ def plan(
     if as_json:
         print(json.dumps(made.to_dict(), indent=1))
     else:
-        _print(made, made.strategies if all_rows else made.best())
+        _print(made, made.strategies if all_rows else _shown(made))
         print("".join(f"{line}\n" for line in notes), end="")
+
+
+def _shown(made: Plan) -> Sequence[Row]:
+    """Return the best row of each strategy, and of each way of the first one on home lines."""
+    best, first = made.best(), made.strategies[0]
+    if made.link["rate_bit_s"] == made.link["down_bit_s"]:
+        return best
+    alike = [row for row in made.strategies if row.strategy == first.strategy]
+    firsts = {_way(row): row for row in reversed(alike)}.values()
+    return [row for row in made.strategies if row in (*best, *firsts)]
+
+
+def _way(row: Row) -> str:
+    last = row.name.split()[-1]
+    return last if last in (RELAY, SPLIT) else ""
 
 
 def _print(made: Plan, rows: Sequence[Row]) -> None:
@@ -337,24 +353,28 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
-    titles = ("s a step", "sent", "waits", "memory", "loss", "sooner")
+    titles = ("s a step", "sent", "waits", "peak", "loss", "sooner")
     table = Table("", *titles, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", True
     for row in rows:
-        table.add_row(row.name, *(text.replace(" to ", "-") for text in cells(row)))
+        table.add_row(
+            f"{row.name}{'' if row.measured else ' *'}",
+            *(text.replace(" to ", "-") for text in cells(row)),
+        )
     hidden = len(made.strategies) - len(rows)
-    nodes = ""
+    nodes = "" if made.link["down_bit_s"] == made.link["rate_bit_s"] else f" {RELAY}: {RELAYED}."
     if made.link["node_size"] > 1:
-        nodes = " n1: every rank is a source of its own, even on a shared machine."
+        nodes += " n1: every rank is a source of its own, even on a shared machine."
     explained = (
         "k: local steps between averagings. d: delay of a result, in steps. f: fragments, averaged "
         "one after another. b: bits per value. %: share of the entries that is sent. r: rank."
         f"{nodes}\n"
-        "sent: by a rank in a step. waits: for the network. loss: percent above dense's at equal "
-        "steps, low to high. sooner: speed-up over dense to dense's loss; never: not within four "
-        f"times its steps. The loss of {made.strategies[0].name} is from "
-        f"{made.strategies[0].loss_gap_source}. thinwire compare measures it."
+        "sent: by a rank in a step. waits: for the network. peak: of memory. loss: percent above "
+        "dense's at equal steps, low to high. sooner: speed-up over dense to dense's loss; never: "
+        "not within four times its steps. *: outside of what was measured. The loss of "
+        f"{made.strategies[0].name} is from {made.strategies[0].loss_gap_source}. "
+        "thinwire compare measures it."
         + (f"\n{hidden} more settings: --all; with the source of each: --json." if hidden else "")
     )
     with console.capture() as captured:  # by itself it would end the process where nobody reads
@@ -362,7 +382,6 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
         console.print(table)
         if inside := _inside_text(made):
             console.print(inside, markup=False)
-        console.print(f"{members_text(made)}.", markup=False)
         console.print(explained, markup=False)
     print(captured.get(), end="")
 

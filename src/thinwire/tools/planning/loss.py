@@ -26,6 +26,13 @@ _GRADIENTS = {
 """Gaps by workers, from the same runs; below 0.01 they are chance."""
 _CHANCE = 0.01
 _LAW_WORKERS, _MEASURED_STEPS = 16, 32
+MEASURED: Mapping[tuple[str, float, int], tuple[int, int]] = {
+    ("muon", 1.0, 1): (4, 16),
+    ("adamw", 1.0, 4): (16, 16),
+    ("adamw", 1.0, 32): (16, 32),
+    ("adamw", 0.1, 2): (16, 16),
+}
+"""Shortest and longest measured interval, by inner optimizer, share of the entries and bits."""
 _DOUBT = 2.5
 """Ratio of high to mid and of mid to low; docs/law.md says how it was chosen and checked."""
 MOST_STEPS = 4.0
@@ -39,6 +46,8 @@ class LossGap(NamedTuple):
     mid: float
     high: float
     source: str
+    measured: bool = True
+    """False: the setting is outside of what was measured."""
 
 
 def beta(optimizer: str, numel: int) -> float:
@@ -63,19 +72,15 @@ def loss_gap(
         return _of_local(document["localsgd"], optimizer or "adamw", numel, workers)
     if method in _GRADIENTS:
         return _of_gradients(method, document, workers)
-    return LossGap(0.0, 0.25, 1.0, f"a guess: no run of {method} was measured")
+    return LossGap(0.0, 0.25, 1.0, f"a guess: no run of {method} was measured", False)
 
 
 def _of_local(own: Mapping[str, Any], optimizer: str, numel: int, workers: int) -> LossGap:
-    k_steps, factor = own["k_steps"], local_factor(own, optimizer)
+    factor = local_factor(own, optimizer)
     mid = law(optimizer, numel, workers) * factor
     coefficient, power = _LAW[optimizer]
-    limits = []
-    if workers > _LAW_WORKERS:
-        limits.append("; the law is fitted up to 16 workers")
-    if k_steps > _MEASURED_STEPS:
-        limits.append("; no interval above 32 steps was measured")
-    doubt = _DOUBT * 1.5 ** len(limits)
+    doubt = _DOUBT * 1.5 ** ((workers > _LAW_WORKERS) + (own["k_steps"] > _MEASURED_STEPS))
+    outside = unmeasured(own, optimizer, workers)
     return LossGap(
         mid / doubt,
         mid,
@@ -83,8 +88,26 @@ def _of_local(own: Mapping[str, Any], optimizer: str, numel: int, workers: int) 
         f"{workers}^beta - 1, beta = {coefficient:g} N^{power:g} (fitted to arXiv 2505.23725), "
         f"times {factor:.2g} for interval and bits (benchmarks/results/evidence.jsonl, 2 and 4 "
         f"workers); for 90 averagings and more; low is mid / {doubt:g}, high is mid x {doubt:g}"
-        + "".join(limits),
+        + (f"; not measured: {', '.join(outside)}" if outside else ""),
+        not outside,
     )
+
+
+def unmeasured(own: Mapping[str, Any], optimizer: str, workers: int) -> list[str]:
+    """Name the settings of local updates that are outside of what the law was fitted to."""
+    values: Mapping[str, Any] = next(iter((own.get("compression") or {}).values()), {})
+    bits, share = values.get("value_bits", 32), round(1 - values.get("sparsity", 0.0), 6)
+    interval = MEASURED.get((optimizer, share, bits))
+    k_steps, way = own["k_steps"], values.get("exchange", "auto")
+    found = {
+        f"{workers} workers, more than {_LAW_WORKERS}": workers > _LAW_WORKERS,
+        f"{bits} bits" + (f" of {share:.0%}" if share < 1 else ""): interval is None,
+        f"an interval of {k_steps} steps": interval and not interval[0] <= k_steps <= interval[1],
+        f"a delay of {own.get('delay')}": own.get("delay", 0) > 0,
+        f"{own.get('fragments')} fragments": own.get("fragments", 1) > 1,
+        f"exchange={way}": way == "split",
+    }
+    return [words for words, outside in found.items() if outside]
 
 
 def local_factor(own: Mapping[str, Any], optimizer: str) -> float:
@@ -102,22 +125,19 @@ def local_factor(own: Mapping[str, Any], optimizer: str) -> float:
 
 def _of_gradients(method: str, document: Mapping[str, Any], workers: int) -> LossGap:
     known = min(_GRADIENTS[method], key=lambda count: abs(count - workers))
-    measured = _GRADIENTS[method][known]
+    gap = _GRADIENTS[method][known]
     source = (
-        f"benchmarks/results/evidence.jsonl: {measured:+.1%} with {known} workers, 0.87 million "
+        f"benchmarks/results/evidence.jsonl: {gap:+.1%} with {known} workers, 0.87 million "
         "parameters, 1,500 steps, inside AdamW"
     )
-    if abs(measured) < _CHANCE:
+    if abs(gap) < _CHANCE:
         return LossGap(-_CHANCE, 0.0, _CHANCE, f"{source}, within chance")
     more = _sends_more(method, document)
     if more:
-        return LossGap(
-            0.0,
-            measured / 2,
-            measured,
-            f"a guess: {more} was not measured, less sent was: {source}",
-        )
-    return LossGap(measured / 3, measured, 2 * measured, f"{source}; other sizes were not measured")
+        source = f"a guess: {more} was not measured, less sent was: {source}"
+        return LossGap(0.0, gap / 2, gap, source, False)
+    source = f"{source}; other sizes were not measured"
+    return LossGap(gap / 3, gap, 2 * gap, source, workers <= max(_GRADIENTS[method]))
 
 
 def _sends_more(method: str, document: Mapping[str, Any]) -> str | None:

@@ -17,28 +17,34 @@ from thinwire.layout.traffic import (
 )
 from thinwire.tools.planning.network import Network
 from thinwire.tools.planning.work import Workload, matrices
+from thinwire.tools.run.config import PASS_S
 
-_PASS_S = {False: 0.8e-9, True: 3e-12}
-"""Seconds to read and write a number once, on a core and on a GPU."""
 _VOTE_BYTES = 256
 """Of an agreement between two ranks, with what gloo and TCP add."""
 DDP_BUCKETS = 4 * 2**20, 25 * 2**20
 """Gradient bytes of each bucket after a first one of 1 MiB: in `thinwire compare`, and in DDP."""
 _AT_ONCE = 2
 """Collectives that gloo runs at a time, one for each of its threads."""
+_ITERATED = 11
+"""Copies of a matrix, about, while Muon updates it (`benchmarks.memory`)."""
+_PROCESS_BYTES = 2**25
+"""What a process has beside tensors: buffers of gloo, threads, what the allocator keeps."""
+BRIEF = ("update", "exchange", "save")
+"""Parts of memory that are needed for a while, one after another."""
 _MOST_OWNERS = 64
 """Largest number of ranks whose shares are counted one by one; beyond it they are extrapolated."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Mean cost of a step over a round: seconds, bytes sent by a rank, and extra memory in
-    bytes.
+    """Mean cost of a step over a round: seconds, bytes sent by a rank, and memory in bytes: what
+    the method keeps, and what an exchange needs for a while.
     """
 
     step_s: float
     bytes: float
     state_bytes: int
+    exchange_bytes: int
 
 
 @dataclass(frozen=True)
@@ -68,8 +74,27 @@ def cost_of(document: Mapping[str, Any], hook: str, work: Workload, network: Net
     return _reduced(work, network, width=work.width, passes=1)
 
 
+def memory_of(cost: Cost, work: Workload, optimizer: str | None) -> dict[str, int]:
+    """Return the bytes of a process by what needs them, without activations."""
+    # two moments with AdamW, one with Muon; the owner of a sharded matrix has it whole
+    copies = _ITERATED if work.by_muon(optimizer) else 0
+    return {
+        "process": _PROCESS_BYTES,
+        "weights and gradients": round(2 * work.width * work.numel),
+        "optimizer": round(work.width * (2 * work.numel - work.by_muon(optimizer))),
+        "method": cost.state_bytes,
+        "update": round(work.width * copies * max(work.numels)),
+        "exchange": cost.exchange_bytes,
+        "save": 0,  # tensors are written from where they are
+    }
+
+
 def _overlapped(
-    work: Workload, buckets: Sequence[_Bucket], after_s: float, state_bytes: int, sent: float = 0.0
+    work: Workload,
+    buckets: Sequence[_Bucket],
+    after_s: float,
+    memory: tuple[int, int],
+    sent: float = 0.0,
 ) -> Cost:
     """Return the cost of a step whose buckets share one wire with the backward pass."""
     # begin(j) = max(free(j - 1), ready(j) + encode(1..j), end(i)), where i is the one before which
@@ -82,11 +107,11 @@ def _overlapped(
         free = begin_s + bucket.taken_s
         ends[ends.index(min(ends))] = begin_s + bucket.wire_s
     step_s = max(*ends, work.step_s + encoded) + after_s
-    return Cost(step_s, sum(bucket.bytes for bucket in buckets) + sent, state_bytes)
+    return Cost(step_s, sum(bucket.bytes for bucket in buckets) + sent, *memory)
 
 
 def _passes(work: Workload, numel: float, count: float) -> float:
-    return numel * count * _PASS_S[work.cuda]
+    return numel * count * PASS_S[work.cuda]
 
 
 def _reduced(work: Workload, network: Network, *, width: float, passes: float) -> Cost:
@@ -100,7 +125,8 @@ def _reduced(work: Workload, network: Network, *, width: float, passes: float) -
             wire_s = network.all_reduce_s(width * numel)
             taken_s = network.transfer_s(ring_bytes(network.ranks, width * numel))
             buckets.append(_Bucket(ready_s, _passes(work, numel, passes), wire_s, taken_s, 0.0))
-        costs.append(_overlapped(work, buckets, 0.0, 0, sent))
+        copies = 0 if width == work.width else _AT_ONCE * bucket_bytes
+        costs.append(_overlapped(work, buckets, 0.0, (0, copies), sent))
     return min(costs, key=lambda cost: cost.step_s)
 
 
@@ -118,7 +144,7 @@ def _powersgd(work: Workload, network: Network) -> Cost:
     wire_s = sum(network.all_reduce_s(work.width * n) for n in (left, right, rest) if n)
     encode_s = _passes(work, kept, 9)
     bucket = _Bucket(work.step_s, encode_s, wire_s, wire_s, ring_bytes(network.ranks, sent))
-    return _overlapped(work, [bucket], 0.0, 4 * (kept + right))
+    return _overlapped(work, [bucket], 0.0, (4 * (kept + right), 8 * kept))
 
 
 def _low_rank(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
@@ -140,7 +166,8 @@ def _low_rank(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
     # the right factors need the left ones of all, and leave together
     right_s = network.all_reduce_s(all_right) if all_right else 0.0
     rest_of_it, after_s = _end_of_step(4 * rest, work, network, None, network)
-    return _overlapped(work, [*buckets, *rest_of_it], right_s + after_s, 4 * kept, _VOTE_BYTES)
+    memory = 4 * kept, 4 * work.numel  # the means lie beside the gradients
+    return _overlapped(work, [*buckets, *rest_of_it], right_s + after_s, memory, _VOTE_BYTES)
 
 
 def _dgc(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
@@ -169,7 +196,9 @@ def _dgc(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
             nbytes += ring_bytes(node.ranks, 4 * sum(large)) + passed_on
         buckets.append(_Bucket(ready_s, encode_s, wire_s, taken_s, nbytes))
     rest_of_it, after_s = _end_of_step(4 * rest, work, network, node, sources)
-    return _overlapped(work, [*buckets, *rest_of_it], after_s, 8 * kept, _VOTE_BYTES)
+    # the means, and what will be kept if all agree
+    memory = 4 * kept, 4 * (work.numel + kept)
+    return _overlapped(work, [*buckets, *rest_of_it], after_s, memory, _VOTE_BYTES)
 
 
 def _nodes(
@@ -200,7 +229,7 @@ class _Dealt:
 
     def sent(self, network: Network) -> float:
         """Return the bytes that a rank sends."""
-        return self.first_bytes + (network.ranks - 1) * self.row_bytes
+        return self.first_bytes + (1 if network.relay else network.ranks - 1) * self.row_bytes
 
 
 @lru_cache(maxsize=4096)  # strategies share messages
@@ -264,7 +293,7 @@ def _local(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
     k, fragments, delay = own["k_steps"], own.get("fragments", 1), own.get("delay", 0)
     compression = own.get("compression") or {}
     node, sources = _nodes(own, network, by_itself=bool(compression))
-    wire_s, nbytes, passes, kept = _change(
+    wire_s, nbytes, passes, kept, brief = _change(
         compression, work, sources, fragments, k / fragments * work.step_s
     )
     if node is not None:  # the mean over a node, and what its first rank passes on
@@ -277,66 +306,40 @@ def _local(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
     round_s = fragments * (exposed_s + _passes(work, work.numel / fragments, passes))
     sent = nbytes + fragments * _VOTE_BYTES
     kept += 1 if own.get("outer_momentum") else 0
-    return Cost(work.step_s + round_s / k, sent / k, 4 * kept * work.numel)
+    brief += 4 * work.numel if delay else 0  # steps go on beside what was measured
+    return Cost(
+        work.step_s + round_s / k, sent / k, 4 * kept * work.numel, round(brief / fragments)
+    )
 
 
-@dataclass(frozen=True)
-class MemberExchange:
-    """Seconds of an averaging between members, and the bytes that each uploads."""
-
-    seconds: float
-    sent_bytes: float
-
-
-def member_exchanges(
-    own: Mapping[str, Any], work: Workload, network: Network
-) -> dict[str, MemberExchange]:
-    """Return the ways in which members (`tw.join`) can exchange a fragment under local updates."""
-    fragments, compression = own.get("fragments", 1), own.get("compression") or {}
-    idle_s = own["k_steps"] / fragments * work.step_s
-    gathered = _exchanged(compression, work, network, "gather")
-    if gathered is None:
-        seconds, sent, _, _ = _change(compression, work, network, fragments, idle_s)
-        message = sent / ring_bytes(network.ranks, 1)
-    else:
-        seconds, sent = gathered.seconds(network, fragments, idle_s), gathered.sent(network)
-        message = gathered.row_bytes
-    relayed_s = network.relayed_s(message / fragments, idle_s)
-    found = {
-        "direct": MemberExchange(seconds, sent / fragments),
-        "relay": MemberExchange(relayed_s, message / fragments),
-    }
-    split = _exchanged(compression, work, network, "split") if network.ranks > 2 else None
-    if split is not None:
-        seconds = split.seconds(network, fragments, idle_s)
-        found["split"] = MemberExchange(seconds, split.sent(network) / fragments)
-    return found
-
-
-def _exchanged(
-    compression: Mapping[str, Any], work: Workload, network: Network, exchange: str | None = None
-) -> _Dealt | None:
+def _exchanged(compression: Mapping[str, Any], work: Workload, network: Network) -> _Dealt | None:
     """Return a rank's part in the exchange of a change; None if changes are summed."""
     if "quantized" in compression:
         own = compression["quantized"]
-        exchange = exchange or own.get("exchange", "auto")
+        exchange = own.get("exchange", "auto")
         whole = WholeLayout(work.numels, own.get("value_bits", 4))
         return _dealt(whole, exchange, network.ranks)
     if "sparse" not in compression:
         return None
     own = compression["sparse"]
-    exchange, bits = exchange or own.get("exchange", "auto"), own.get("value_bits", 2)
+    exchange, bits = own.get("exchange", "auto"), own.get("value_bits", 2)
     return _sparse_dealt(work.numels, own["sparsity"], bits, exchange, network.ranks)
 
 
 def _change(
     compression: Mapping[str, Any], work: Workload, network: Network, fragments: int, idle_s: float
-) -> tuple[float, float, int, int]:
-    """Return seconds per fragment, bytes of a change, passes over it, and words kept per number."""
+) -> tuple[float, float, int, int, float]:
+    """Return seconds per fragment, bytes of a change, passes over it, words kept per number, and
+    bytes needed for a while.
+    """
     dealt = _exchanged(compression, work, network)
     if dealt is not None:
-        passes = 16 if "quantized" in compression else 14
-        return dealt.seconds(network, fragments, idle_s), dealt.sent(network), passes, 2
+        # a rank has its own message and all others; entries are chosen from the whole change
+        quantized = "quantized" in compression
+        passes, whole = (16, 0) if quantized else (14, 4 * work.numel)
+        held = dealt.first_bytes + (network.ranks + 1) * dealt.row_bytes + whole
+        seconds = dealt.seconds(network, fragments, idle_s)
+        return seconds, dealt.sent(network), passes, 2, held
     if "low_rank" in compression:
         rank = compression["low_rank"].get("rank", 2)
         nbytes = sum(4 * sum(factor_numels(shape, rank)) for shape in work.shapes)
@@ -344,7 +347,8 @@ def _change(
     else:
         nbytes, passes, kept = 4 * work.numel, 6, 1
     wire_s = network.all_reduce_s(nbytes / fragments, idle_s)
-    return wire_s, ring_bytes(network.ranks, nbytes), passes, kept
+    # what is sent, and the mean
+    return wire_s, network.reduced_bytes(nbytes), passes, kept, 2 * nbytes
 
 
 MOST_PARAMS = 10**13

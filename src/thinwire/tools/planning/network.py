@@ -41,6 +41,8 @@ class Network:
     restarts: bool = True
     node: "Network | None" = None
     down_bit_s: float | None = None
+    relay: bool = False
+    """Messages go through a host, which sends them on to all others; sums are gathered there."""
 
     @property
     def down(self) -> float:
@@ -61,6 +63,8 @@ class Network:
         """Return the seconds of a ring all-reduce after `idle_s` seconds of silence; each rank
         sends 2(W-1)/W of the buffer.
         """
+        if self.relay:
+            return self.relayed_s(nbytes, idle_s)
         sent = ring_bytes(self.ranks, nbytes)
         return self._ring_s(reduce_pairs(self.ranks, nbytes), sent, idle_s)
 
@@ -68,6 +72,8 @@ class Network:
         """Return the seconds of a ring all-gather after `idle_s` seconds of silence; each rank
         forwards W-1 messages.
         """
+        if self.relay:
+            return self.relayed_s(nbytes, idle_s)
         return self._ring_s(self.ranks - 1, (self.ranks - 1) * nbytes, idle_s)
 
     def all_to_all_s(self, nbytes: float, idle_s: float = 0.0) -> float:
@@ -81,6 +87,10 @@ class Network:
         faster = max(1.0, self.down / self.bit_s)
         receiving_s = sending_s * (1 + crowding(self.ranks, self.ranks - 1)) / faster
         return self.call_s + 2 * self.latency_s + max(sending_s, receiving_s)
+
+    def reduced_bytes(self, nbytes: float) -> float:
+        """Return the bytes that a rank sends in an all-reduce."""
+        return nbytes if self.relay else ring_bytes(self.ranks, nbytes)
 
     def relayed_s(self, nbytes: float, idle_s: float = 0.0) -> float:
         """Return the seconds of a gather through a relay after `idle_s` seconds of silence."""

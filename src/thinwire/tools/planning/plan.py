@@ -1,29 +1,36 @@
 """Predict the strategy that reaches a loss soonest, with the reason."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from thinwire.layout.traffic import GATHER
 from thinwire.tools.network.netns import Link
-from thinwire.tools.planning.grid import candidates, progress_of
+from thinwire.tools.planning.grid import Candidate, candidates
 from thinwire.tools.planning.loss import MOST_STEPS, loss_gap, steps_to_dense_loss
 from thinwire.tools.planning.methods import (
+    BRIEF,
     MOST_PARAMS,
     Cost,
-    MemberExchange,
     cost_by_number,
     cost_of,
-    member_exchanges,
+    memory_of,
 )
 from thinwire.tools.planning.network import Network
-from thinwire.tools.planning.work import Probe, Workload, matrices, work_of
-from thinwire.tools.report.page import bytes_text
+from thinwire.tools.planning.work import (
+    Probe,
+    Workload,
+    assumed_muon_seconds,
+    matrices,
+    work_of,
+)
 from thinwire.tools.run.config import (
     OPTIMIZERS,
     Recipe,
+    muon_seconds,
     require_one_of,
     require_sites,
     require_task,
@@ -34,6 +41,10 @@ _FASTEST_BIT_S, _UNLIMITED_BIT_S = 4e11, 2e10
 _MOST_WORKERS = 100_000
 _DOUBT, _DOUBT_ON_TOP = 0.1, 0.2
 _WHOLE_S = 10.0
+RELAY, RELAYED = "relay", "members join with relay=True, on a host that sends on all messages"
+"""End of a row's name, and its meaning."""
+_FAST_STEP_S = 2e-8
+"""Seconds a parameter below which a step is taken for a GPU's."""
 _WORTH = 1.05
 """Smallest speed-up over dense at which a strategy is recommended."""
 
@@ -46,14 +57,17 @@ class Row:
         name: Name of the strategy; a variant adds its differences.
         step_seconds: Seconds of a step: low, mid and high.
         bytes_per_step: Bytes that a rank sends; to other sites if the model is sharded.
-        memory_bytes: Bytes that a rank keeps: parameters, gradients, the state of the optimizer and
-            of the method, and what Muon needs to update sharded matrices, without activations.
+        memory_bytes: Most bytes that a process needs at a time, without activations.
+        memory: Bytes by what needs them; of the last three, update, exchange and save, only one at
+            a time.
         waiting_share: Fraction of a step spent waiting for the exchange.
-        progress: Steps of dense training that a step is worth; a prior.
-        progress_source: Source of `progress`.
+        progress: Steps of dense training that a step is worth, until dense's final loss, from
+            `loss_gap`.
         loss_gap: Loss above dense's with the same optimizer at equal steps: low, mid and high; 0.02
             is 2 %.
         loss_gap_source: Source of `loss_gap`.
+        measured: False if interval, delay, bits, workers or else are outside of what `loss_gap` was
+            fitted to; such rows come after all others.
         time_to_dense_loss: Time to dense's final loss relative to dense's own, both with the
             optimizer of the strategy; smaller is better. Beyond four times dense's steps, the
             number of steps relative to dense's.
@@ -67,11 +81,12 @@ class Row:
     step_seconds: tuple[float, float, float]
     bytes_per_step: float
     memory_bytes: int
+    memory: Mapping[str, int]
     waiting_share: float
     progress: float
-    progress_source: str
     loss_gap: tuple[float, float, float]
     loss_gap_source: str
+    measured: bool
     time_to_dense_loss: float
     document: Mapping[str, Any] | None
     optimizer: str | None = None
@@ -95,16 +110,14 @@ class Row:
         own = ["document", "optimizer", "reaches_dense_loss"]
         if not self.bytes_inside_site:  # models are whole
             own.append("bytes_inside_site")
-        return {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in vars(self).items()
-            if key not in own
-        }
+        shown = {key: value for key, value in vars(self).items() if key not in own}
+        shown["progress_source"] = self.loss_gap_source
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in shown.items()}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Result of `plan`: a row per strategy and setting, best first.
+    """Result of `plan`: a row per strategy and setting, measured ones first, then by time.
 
     Example:
         >>> found = plan(params="124M", step_seconds=0.35, workers=8, link="100mbit")
@@ -117,8 +130,6 @@ class Plan:
         strategies: All rows, best first.
         link: Assumed or measured network.
         model: Assumed or measured model: parameters, and seconds of a step without an exchange.
-        members: Seconds and uploaded bytes of an averaging between members (`tw.join`) under the
-            best local strategy: "direct", through a "relay", or "split".
     """
 
     recommended: str
@@ -126,7 +137,6 @@ class Plan:
     strategies: tuple[Row, ...]
     link: Mapping[str, Any]
     model: Mapping[str, Any]
-    members: Mapping[str, MemberExchange]
 
     def __getitem__(self, name: str) -> Row:
         """Return the row of a strategy."""
@@ -145,11 +155,6 @@ class Plan:
             found.setdefault(row.strategy, row)
         return tuple(found.values())
 
-    @property
-    def best_local(self) -> Row:
-        """The best strategy with local updates, which members can use."""
-        return next(row for row in self.strategies if "localsgd" in (row.document or {}))
-
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON data."""
         return {
@@ -157,7 +162,6 @@ class Plan:
             "strategies": [row.to_dict() for row in self.strategies],
             "link": {**self.link},
             "model": {**self.model},
-            "members": {way: {**vars(found)} for way, found in self.members.items()},
         }
 
 
@@ -195,8 +199,8 @@ def plan(
         link: Rate of each rank in each direction, up to "400gbit"; "100mbit" by default. "none" and
             "loopback" count as 20gbit.
         latency: One-way latency, such as "20ms"; none by default.
-        device: Device that computes, "cpu" or "cuda"; "cpu" by default. For a task that is measured
-            here, cuda if there is one.
+        device: Device that computes, "cpu" or "cuda"; by default cuda if a step takes less than 20
+            ns a parameter. For a task that is measured here, cuda if there is one.
         probe: File of `thinwire probe`, instead of all of these.
         task: Function that returns a `thinwire.Task`, as "FILE.py:NAME"; its model gives the
             shapes. With a probe, the network is the probe's, and so is the step if it is of this
@@ -239,7 +243,7 @@ def plan(
             "0ms" if latency is None else latency,
         )
         if task is None:
-            work = _assumed_work(params, step_seconds, "cpu" if device is None else device)
+            work = _assumed_work(params, step_seconds, device)
         else:
             work = _of_task(task, step_seconds, device, network.ranks)
     network = _between_sites(network, shard, shared=probe is None)
@@ -252,15 +256,20 @@ def plan(
     ]
     # progress is against dense with the same optimizer, so time is too
     dense_s = {
-        optimizer: _cost({}, "dense", work.by(optimizer).sharded(shard), network).step_s
+        optimizer: _cost({}, "dense", work.sharded(shard).by(optimizer), network).step_s
         for optimizer in {recipe.optimizer for _, recipe, _ in offered}
     }
     rows = sorted(
         (
-            _row(name, recipe, document, work, shard, network, dense_s[recipe.optimizer])
-            for name, recipe, document in offered
+            _row(name, recipe, document, work, shard, way, dense_s[recipe.optimizer])
+            for name, recipe, document, way in _by_every_way(offered, network)
         ),
-        key=lambda row: (row.time_to_dense_loss, row.bytes_per_step, len(row.name)),
+        key=lambda row: (
+            not row.measured,
+            row.time_to_dense_loss,
+            row.bytes_per_step,
+            len(row.name),
+        ),
     )
     recommended, reason = _recommended(rows)
     about = {
@@ -278,9 +287,23 @@ def plan(
         "device": "cuda" if work.cuda else "cpu",
         "task": task,
     }
-    made = Plan(recommended, reason, tuple(rows), about, model, {})
-    local = (made.best_local.document or {})["localsgd"]
-    return replace(made, members=member_exchanges(local, work.sharded(shard), network))
+    return Plan(recommended, reason, tuple(rows), about, model)
+
+
+def _by_every_way(
+    offered: Sequence[Candidate], network: Network
+) -> Iterator[tuple[*Candidate, Network]]:
+    """Yield all settings, and those of a relay where directions differ, as at home."""
+    home = network.bit_s != network.down and network.ranks > 2
+    relay = replace(network, relay=True)
+    for name, recipe, document in offered:
+        yield name, recipe, document, network
+        local = (document or {}).get("localsgd")
+        if home and local is not None:
+            values: Mapping[str, Any] = next(iter((local.get("compression") or {}).values()), {})
+            # the host passes on whole messages, and sums are gathered
+            if not values or values.get("exchange") == GATHER:
+                yield f"{name} {RELAY}", recipe, document, relay
 
 
 def _between_sites(network: Network, shard: int, *, shared: bool) -> Network:
@@ -335,16 +358,22 @@ def _assumed_network(workers: int, rates: Mapping[str, str | None], latency: str
     return Network(sending, line.latency_s, workers, down_bit_s=line.down_bit_s or sending)
 
 
-def _assumed_work(params: int | str | None, step_seconds: float | None, device: str) -> Workload:
+def _assumed_work(
+    params: int | str | None, step_seconds: float | None, device: str | None
+) -> Workload:
     if params is None or step_seconds is None:
         missing = "params" if params is None else "step_seconds"
         raise ValueError(
             f"{missing} is missing; give params and step_seconds, or a task (FILE.py:NAME), or "
             "a probe, which has measured both"
         )
-    require_one_of("device", device, ("cpu", "cuda"))
     numel = _parsed_params(params)
-    return Workload(numel, matrices(numel), float(step_seconds), device == "cuda", assumed=True)
+    if device is None:
+        device = "cuda" if step_seconds < _FAST_STEP_S * numel else "cpu"
+    require_one_of("device", device, ("cpu", "cuda"))
+    cuda = device == "cuda"
+    muon_s = assumed_muon_seconds(numel, cuda=cuda)
+    return Workload(numel, matrices(numel), float(step_seconds), cuda, muon_s=muon_s, assumed=True)
 
 
 def _of_task(task: str, step_seconds: float | None, device: str | None, workers: int) -> Workload:
@@ -366,6 +395,7 @@ def _of_task(task: str, step_seconds: float | None, device: str | None, workers:
         tuple(map(tuple, found["shapes"])),
         float(step_seconds),
         device == "cuda",
+        muon_s=muon_seconds(found["muon_flops"], found["muon_parameters"], cuda=device == "cuda"),
         muon_numel=found["muon_parameters"],
         width=found["gradient_bytes"] / found["parameters"],
     )
@@ -402,24 +432,25 @@ def _row(
     network: Network,
     dense_s: float,
 ) -> Row:
-    optimizer, work = recipe.optimizer, work.by(recipe.optimizer)
-    part = work.sharded(shard)
+    optimizer = recipe.optimizer
+    part = work.sharded(shard).by(optimizer)
     cost = _cost(document or {}, recipe.name, part, network)
-    owned = work.owned_bytes(optimizer) if shard > 1 else 0
-    progress = progress_of(recipe.name, document or {}, network.ranks)
+    memory = memory_of(cost, part, optimizer)
+    brief = {key: memory[key] for key in BRIEF}
     gap = loss_gap(recipe.name, document or {}, recipe.optimizer, work.numel, network.ranks)
     steps = steps_to_dense_loss(gap.mid, work.numel)
     reaches = steps <= MOST_STEPS
     return Row(
         name,
-        _interval(cost, work),
+        _interval(cost, part),
         cost.bytes,
-        part.state_bytes(optimizer) + cost.state_bytes + owned,
-        max(0.0, 1 - work.step_s / cost.step_s),
-        progress.share,
-        progress.source,
+        sum(memory.values()) - sum(brief.values()) + max(brief.values()),
+        memory,
+        max(0.0, 1 - part.step_s / cost.step_s),
+        1 / steps,
         (gap.low, gap.mid, gap.high),
         gap.source,
+        gap.measured,
         cost.step_s / dense_s * steps if reaches else steps,
         document,
         OPTIMIZERS.get(optimizer or ""),
@@ -442,11 +473,15 @@ def _interval(cost: Cost, work: Workload) -> tuple[float, float, float]:
 def _recommended(rows: Sequence[Row]) -> tuple[str, str]:
     best = rows[0]
     dense = next(row for row in rows if row.name == "dense")
+    guess = min(rows, key=lambda row: row.time_to_dense_loss)
+    beyond = ""
+    if not guess.measured and guess.time_to_dense_loss < best.time_to_dense_loss:
+        beyond = f"; {guess.name}, which was not measured, is predicted {guess.times_sooner} times"
     if best.time_to_dense_loss * _WORTH > 1:
         return "dense", (
             f"use dense: its step of {dense.step_seconds[1]:.3g} s waits for the network "
-            f"{100 * dense.waiting_share:.0f} % of the time, and no strategy is expected to be "
-            "more than 5 % faster"
+            f"{100 * dense.waiting_share:.0f} % of the time, and no measured strategy is expected "
+            f"to be more than 5 % faster{beyond}"
         )
     return best.name, (
         f"use {best.name}: a step of {seconds_text(best.step_seconds[1])} s instead of dense's "
@@ -454,6 +489,8 @@ def _recommended(rows: Sequence[Row]) -> tuple[str, str]:
         f"{gap_text(best.loss_gap)} % above dense's; it reaches dense's loss about "
         f"{best.times_sooner} times as fast as dense"
         + (f"; with {best.optimizer}" if best.optimizer else "")
+        + (f"; {RELAYED}" if best.name.endswith(f" {RELAY}") else "")
+        + beyond
     )
 
 
@@ -461,25 +498,6 @@ def gap_text(gap: tuple[float, float, float]) -> str:
     """Format a gap as low to high in percent, with at most two digits."""
     low, _, high = (f"{float(f'{100 * value:.2g}'):g}" for value in gap)
     return low if low == high else f"{low} to {high}"
-
-
-def members_text(plan: Plan) -> str:
-    """Describe the ways in which members can exchange, and name the quickest."""
-    quickest = min(plan.members, key=lambda way: plan.members[way].seconds)
-    advice = {
-        "direct": "connect them directly",
-        "relay": "use a relay (relay=True), if the host's line carries the messages of all",
-        "split": 'use exchange="split"',
-    }
-    names = {"direct": "directly", "relay": "through a relay", "split": "split"}
-    ways = ", ".join(
-        f"{seconds_text(found.seconds)} s {names[way]} ({bytes_text(found.sent_bytes)} up)"
-        for way, found in plan.members.items()
-    )
-    return (
-        f"An averaging between members (tw.join) under {plan.best_local.name} takes {ways}: "
-        f"{advice[quickest]}"
-    )
 
 
 def seconds_text(seconds: float) -> str:

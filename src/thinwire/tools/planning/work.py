@@ -10,14 +10,21 @@ from typing import Any
 
 from thinwire._version import __version__
 from thinwire.tools.planning.network import FRAMES, Network
+from thinwire.tools.run.config import muon_flops, muon_seconds
 
 Shape = tuple[int, ...]
 _MOST_MATRICES, _LEAST_NUMEL = 48, 2**18
 _FORWARD_SHARE = 1 / 3
 """Share of the forward pass in a step; the backward pass computes twice as many products."""
-_OWNED = 11
-"""Copies of a sharded matrix that its owner holds, about, while Muon updates it
-(`benchmarks.memory`)."""
+_LAYERS, _SQUARES = 12, (1, 3, 4, 4)
+"""Layers of an assumed transformer, and the matrices of each, in squares of its width."""
+
+
+def assumed_muon_seconds(numel: int, *, cuda: bool) -> float:
+    """Return the same for a transformer with this number of parameters."""
+    width = (numel / _LAYERS / sum(_SQUARES)) ** 0.5
+    flops = sum(muon_flops(width, times * width, cuda=cuda) for times in _SQUARES)
+    return muon_seconds(_LAYERS * flops, numel, cuda=cuda)
 
 
 @dataclass(frozen=True)
@@ -53,22 +60,13 @@ class Workload:
             numel = ceil(self.numel / ranks)
             shapes = matrices(numel)
         muon_numel = None if self.muon_numel is None else ceil(self.muon_numel / ranks)
-        return replace(self, numel=numel, shapes=shapes, muon_numel=muon_numel)
+        muon_s = None if self.muon_s is None else self.muon_s / ranks
+        return replace(self, numel=numel, shapes=shapes, muon_numel=muon_numel, muon_s=muon_s)
 
     def by_muon(self, optimizer: str | None) -> int:
         """Return the number of parameters that Muon trains; all if unknown, 0 with others."""
         muon_numel = self.numel if self.muon_numel is None else self.muon_numel
         return muon_numel if optimizer == "muon" else 0
-
-    def state_bytes(self, optimizer: str | None) -> int:
-        """Return the bytes of parameters, gradients and optimizer: two moments with AdamW, one with
-        Muon.
-        """
-        return round(self.width * (4 * self.numel - self.by_muon(optimizer)))
-
-    def owned_bytes(self, optimizer: str | None) -> int:
-        """Return the bytes that the owner of the largest sharded matrix needs for its update."""
-        return round(self.width * _OWNED * max(self.numels)) if self.by_muon(optimizer) else 0
 
     def bytes_inside(self, optimizer: str | None, ranks: int) -> float:
         """Return the bytes that each of `ranks` that share the model sends to the others in

@@ -118,15 +118,15 @@ def _spread(name: str, inputs: int, layers: int) -> float:
     )
 
 
-def muon_numel(model: nn.Module, *, conv: bool = False) -> int:
-    """Count the trainable numbers that Muon would train with `muon_groups`; AdamW has the rest."""
-    return sum(
-        p.numel()
+def muon_shapes(model: nn.Module, *, conv: bool = False) -> list[torch.Size]:
+    """Return the shapes that Muon would train with `muon_groups`; AdamW has the rest."""
+    return [
+        p.shape
         for group in muon_groups(model, conv=conv)
         for _, p in group["params"]
         if group["muon"] and (p.ndim == 2 or (conv and p.ndim > 2))
         if p.requires_grad and not p.is_complex()
-    )
+    ]
 
 
 Pair = tuple[Any, Any]

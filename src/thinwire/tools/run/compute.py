@@ -14,14 +14,16 @@ from torch import Tensor, nn
 
 from thinwire.checkpoint import random_state, set_random_state
 from thinwire.optim import Muon, muon_groups
-from thinwire.tools.run.built_in import ByteTransformer, Pair, loss_of, muon_numel
-from thinwire.tools.run.config import ModelSize
+from thinwire.tools.run.built_in import ByteTransformer, Pair, loss_of, muon_shapes
+from thinwire.tools.run.config import ModelSize, muon_flops, muon_seconds
 from thinwire.tools.run.task import OwnTask, TaskError, called, device_of, made, run_alike
 
 STEPS_S = 4.0
 """Seconds for a model's steps, half of them for Muon's; each is made at least once."""
 _UNTIMED_STEPS, _MOST_STEPS = 2, 5
 _LR = 1e-4
+_SIDE, _PRODUCTS = 1024, 5
+"""Side of a matrix whose product is timed, and repetitions."""
 
 
 def step_of_built_in(
@@ -83,12 +85,14 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _described(model: nn.Module) -> dict[str, Any]:
-    params = _trained(model)
+    params, hidden = _trained(model), muon_shapes(model)
+    cuda = params[0].is_cuda if params else False
     return {
         "parameters": sum(p.numel() for p in params),
         "shapes": [list(p.shape) for p in params],
         "gradient_bytes": sum(p.nbytes for p in params),
-        "muon_parameters": muon_numel(model),
+        "muon_parameters": sum(shape.numel() for shape in hidden),
+        "muon_flops": sum(muon_flops(min(s), max(s), cuda=cuda) for s in hidden),
     }
 
 
@@ -121,17 +125,34 @@ def _timed(
 
 
 def _longer_by_muon(clock: "_Clock", timed: list[dict[str, Any]], most_s: float) -> float | None:
-    """Return the extra seconds of an update by Muon; None without time, or if Muon refuses it."""
-    if (_UNTIMED_STEPS + 1) * timed[-1]["end"] > most_s:
-        return None
+    """Return the extra seconds of an update by Muon, from its products where there is no time to
+    measure it; None if Muon refuses the model.
+    """
     try:
         optimizer = Muon(muon_groups(clock.model), lr=_LR)
     except (TypeError, ValueError):
         return None
+    found = _described(clock.model)
+    numel, flops = found["muon_parameters"], found["muon_flops"]
+    longer_s = muon_seconds(flops, numel, cuda=clock.cuda, flop_s=_flop_s(clock.device))
+    if (_UNTIMED_STEPS + 1) * (timed[-1]["end"] + longer_s) > most_s:
+        return longer_s
     runs = [clock.step(optimizer) for _ in range(_UNTIMED_STEPS + 1)][-2:]
     by_muon, own = (median(run["end"] - run["backward"] for run in some) for some in (runs, timed))
-    longer_s: float = max(0.0, by_muon - own)
-    return longer_s
+    return float(max(0.0, by_muon - own))
+
+
+def _flop_s(device: torch.device) -> float:
+    """Return the operations a second of a matrix product, in the type of Muon's iterations."""
+    square = torch.zeros(
+        _SIDE, _SIDE, device=device, dtype=torch.bfloat16 if device.type == "cuda" else None
+    )
+    best_s = float("inf")
+    for _ in range(_PRODUCTS):
+        begin_s = time.perf_counter()
+        (square @ square).sum().item()  # a wait for the device
+        best_s = min(best_s, time.perf_counter() - begin_s)
+    return float(2 * _SIDE**3 / best_s)
 
 
 def _steps(

@@ -240,3 +240,24 @@ class Job:
     def write(self, path: Path) -> None:
         """Write the job as JSON."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+
+PASS_S = {False: 0.8e-9, True: 3e-12}
+"""Seconds to read and write a number once, on a core and on a GPU."""
+_FLOP_S = {False: 1e11, True: 4.5e13}
+"""Operations a second in Muon's products, on a core in float32 and on a GPU in bfloat16
+(benchmarks/results/gpu.json)."""
+_MUON_PASSES = 8
+"""Passes over the numbers that Muon makes beside its products, above AdamW's."""
+
+
+def muon_flops(short: float, long: float, *, cuda: bool) -> float:
+    """Return the operations of Muon's five iterations for a matrix; see `newton_schulz`."""
+    if cuda or 2 * long <= 3 * short:
+        return 20 * short**2 * long + 10 * short**3
+    return 4 * short**2 * long + 34 * short**3
+
+
+def muon_seconds(flops: float, numel: int, *, cuda: bool, flop_s: float | None = None) -> float:
+    """Return by how much an update by Muon is longer than by AdamW."""
+    return flops / (flop_s or _FLOP_S[cuda]) + _MUON_PASSES * numel * PASS_S[cuda]

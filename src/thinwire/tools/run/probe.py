@@ -63,9 +63,7 @@ def probe(
         )
     slowest = _slowest([part["compute"] for part in parts])
     if slowest["muon_s"] is None:
-        line.not_measured.append(
-            "an update by Muon: Muon cannot train this model, or no time is left"
-        )
+        line.not_measured.append("an update by Muon, which cannot train this model")
     return {
         "ranks": line.size,
         "hosts": [part["host"] for part in parts],

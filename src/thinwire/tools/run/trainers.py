@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 from thinwire.comm import Group
 from thinwire.layout.traffic import ring_bytes
-from thinwire.tools.run.built_in import ConvolutionalNet, loss_of, muon_numel
+from thinwire.tools.run.built_in import ConvolutionalNet, loss_of, muon_shapes
 from thinwire.tools.run.config import RunConfig, imported
 from thinwire.tools.run.task import Workload, called
 
@@ -55,7 +55,7 @@ class Setup:
             return torch.optim.SGD(model.named_parameters(), lr=lr, momentum=MOMENTUM)
         if self.optimizer == "muon":
             conv = isinstance(model, ConvolutionalNet)
-            if not muon_numel(model, conv=conv):
+            if not muon_shapes(model, conv=conv):
                 raise ValueError(
                     "Muon trains hidden matrices and this model has none; omit the strategies "
                     "that use Muon"
