@@ -474,7 +474,7 @@ class LocalUpdates:
         `bytes_sent` leaves out the copy of the model at the start; `dropped_steps` counts the calls
         of `skip_step`. `applied_share` is <applied, change> / <change, change>, for the sums over
         all averagings of the mean change by local steps and of the moves of the anchors, estimated
-        to about an eighth (`local.sketch`); if all is applied in time, the outer optimizer's factor.
+        to about an eighth (`local.sketch`); if all is applied in time, the outer step's factor.
         """
         numel = sum(p.numel() for p in self._tensors.params.values())
         return numbers(
