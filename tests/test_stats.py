@@ -297,6 +297,5 @@ def test_statistics_have_norms_of_gradients_changes_and_residuals(ranks: Pool) -
         assert local["grad_norm"] == pytest.approx(2)
         assert dense["clipped_share"] == local["clipped_share"] == 0.5
         assert dense["drift"] == dense["error_norm"] == 0
-        assert local["drift"] == pytest.approx(math.sqrt(4 / 3), rel=0.3)
         assert local["error_norm"] == pytest.approx(local["of state"])
         assert local["error_norm"] > 0

@@ -194,10 +194,16 @@ def counted(rank: int, size: int, compression: Any) -> float:
 
 
 def test_stats_count_the_message_and_the_scalars_that_ride_along(ranks: Pool) -> None:
-    """Two agreements of 24 bytes, and 64 float32 for the drift and the share that is applied."""
-    for compression in (tw.Quantized(4), tw.Quantized(4, decay=0.9), tw.Sparse(0.5)):
+    """Two agreements of 24 bytes; for the share that is applied 64 float32, and nothing at decay 1
+    with all ranks."""
+    for compression, riders in [
+        (tw.Quantized(4), 0),
+        (tw.Quantized(4, decay=0.9), 4 * SKETCH_NUMEL),
+        (tw.Sparse(0.5), 4 * SKETCH_NUMEL),
+        (tw.Sparse(0.5, decay=1.0, mean_over="all"), 0),
+    ]:
         [sent] = ranks.run(counted, compression, size=1)
-        assert sent == compression.sent_bytes(5, SIZES) + 4 * SKETCH_NUMEL + 2 * 24, compression
+        assert sent == compression.sent_bytes(5, SIZES) + riders + 2 * 24, compression
 
 
 # ---- the mean over those who sent

@@ -138,8 +138,8 @@ class PendingAveraging:
     """Value to send for each parameter."""
     extras: dict[str, Tensor]
     """Buffers and optimizer state, averaged without compression."""
-    sketch: Tensor
-    """Sketch of this rank's change without residuals."""
+    sketch: Tensor | None = None
+    """Sketch of this rank's change without residuals; None if all of it is applied in time."""
     delayed: bool = False
     """True if local steps continue before the result is applied: `moved` has copies."""
     round: Round | None = None
@@ -287,8 +287,10 @@ class Averaging:
     ) -> PendingAveraging:
         """Measure this rank's part; `keep` copies it for later."""
         params = {n: self._own(value.detach()) if keep else value for n, value in values.items()}
-        moved = Changes(self, params, self._compressed(step, params))
-        own = self._sketch_of(self.anchors, params) - self._sketch_of(params, params)
+        moved, changes = Changes(self, params, self._compressed(step, params)), self.changes
+        own = None
+        if changes is not None and moved.compressed and not changes.conserves:
+            own = self._sketch_of(Changes(self, params, frozenset()), params)
         wide = {key: widened(value) for key, value in extras.items()}
         wide = {key: self._own(value) for key, value in wide.items()} if keep else wide
         return PendingAveraging(step, moved, wide, own, delayed=keep)
@@ -300,7 +302,8 @@ class Averaging:
         if weight != 1:
             pending.extras = {key: value * weight for key, value in pending.extras.items()}
             # the sketch is linear, so it is weighted like the change
-            pending.sketch = pending.sketch * weight
+            if pending.sketch is not None:
+                pending.sketch = pending.sketch * weight
 
     def _compressed(self, step: int, names: Iterable[str]) -> frozenset[str]:
         """Return the parameters whose change is compressed at this step."""
@@ -331,10 +334,10 @@ class Averaging:
         taken = [name for name in names if name in compressed]
         # names distinct from those of parameters
         others = {f"extra {key}": self._home(value) for key, value in pending.extras.items()}
+        if pending.sketch is not None:
+            others[_SKETCH] = pending.sketch.float()
         dense = [name for name in names if name not in compressed]
         shapes = {name: self.anchors[name] for name in dense} | others
-        near = next((like.device for like in shapes.values()), torch.device("cpu"))
-        shapes[_SKETCH] = others[_SKETCH] = pending.sketch.float().to(near)
         pending.round = one_round = Round(self.sources, pending.step)
         context = one_round.context(0)
 
@@ -352,13 +355,9 @@ class Averaging:
             return one_round, {*given}, in_nodes(context, given, sendings)
         return one_round, {*names, *others}, combined(sendings({}))
 
-    def _sketch_of(self, tensors: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> Tensor:
-        """Return the sketch of tensors as `held` rounds them, as one vector on the CPU."""
-        parts = [
-            sketch(real_view(tensors[name].detach()), self._keys[name], real_view(p).dtype)
-            for name, p in held.items()
-        ]
-        return sum(parts, torch.zeros(SKETCH_NUMEL, dtype=torch.float64, device="cpu"))
+    def _sketch_of(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
+        """Return the sketch of some of these tensors as one long vector, on the CPU."""
+        return torch.stack([sketch(tensors[n], self._keys[n]) for n in names]).sum(0)
 
     def applied_share(self, averagings: int) -> float:
         """Return the share that `LocalUpdates.stats` describes."""
@@ -380,19 +379,20 @@ class Averaging:
         measurement: p <- p + (S_new rounded - p_measured).
         """
         assert pending.round is not None, "launched"
-        anchors = {name: self.anchors[name] for name in pending.moved}
-        before = self._sketch_of(anchors, anchors)
-        for name in anchors:
+        anchors, moved = self.anchors, pending.moved
+        before = None if pending.sketch is None else self._sketch_of(anchors, moved)
+        for name in moved:
             self._apply(name, pending, (copies or {}).get(name))
         for key, value in pending.extras.items():
             mean = pending.mean_of(f"extra {key}", value)
             if not (self._single_rank and torch.equal(mean, value)):  # do not undo later changes
                 overwrite_(real_view(extras[key]), mean)
-        mean, changes = pending.mean_of(_SKETCH, pending.sketch).cpu().double(), self.changes
-        self.drift = float(pending.sketch.norm() / mean.norm()) if mean.any() else 0.0
-        if changes is not None and pending.moved.compressed and not changes.conserves:
-            applied = before - self._sketch_of(anchors, anchors)
-            self.sketches += torch.stack([mean, applied])
+        if before is not None:
+            applied = before - self._sketch_of(anchors, moved)
+            assert pending.sketch is not None, "there was one before"
+            mean = pending.mean_of(_SKETCH, pending.sketch)
+            self.sketches += torch.stack([mean.cpu().double(), applied])
+            self.drift = float(pending.sketch.norm() / mean.cpu().norm().clamp(min=1e-30))
 
     def _apply(self, name: str, pending: PendingAveraging, master: Tensor | None) -> None:
         """Move a parameter, its anchor and its optimizer's copy, part by part in the cache."""

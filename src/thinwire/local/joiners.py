@@ -69,6 +69,7 @@ class JoinerState:
             "moved": list(pending.moved),
             "extras": list(pending.extras),
             "compressed": sorted(pending.moved.compressed),
+            "sketched": pending.sketch is not None,
             "share": pending.share,
             "delayed": pending.delayed,
             "answers": [len(answers) for answers in received],
@@ -143,7 +144,7 @@ class JoinerState:
                 about["step"],
                 Changes(averaging, own, frozenset(about["compressed"])),
                 {key: widened(targets[key]) for key in about["extras"]},
-                torch.zeros_like(averaging.sketches[0]),
+                torch.zeros_like(averaging.sketches[0]) if about["sketched"] else None,
                 about["delayed"],
                 share=about["share"],
             )

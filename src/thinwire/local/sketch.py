@@ -24,12 +24,12 @@ _MOST = 1 << 12
 _DRAWS, _SIGNS = 1, 2
 
 
-def sketch(values: Tensor, key: int, dtype: torch.dtype) -> Tensor:
-    """Return the 64 sums of one real tensor as rounded to `dtype`, float64, on the CPU."""
+def sketch(values: Tensor, key: int) -> Tensor:
+    """Return the 64 sums of one real tensor, float64, on the CPU."""
     flat = values.reshape(-1)
     draws, signs = _plan(flat.numel(), key, flat.device)
     # one order of additions, wherever the tensor is
-    signed = (flat if draws is None else flat[draws]).to(dtype).cpu().double() * signs
+    signed = (flat if draws is None else flat[draws]).cpu().double() * signs
     return (
         torch.nn.functional.pad(signed, (0, -signed.numel() % SKETCH_NUMEL))
         .view(-1, SKETCH_NUMEL)
