@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -208,8 +209,8 @@ class Averaging:
                     self.kept[kind][name] = own
         self.sketches = torch.zeros(2, SKETCH_NUMEL, dtype=torch.float64, device="cpu")
         """Sketches of the ranks' mean change so far, and of the applied part of it."""
-        self.drift = 0.0
-        """Norm of this rank's change in the last averaging over that of the mean change."""
+        self._squares = torch.zeros(2, dtype=torch.float64, device="cpu")
+        """Of what this rank sent in the last averaging, and of the mean."""
 
     def _own(self, tensor: Tensor) -> Tensor:
         """Return a copy where state is kept."""
@@ -359,6 +360,16 @@ class Averaging:
         """Return the sketch of some of these tensors as one long vector, on the CPU."""
         return torch.stack([sketch(tensors[n], self._keys[n]) for n in names]).sum(0)
 
+    @property
+    def drift(self) -> float:
+        """Norm of what this rank sent in the last averaging over that of the mean; 0 if unknown."""
+        own, mean = self._squares.tolist()
+        return math.sqrt(own / mean) if mean else 0.0
+
+    def _note(self, sent: Tensor, mean: Tensor) -> None:
+        squares = torch.stack([sent.norm(), mean.norm()]).double().square()
+        self._squares = self._squares.to(squares.device) + squares
+
     def applied_share(self, averagings: int) -> float:
         """Return the share that `LocalUpdates.stats` describes."""
         change, applied = self.sketches
@@ -381,6 +392,7 @@ class Averaging:
         assert pending.round is not None, "launched"
         anchors, moved = self.anchors, pending.moved
         before = None if pending.sketch is None else self._sketch_of(anchors, moved)
+        self._squares.zero_()
         for name in moved:
             self._apply(name, pending, (copies or {}).get(name))
         for key, value in pending.extras.items():
@@ -392,7 +404,6 @@ class Averaging:
             assert pending.sketch is not None, "there was one before"
             mean = pending.mean_of(_SKETCH, pending.sketch)
             self.sketches += torch.stack([mean.cpu().double(), applied])
-            self.drift = float(pending.sketch.norm() / mean.cpu().norm().clamp(min=1e-30))
 
     def _apply(self, name: str, pending: PendingAveraging, master: Tensor | None) -> None:
         """Move a parameter, its anchor and its optimizer's copy, part by part in the cache."""
@@ -430,7 +441,10 @@ class Averaging:
         arrived, device = pending.round.arrived[name], self.devices[name]
         if name not in pending.moved.compressed:
             whole = pending.mean_of(name, self.anchors[name]).reshape(-1)
-            yield from (whole[start:end].to(device) for start, end in parts)
+            for start, end in parts:
+                mean = whole[start:end].to(device)
+                self._note(pending.moved.part(name, start, end), mean)
+                yield mean
             return
         assert isinstance(arrived, MeanChange), "compressed"
         folded = pending.moved.only([name], arrived.node_means)
@@ -439,7 +453,9 @@ class Averaging:
         for start, end in parts:
             if arrived.has_parts:
                 with _moved(device, self.errors[name].view(-1)[start:end]) as (error,):
-                    mean = arrived.take_part_(name, start, folded.part(name, start, end), error)
+                    part = folded.part(name, start, end)
+                    mean = arrived.take_part_(name, start, part, error)
+                    self._note(part.sub_(error), mean)
             else:
                 mean = whole[start:end].to(device)
             yield mean if pending.share == 1 else mean / pending.share
