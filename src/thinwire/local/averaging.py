@@ -66,8 +66,7 @@ def _moved(device: torch.device, *kept: Tensor) -> Iterator[list[Tensor]]:
 class Changes(Computed):
     """What a rank has to send: anchor, as the parameter holds it, minus parameter, plus residual.
 
-    Computed when it is read, on the parameter's device: none of the three changes before it is
-    applied.
+    Computed when read, on the parameter's device: none of the three changes before it is applied.
     """
 
     def __init__(
@@ -190,7 +189,6 @@ class Averaging:
         self.changes = changes
         self._keys = {name: key for key, name in enumerate(params)}
         self.devices = {name: p.device for name, p in params.items()}
-        """Devices of the parameters, on which changes are computed."""
         self._host = config.state_device is not None
         self._pinned = self._host and any(p.is_cuda for p in params.values())
         self.anchors = {n: self._own(widened(p).contiguous()) for n, p in params.items()}

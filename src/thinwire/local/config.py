@@ -85,9 +85,8 @@ class LocalSGD(_Common):
         node_size: Consecutive ranks per node, >= 1; it must divide the number of ranks. Ranks of a
             node first average densely among themselves and count as one source. 1 is off. None:
             torchrun's LOCAL_WORLD_SIZE if changes are compressed and ranks fill two nodes or more.
-        state_device: "cpu" keeps anchors, outer momentum and residuals in host memory, pinned where
-            parameters are on a GPU, and moves one tensor at a time in an averaging; the same bits.
-            None: the device of the parameters. Ranks may differ in it.
+        state_device: "cpu" keeps anchors, outer momentum and residuals in host memory; the same
+            bits. None: the device of the parameters. Ranks may differ in it.
         round_seconds: Seconds after which a rank averages, or `k_steps` steps if they are done
             earlier. Slow ranks make fewer steps in a round, and fast ranks do not wait for them.
             Each change is weighted by the rank's steps, or by its tokens if `observe(tokens=)`
