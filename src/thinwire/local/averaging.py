@@ -64,10 +64,7 @@ def _moved(device: torch.device, *kept: Tensor) -> Iterator[list[Tensor]]:
 
 
 class Changes(Computed):
-    """What a rank has to send: anchor, as the parameter holds it, minus parameter, plus residual.
-
-    Computed when read, on the parameter's device: none of the three changes before it is applied.
-    """
+    """Anchor, as the parameter holds it, minus parameter, plus residual; computed when read."""
 
     def __init__(
         self, averaging: "Averaging", params: Mapping[str, Tensor], compressed: Set[str]

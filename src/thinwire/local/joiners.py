@@ -32,9 +32,7 @@ def receive_state(averager: Averager, members: Members) -> float:
 
 
 class JoinerState:
-    """Shared state of local updates, copied from a donor to a joiner; implements
-    `thinwire.members.members.SharedState`.
-    """
+    """Shared state of local updates, copied from a donor to a joiner."""
 
     def __init__(self, averager: Averager, group: ElasticGroup) -> None:
         self._averager, self._group = averager, group

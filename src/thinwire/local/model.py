@@ -1,6 +1,4 @@
-"""Tensors of local updates: their names, checks that they stay the same, and the optimizer
-inside a framework's wrapper.
-"""
+"""Tensors of local updates, and the optimizer inside a framework's wrapper."""
 
 import hashlib
 import math
@@ -351,10 +349,7 @@ def shape_text(tensor: Tensor) -> str:
 
 
 class OtherBuffers:
-    """Check that ranks hold the same `other_buffers`, which are not averaged; it warns once.
-
-    Counters of one element may differ, as in rounds that end by time.
-    """
+    """Check that ranks hold the same `other_buffers`, but for counters of one element."""
 
     def __init__(self, tensors: LocalModel) -> None:
         self._tensors, self._warned = tensors, False

@@ -5,8 +5,6 @@ is, on average over the signs, that of the tensors, with a standard deviation of
 of the product of their norms. The sketch is linear: the sums of a sum are the sum of the sums. From
 a larger tensor 4,096 entries are drawn at random, with repetition, and scaled up.
 
-Signs and draws come from a hash of position and key, the same in every averaging and on every rank.
-
 Source: count sketch, Charikar, Chen and Farach-Colton, 2002, section 3. Differs: one row, whose
 places follow from the position; only a sample of a large tensor.
 """

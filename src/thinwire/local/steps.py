@@ -9,9 +9,7 @@ from thinwire.local.model import calls_of_step
 
 
 class FollowedSteps:
-    """Hook `step` of several optimizers. A local step ends when each has made one step, in any
-    order, or after the second step of one, which begins the next local step.
-    """
+    """Hook `step` of optimizers; a local step ends when each has made one, or one a second."""
 
     def __init__(
         self,

@@ -82,8 +82,7 @@ def local_sgd(
         config: `LocalSGD` or `AdaptiveLocalSGD`.
         process_group: The ranks that average; None for all of them. One process alone works too.
         digest_every: Steps within which a difference between the ranks' anchors, outer momentum or
-            frozen parameters is found, at an averaging: at every one where averagings are farther
-            apart. 0 compares nothing.
+            frozen parameters is found, at an averaging. 0 compares nothing.
         timeout: Longest wait for other ranks in one call, in seconds or as a timedelta; None: the
             time-out of the process group. The same on all ranks.
         members: The result of `thinwire.join`: the ranks that average are the members of that run,
@@ -98,10 +97,9 @@ def local_sgd(
 
     Returns:
         A context manager. Entering it compares the model over the ranks by name and copies rank 0's
-        parameters and buffers to all. Floating-point buffers are averaged with the parameters. Each
-        rank changes all others by itself; one warning names a mask, permutation or table that ranks
-        change differently, but no counter of one element such as `num_batches_tracked`. Leaving the
-        block without an error averages once more. Leaving it always removes its hooks.
+        parameters and buffers to all. Floating-point buffers are averaged with the parameters; one
+        warning names a mask, permutation or table that ranks change differently. Leaving the block
+        removes its hooks, and without an error averages once more.
 
     Raises:
         TypeError: An argument of another kind; a model or an optimizer that exchanges gradients
