@@ -254,8 +254,14 @@ class Averaging:
     @torch.no_grad()
     def written(self) -> str | None:
         """Return a digest of the parameters if one of them differs from its anchor, else None."""
+
+        def same(name: str, start: int, end: int) -> bool:
+            tensors = self.anchors[name], self._params[name]
+            anchor, now = (_part(t, start, end).to(self.devices[name]) for t in tensors)
+            return torch.equal(anchor.to(now.dtype), now)
+
         moved = Changes(self, self._params, frozenset())
-        if not any(bool(moved.part(n, *span).any()) for n in moved for span in moved.spans(n)):
+        if all(same(name, *span) for name in moved for span in moved.spans(name)):
             return None
         sums = [int(total) for p in self._params.values() for total in bit_sums([widened(p)])]
         return hashlib.blake2b(repr(sums).encode(), digest_size=8).hexdigest()
