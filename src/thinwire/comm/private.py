@@ -172,6 +172,12 @@ def forget(work: dist.Work) -> None:
     _pending.pop(id(work), None)
 
 
+def in_flight(group: dist.ProcessGroup | None) -> bool:
+    """Return True while an exchange of this group is kept and has not ended."""
+    kept = list(_pending.values())
+    return any(owner is group and not work.is_completed() for owner, work, _ in kept)
+
+
 @cache
 def warn_of_restarts() -> None:
     """Warn once, on rank 0, if torchrun may restart this job and the restart is likely to fail."""

@@ -199,9 +199,10 @@ class Averaging:
         """Residual of each parameter: the unsent part of its change, of this rank alone."""
         return self.kept[ERRORS]
 
-    @property
-    def _single_rank(self) -> bool:
-        return self.sources.size * self.sources.node_size == 1
+    def _single_rank(self, pending: PendingAveraging) -> bool:
+        """Return True if nobody else averages; a joiner that repeats the averaging counts."""
+        recorded = pending.round is not None and pending.round.received is not None
+        return self.sources.size * self.sources.node_size == 1 and not recorded
 
     @torch.no_grad()
     def make_common(self) -> None:
@@ -298,7 +299,7 @@ class Averaging:
     def replay(self, pending: PendingAveraging, received: Sequence[Sequence[Tensor]]) -> None:
         """Run an averaging from the messages that another rank recorded."""
         one_round, names, sending = self._prepared(pending)
-        pending.round = one_round
+        pending.round, one_round.received = one_round, list(map(list, received))
         one_round.replay(names, sending, received)
         one_round.finish()
 
@@ -361,12 +362,13 @@ class Averaging:
         measurement: p <- p + (S_new rounded - p_measured).
         """
         assert pending.round is not None, "launched"
+        single = self._single_rank(pending)
         before = None if pending.sketch is None else self._sketch_of_anchors(pending.moved)
         for name in pending.moved:
             self._apply(name, pending, (copies or {}).get(name))
         for key, value in pending.extras.items():
             mean = pending.mean_of(_extra(key), value)
-            if not (self._single_rank and torch.equal(mean, value)):  # do not undo later changes
+            if not (single and torch.equal(mean, value)):  # do not undo later changes
                 overwrite_(real_view(extras[key]), mean)
         if before is not None:
             applied = before - self._sketch_of_anchors(pending.moved)
@@ -378,6 +380,7 @@ class Averaging:
         """Move a parameter, its anchor and its optimizer's copy, part by part in the cache."""
         anchor, measured = self.anchors[name], real_view(pending.moved.params[name])
         targets = [real_view(t.detach()) for t in (self._params[name], master) if t is not None]
+        single = self._single_rank(pending)
         parts = list(spans(anchor.numel(), anchor.device))
         if not all(t.is_contiguous() for t in [*targets, measured]):
             parts = [(0, anchor.numel())]
@@ -389,9 +392,9 @@ class Averaging:
                 change, None if buffer is None else _part(buffer, start, end), self._outer
             )
             target = s - step
-            if self._single_rank or pending.delayed:
+            if single or pending.delayed:
                 before, held = widened(_part(measured, start, end)), widened(as_held(s, measured))
-            if self._single_rank:
+            if single:
                 # S - (S - p) is p except for rounding. A single rank must keep p bit for bit where
                 # its whole change, without a residual, is applied
                 target = torch.where((step == held - before) & (s == held), before, target)

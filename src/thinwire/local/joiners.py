@@ -42,19 +42,21 @@ class JoinerState:
     @property
     def max_bytes(self) -> int:
         """Upper bound on one message's tensor bytes: 64 times the model's, and 64 MiB."""
-        kinds = [*self._shared().values(), self._averager.tensors.other_buffers()]
-        tensors = [tensor for of_kind in kinds for tensor in of_kind.values()]
-        return 64 * sum(tensor.nbytes for tensor in tensors) + (64 << 20)
+        tensors = self.tensors() | self._averager.tensors.other_buffers()
+        return 64 * sum(tensor.nbytes for tensor in tensors.values()) + (64 << 20)
 
-    def full_state(self) -> StateMessage:
-        """Return a copy of the shared state for a joiner; see `SharedState`."""
-        found = {
-            f"{kind} {name}": copy
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the shared state itself by name; see `SharedState`."""
+        return {
+            f"{kind} {name}": tensor
             for kind, tensors in self._shared().items()
-            for name, copy in copied(tensors).items()
+            for name, tensor in tensors.items()
         }
-        found |= copied(self._averager.tensors.other_buffers())
-        return StateMessage("state", self._averager.when.state(), found)
+
+    def counters(self) -> StateMessage:
+        """Return all other shared state; see `SharedState`."""
+        buffers = copied(self._averager.tensors.other_buffers())
+        return StateMessage("state", self._averager.when.state(), buffers)
 
     def last_update(self) -> StateMessage:
         """Return the messages received in the last averaging; see `SharedState`."""
@@ -85,11 +87,7 @@ class JoinerState:
     @torch.no_grad()
     def apply(self, given: StateMessage) -> None:
         """Take the state of a donor; see `SharedState`."""
-        if given.kind == "state":
-            for kind, shared in self._shared().items():
-                for name, tensor in shared.items():
-                    tensor.copy_(given.tensors[f"{kind} {name}"])
-        else:
+        if given.kind == "round":
             self._replay(given)
         averaging, counters = self._averager.averaging, self._averager.counters
         self._averager.other_buffers.take_(given.tensors)

@@ -1,29 +1,47 @@
-"""Transfer of the run's state from a donor to a joiner, while the other members train on."""
+"""Transfer of the run's state from donors to a joiner, while the members train on."""
 
 import hashlib
 import hmac
 import json
 import logging
+import math
+import queue
 import struct
 import threading
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from thinwire.comm.channel import Channel
 from thinwire.comm.relay import RelayEndpoint
-from thinwire.errors import PayloadCorrupt, ThinwireError
+from thinwire.comm.waiting import Progress
+from thinwire.errors import LineTooSlow, PayloadCorrupt, ThinwireError
 from thinwire.members.kv import KeyValueView
 
+MOST_DONORS = 4
+"""Most members that send one joiner a part of the state each."""
 _CHECKSUM_BYTES = 16
 _ALIVE, _BEATS_PER_TIMEOUT = "alive", 4
-"""Kind of the heartbeat message, and the number of heartbeats within one time-out."""
-_POSITION = struct.Struct("<QQ")
+"""Kind of the message that says that nothing waits, and the number of them within one time-out."""
+_POSITION, _LENGTH, _NEED = struct.Struct("<QQQ"), struct.Struct("<Q"), struct.Struct("<d")
+_OVERHEAD_BYTES = _CHECKSUM_BYTES + _NEED.size
+_LEAST_BYTES, _MOST_BYTES = 4 << 10, 4 << 20
+"""Bytes of the first piece, and of the longest."""
+_PIECE_S = 0.25
+"""Time that a piece takes on the line; an exchange waits for two of them at most."""
+_IN_FLIGHT = 2
+_PAUSE = 20
+"""Longest pause beside an exchange, in times of a piece: 5 % of the line are left to the joiner."""
+_ROUNDS, _JUDGED_S = 3, 10.0
+"""Rounds and seconds after which the line is compared with what the rounds need."""
 _MAX_PLAIN_BYTES = 64 << 20
+_POLL_S = 0.1
 _log = logging.getLogger("thinwire")
 
 
@@ -35,7 +53,6 @@ class StateMessage:
     plain: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     last: bool = False
-    waiting: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -54,9 +71,9 @@ class TransferContext(NamedTuple):
     key: bytes
     """Key of the checksums; empty if the run has no token."""
 
-    def channel(self, number: int, *, sending: bool) -> Channel:
-        """Return a channel to the other end of the transfer with this number."""
-        store = self.kv.store.under(f"copy/{number}")
+    def channel(self, number: int, part: int, *, sending: bool) -> Channel:
+        """Return a channel to the other end of this part of the transfer with this number."""
+        store = self.kv.store.under(f"copy/{number}/{part}")
         return Channel(store, sending=sending, timeout_s=self.timeout_s, endpoint=self.endpoint)
 
     def cloned(self) -> "TransferContext":
@@ -64,33 +81,156 @@ class TransferContext(NamedTuple):
         return self._replace(kv=self.kv.clone())
 
 
-class _Checksums:
-    """Checksums of the messages of one transfer, keyed if the run has a token."""
+@dataclass(frozen=True)
+class Part:
+    """Position of a donor's part of the state of a round."""
 
-    # a checksum covers number of the transfer and index of the message: nothing can be replayed,
-    # reordered, or sent to another joiner
+    index: int
+    count: int
+    state: str
+    """Counters of the round, as text, the same in all parts."""
 
-    def __init__(self, key: bytes, number: int) -> None:
-        self._key, self._number, self._count = key, number, 0
+    def views(self, flat: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the bytes of this part, as views of flat tensors."""
+        nbytes = sum(tensor.nbytes for tensor in flat.values())
+        limits = [nbytes * at // self.count for at in (self.index, self.index + 1)]
+        found, before = [], 0
+        for tensor in flat.values():
+            size = tensor.element_size()
+            start, end = (
+                min(max(-(-(limit - before) // size), 0), len(tensor)) for limit in limits
+            )
+            if start < end:
+                found.append(tensor[start:end].view(torch.uint8))
+            before += tensor.nbytes
+        return found
 
-    def add(self, content: bytes) -> bytes:
-        """Return the donor's next message with its checksum."""
-        return self._next(content) + content
 
-    def verify(self, message: bytes | bytearray) -> bytes:
-        """Return the content of the next message received."""
-        content = bytes(message[_CHECKSUM_BYTES:])
-        if not hmac.compare_digest(message[:_CHECKSUM_BYTES], self._next(content)):
+def flattened(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return each tensor in one dimension: a view if its memory allows."""
+    return {name: tensor.detach().reshape(-1) for name, tensor in tensors.items()}
+
+
+class _Line:
+    """Checksummed pieces over a channel; the other end acknowledges each of them."""
+
+    # a checksum covers number and part of the transfer, direction, and index of the piece: nothing
+    # can be replayed, reordered, or sent to another joiner
+
+    def __init__(self, context: TransferContext, number: int, part: int, *, sending: bool) -> None:
+        self._key, self._timeout_s = context.key, context.timeout_s
+        self._number, self._ends = number, (2 * part + sending, 2 * part + (not sending))
+        self._counts = [0, 0]
+        self._unacknowledged: deque[tuple[float, int]] = deque()
+        self._acknowledged_s = -math.inf
+        self._latency_s, self._second_bytes = math.inf, 0.0
+        self._piece_bytes, self._rest = _LEAST_BYTES, memoryview(b"")
+        self.nbytes, self.needed = 0, 0.0
+        """Bytes that the other end has, or that were received; bytes a second of the rounds."""
+        self._channel = context.channel(number, part, sending=sending)
+
+    def _send(self, content: Any = b"", then_bytes: int = 0) -> None:
+        message = bytearray(self._checksum(content, 0))
+        message += content
+        self._channel.send(message, then_bytes + _OVERHEAD_BYTES)
+
+    def _receive(self) -> memoryview:
+        message = self._channel.receive()
+        content = message[_CHECKSUM_BYTES:]
+        if not hmac.compare_digest(message[:_CHECKSUM_BYTES], self._checksum(content, 1)):
             raise PayloadCorrupt("the state from a member was damaged in transit: join again")
         return content
 
-    def _next(self, content: bytes) -> bytes:
-        checksum = hashlib.blake2b(
-            _POSITION.pack(self._number, self._count), digest_size=_CHECKSUM_BYTES, key=self._key
-        )
+    def _checksum(self, content: Any, end: int) -> bytes:
+        position = _POSITION.pack(self._number, self._ends[end], self._counts[end])
+        checksum = hashlib.blake2b(position, digest_size=_CHECKSUM_BYTES, key=self._key)
         checksum.update(content)
-        self._count += 1
+        self._counts[end] += 1
         return checksum.digest()
+
+    def send(self, content: Any, busy: Callable[[], bool] = lambda: False) -> None:
+        """Send a byte string, until it has arrived."""
+        length = _LENGTH.pack(len(content))
+        self.stream([length, memoryview(content)], len(length) + len(content), busy)
+
+    def stream(self, contents: Iterable[Any], left: int, busy: Callable[[], bool]) -> None:
+        """Send byte strings, `left` bytes in all, in pieces that fit the line, until they have
+        arrived; pause while the line is `busy` with something else.
+        """
+        piece = bytearray()
+        for content in contents:
+            at = 0
+            while at < len(content):
+                room, next_room = (size - _OVERHEAD_BYTES for size in self._channel.rooms)
+                more = content[at : at + room - len(piece)]
+                piece += more
+                at += len(more)
+                if len(piece) == min(room, left):
+                    left -= len(piece)
+                    then_bytes = min(self._piece_bytes, max(left - next_room, 0))
+                    self._send_piece(piece, then_bytes, busy)
+                    piece = bytearray()
+        self._drain(0)
+
+    def _send_piece(self, piece: bytearray, then_bytes: int, busy: Callable[[], bool]) -> None:
+        seconds = min(_PAUSE * len(piece) * self._second_bytes, self._timeout_s / 4)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and busy():
+            time.sleep(_POLL_S / 10)
+        self._unacknowledged.append((time.monotonic(), len(piece)))
+        self._send(_NEED.pack(self.needed) + piece, then_bytes)
+        self._drain(_IN_FLIGHT - 1)
+
+    def _drain(self, left: int) -> None:
+        """Wait until the other end has acknowledged all pieces but so many."""
+        while len(self._unacknowledged) > left:
+            self._receive()
+            now, (sent_s, nbytes) = time.monotonic(), self._unacknowledged.popleft()
+            taken_s = max(now - max(sent_s, self._acknowledged_s), 1e-6)
+            self._acknowledged_s, self.nbytes = now, self.nbytes + nbytes
+            self._latency_s = min(self._latency_s, now - sent_s)
+            if nbytes < self._piece_bytes // 2:  # it says nothing about the line
+                continue
+            before = self._second_bytes or taken_s / nbytes
+            self._second_bytes = 0.75 * before + 0.25 * taken_s / nbytes
+            # two pieces fill a line of any latency
+            seconds = min(max(_PIECE_S, 2 * self._latency_s), self._timeout_s / 4)
+            least, most = max(self._piece_bytes // 2, _LEAST_BYTES), 2 * self._piece_bytes
+            self._piece_bytes = max(
+                min(int(seconds / self._second_bytes), most, _MOST_BYTES), least
+            )
+
+    def fill(self, targets: Iterable[Tensor]) -> None:
+        """Write what is streamed into bytes of tensors, in their order."""
+        for target in targets:
+            at = 0
+            while at < len(target):
+                if not self._rest:
+                    piece = self._receive()
+                    self._send()
+                    (self.needed,) = _NEED.unpack(piece[: _NEED.size])
+                    self._rest = piece[_NEED.size :]
+                    self.nbytes += len(self._rest)
+                taken, self._rest = self._rest[: len(target) - at], self._rest[len(target) - at :]
+                target[at : at + len(taken)].copy_(torch.frombuffer(taken, dtype=torch.uint8))
+                at += len(taken)
+
+    def receive(self, max_bytes: int) -> bytearray:
+        """Return the next byte string of the other end's `send`."""
+        (nbytes,) = _LENGTH.unpack(self._taken(_LENGTH.size))
+        if nbytes > max_bytes:
+            raise PayloadCorrupt(f"a message of {nbytes} bytes, more than the {max_bytes} allowed")
+        return self._taken(nbytes)
+
+    def _taken(self, nbytes: int) -> bytearray:
+        content = bytearray(nbytes)
+        if nbytes:
+            self.fill([torch.frombuffer(content, dtype=torch.uint8)])
+        return content
+
+    def close(self) -> None:
+        """Close the channel."""
+        self._channel.close()
 
 
 def handoff_number(generation: int, rank: int) -> int:
@@ -99,15 +239,27 @@ def handoff_number(generation: int, rank: int) -> int:
 
 
 class Donor:
-    """Thread that sends one recipient a state and the update of every round after it, in order."""
+    """Thread that sends a part of a state, and then messages in order, to one recipient."""
 
-    def __init__(self, context: TransferContext, number: int, joiner: str, *, own_id: str) -> None:
-        self.number, self.joiner = number, joiner
-        self._context, self._own_id = context, own_id
-        self._checksums = _Checksums(context.key, number)
+    def __init__(
+        self,
+        context: TransferContext,
+        number: int,
+        joiner: str,
+        *,
+        own_id: str,
+        part: Part | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
+        busy: Callable[[], bool] = lambda: False,
+    ) -> None:
+        # `tensors` change later: this part of them is copied
+        self.number, self.joiner, self.part = number, joiner, part or Part(0, 1, "")
+        self._context, self._own_id, self._busy = context, own_id, busy
+        views = None if tensors is None else self.part.views(flattened(tensors))
+        self._copies = None if views is None else [view.to("cpu", copy=True) for view in views]
         self._messages: deque[StateMessage | None] = deque()
         self._changed = threading.Condition()
-        self._state_bytes = 0
+        self._began_s, self._rounds, self._round_bytes, self._needed = time.monotonic(), 0, 0, 0.0
         self._thread = threading.Thread(target=self._run, name="thinwire-donor", daemon=True)
         self._thread.start()
 
@@ -116,20 +268,13 @@ class Donor:
         """True until the transfer has ended or failed."""
         return self._thread.is_alive()
 
-    @property
-    def behind(self) -> bool:
-        """True if the waiting messages are larger than a full state, which should replace them."""
-        with self._changed:
-            waiting = [message for message in self._messages if message is not None]
-        return bool(waiting) and sum(message.nbytes for message in waiting) > self._state_bytes
-
     def enqueue(self, message: StateMessage) -> None:
-        """Send a message after the waiting ones. A full state replaces them."""
+        """Send a message after the waiting ones."""
         with self._changed:
-            if message.kind == "state":
-                self._messages.clear()
-                self._state_bytes = message.nbytes
             self._messages.append(message)
+            self._rounds, self._round_bytes = self._rounds + 1, self._round_bytes + message.nbytes
+            if self._rounds > _ROUNDS:
+                self._needed = self._round_bytes / (time.monotonic() - self._began_s)
             self._changed.notify()
 
     def close(self, limit_s: float = 0.0) -> None:
@@ -139,58 +284,208 @@ class Donor:
             self._changed.notify()
         self._thread.join(limit_s)
 
-    def _next(self) -> tuple[StateMessage | None, int]:
-        """Return the next message and the number of those behind it."""
-        # a heartbeat if there is none for long: a round may take longer than the time-out
+    def _next(self, *, idle: bool) -> StateMessage | None:
+        # a message that nothing waits, also where there is none for long: a round may take longer
+        # than the time-out
         with self._changed:
-            if not self._messages:
+            if not self._messages and idle:
                 self._changed.wait(self._context.timeout_s / _BEATS_PER_TIMEOUT)
-            if not self._messages:
-                return StateMessage(_ALIVE, {}, {}), 0
-            return self._messages.popleft(), len(self._messages)
+            return self._messages.popleft() if self._messages else StateMessage(_ALIVE, {}, {})
 
     def _run(self) -> None:
         try:
-            context = self._context.cloned()
-            context.kv.put(f"donor/{self.number}", {"id": self._own_id})
-            channel = context.channel(self.number, sending=True)
+            context, part = self._context.cloned(), self.part
+            if part.index == 0:
+                found = {"id": self._own_id, "parts": part.count}
+                context.kv.put(f"donor/{self.number}", found)
+            line = _Line(context, self.number, part.index, sending=True)
             try:
-                while True:
-                    message, waiting = self._next()
-                    if message is None:
-                        break
-                    plain = {"kind": message.kind, "last": message.last, "waiting": waiting}
-                    plain |= message.plain
-                    channel.send(self._checksums.add(json.dumps(plain).encode()))
-                    tensors = {name: t.contiguous() for name, t in message.tensors.items()}
-                    channel.send(self._checksums.add(safetensors.torch.save(tensors)))
-                    if message.last:
-                        break
+                if self._copies is not None:
+                    self._send_state(line, self._copies)
+                if part.index == 0:
+                    self._send_messages(line)
             finally:
-                channel.close()
+                line.close()
         except (ThinwireError, RuntimeError) as error:
             _log.warning("joiner %d was lost while it received the state: %s", self.number, error)
 
+    def _send_state(self, line: _Line, copies: list[Tensor]) -> None:
+        digests = [_digest(copy) for copy in copies]
+        line.send(json.dumps({"state": self.part.state, "digests": digests}).encode())
+        missing = json.loads(line.receive(_MAX_PLAIN_BYTES))
+        copies[:] = [copies[index] for index in missing][::-1]
+
+        def contents() -> Iterable[Any]:
+            while copies:
+                line.needed = self._needed
+                yield copies.pop().numpy().data
+
+        line.stream(contents(), sum(copy.nbytes for copy in copies), self._busy)
+
+    def _send_messages(self, line: _Line) -> None:
+        idle = True
+        while (message := self._next(idle=idle)) is not None:
+            idle, line.needed = message.kind == _ALIVE, self._needed
+            plain = {"kind": message.kind, "last": message.last, **message.plain}
+            tensors = {name: t.contiguous() for name, t in message.tensors.items()}
+            line.send(json.dumps(plain).encode(), self._busy)
+            line.send(safetensors.torch.save(tensors), self._busy)
+            if message.last:
+                break
+
+
+def _digest(view: Tensor) -> str:
+    return hashlib.blake2b(view.cpu().numpy().data, digest_size=_CHECKSUM_BYTES).hexdigest()
+
 
 class Recipient:
-    """Receiving end of a transfer."""
+    """Receiving end of one donor's transfer."""
 
-    def __init__(self, context: TransferContext, number: int) -> None:
-        self._checksums = _Checksums(context.key, number)
-        self._channel = context.channel(number, sending=False)
+    def __init__(self, context: TransferContext, number: int, part: int = 0) -> None:
+        self.line = _Line(context, number, part, sending=False)
+        self.idle = False
+        """True if all that the donor had when it last said so has been received."""
+        self.wanted_bytes: int | None = None
+        """Bytes of the donor's part that differ here, once they are known."""
+
+    def receive_state(self, part: Part, flat: Mapping[str, Tensor]) -> str:
+        """Write the donor's part into flat tensors, where it differs; return its counters."""
+        views = part.views(flat)
+        header = json.loads(self.line.receive(_MAX_PLAIN_BYTES))
+        digests: Sequence[str] = header["digests"]
+        if len(digests) != len(views):
+            raise PayloadCorrupt(f"a member sends {len(digests)} tensors instead of {len(views)}")
+        missing = [at for at, view in enumerate(views) if digests[at] != _digest(view)]
+        self.wanted_bytes = sum(views[at].nbytes for at in missing)
+        self.line.send(json.dumps(missing).encode())
+        self.line.fill(views[at] for at in missing)
+        return str(header["state"])
 
     def receive(self, max_bytes: int) -> StateMessage:
-        """Return the next message, skipping heartbeats."""
+        """Return the next message, skipping those that say that there is none."""
         while True:
-            plain = json.loads(self._checksums.verify(self._channel.receive(_MAX_PLAIN_BYTES)))
-            content = self._checksums.verify(self._channel.receive(max_bytes))
-            kind, last, waiting = (plain.pop(key) for key in ("kind", "last", "waiting"))
+            plain = json.loads(self.line.receive(_MAX_PLAIN_BYTES))
+            kind, last = plain.pop("kind"), plain.pop("last")
+            self.idle = kind == _ALIVE
+            content = self.line.receive(max_bytes)
             if kind != _ALIVE:
-                return StateMessage(kind, plain, safetensors.torch.load(content), last, waiting)
+                return StateMessage(kind, plain, safetensors.torch.load(bytes(content)), last)
 
     def close(self) -> None:
         """Close the channel."""
-        self._channel.close()
+        self.line.close()
+
+
+class Download:
+    """State of a round, from several donors at once, and the message of each round since."""
+
+    def __init__(
+        self,
+        context: TransferContext,
+        number: int,
+        count: int,
+        tensors: Mapping[str, Tensor],
+        max_bytes: int,
+    ) -> None:
+        self._tensors, self._flat = tensors, flattened(tensors)
+        self._recipients: list[Recipient | None] = [None] * count
+        self._arrived: queue.SimpleQueue[StateMessage | str | Exception] = queue.SimpleQueue()
+        self._messages: deque[StateMessage] = deque()
+        self._states: list[str] = []
+        self._max_bytes, self._closed = max_bytes, False
+        self._progress: Progress | None = None
+        self._since: tuple[float, int] | None = None
+        for index in range(count):
+            arguments = context, number, Part(index, count, "")
+            threading.Thread(
+                target=self._run, args=arguments, name="thinwire-recipient", daemon=True
+            ).start()
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes received so far."""
+        return sum(recipient.line.nbytes for recipient in self._recipients if recipient)
+
+    @property
+    def state_bytes(self) -> int | None:
+        """Bytes of the state that this process lacked, once they are known."""
+        wanted = [one.wanted_bytes if one else None for one in self._recipients]
+        known = [nbytes for nbytes in wanted if nbytes is not None]
+        return sum(known) if len(known) == len(wanted) else None
+
+    def _run(self, context: TransferContext, number: int, part: Part) -> None:
+        try:
+            recipient = Recipient(context.cloned(), number, part.index)
+            self._recipients[part.index] = recipient
+            try:
+                self._arrived.put(recipient.receive_state(part, self._flat))
+                last = part.index > 0
+                while not last and not self._closed:
+                    message = recipient.receive(self._max_bytes)
+                    self._arrived.put(message)
+                    last = message.last
+            finally:
+                recipient.close()
+        except (ThinwireError, RuntimeError) as error:
+            self._arrived.put(error)
+
+    def next(self, *, wait: bool) -> StateMessage | None:
+        """Return the next message to apply; without `wait` None if the donor has no other one."""
+        while True:
+            complete = len(self._states) == len(self._recipients)
+            first = self._recipients[0]
+            idle = first is not None and first.idle and self._arrived.empty()
+            if complete and self._messages:
+                return self._messages.popleft()
+            if complete and idle and not wait:
+                return None
+            if not wait:
+                self._report()
+            try:
+                arrived = self._arrived.get(timeout=_POLL_S)
+            except queue.Empty:
+                continue
+            if isinstance(arrived, Exception):
+                raise arrived
+            if isinstance(arrived, StateMessage):
+                self._messages.append(arrived)
+                continue
+            self._states.append(arrived)
+            if len(set(self._states)) > 1:
+                raise PayloadCorrupt("members sent states of different rounds: join again")
+            if len(self._states) == len(self._recipients):
+                self._since = None  # from here on rounds alone are received
+                for name, flat in self._flat.items():
+                    if flat.data_ptr() != self._tensors[name].data_ptr():
+                        self._tensors[name].copy_(flat.view_as(self._tensors[name]))
+
+    def _report(self) -> None:
+        """Log the progress; raise if the rounds send more than the line carries."""
+        first, now, received = self._recipients[0], time.monotonic(), self.received_bytes
+        wanted = self.state_bytes
+        if wanted is None or first is None:
+            return
+        if self._progress is None:
+            self._progress, self._logged = Progress("receiving the state of the run", wanted), 0
+        if received > self._logged and len(self._states) < len(self._recipients):
+            self._progress.add(received - self._logged)
+            self._logged = received
+        began_s, before = self._since = self._since or (now, received)
+        rate = (received - before) / max(now - began_s, 1e-6)
+        if now - began_s > _JUDGED_S and first.line.needed > rate:
+            raise LineTooSlow(
+                f"this member cannot catch up with the run: its rounds send "
+                f"{8e-6 * first.line.needed:.3g} Mbit/s, and {8e-6 * rate:.3g} Mbit/s arrived here "
+                f"over the last {now - began_s:.0f} s. Average less often (k_steps) or compress "
+                "more, or join over a faster line"
+            )
+
+    def close(self) -> None:
+        """Close the connections, which ends the threads."""
+        self._closed = True
+        for recipient in self._recipients:
+            if recipient is not None:
+                recipient.close()
 
 
 class IncomingHandoff:
