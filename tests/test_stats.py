@@ -41,6 +41,10 @@ NAMES = {
     "lost_regrouping",
     "lost_joining",
     "lost_saving",
+    "joining_bytes",
+    "joining_total_bytes",
+    "joining_bit_s",
+    "joining_left_s",
 }
 
 

@@ -30,6 +30,10 @@ def numbers(
     lost_regrouping: float = 0.0,
     lost_joining: float = 0.0,
     lost_saving: float = 0.0,
+    joining_bytes: float = 0.0,
+    joining_total_bytes: float = 0.0,
+    joining_bit_s: float = 0.0,
+    joining_left_s: float = 0.0,
 ) -> dict[str, float]:
     """Return the statistics of an engine, of local updates, or of an optimizer that exchanges.
 
@@ -65,6 +69,10 @@ def numbers(
         lost_joining: Share that went to the copy of the state to this process, a joiner, and to its
             admission.
         lost_saving: Share that went to writing checkpoints.
+        joining_bytes: Bytes of the run's state that this process, a joiner, has received.
+        joining_total_bytes: Bytes of that state that differed here.
+        joining_bit_s: Rate at which they come, in bits per second.
+        joining_left_s: Seconds until the rest is here.
 
     Returns:
         All of these by name, and `ratio`, bytes_dense / bytes_sent: larger is better, infinite if
@@ -96,6 +104,10 @@ def numbers(
         "lost_regrouping": lost_regrouping,
         "lost_joining": lost_joining,
         "lost_saving": lost_saving,
+        "joining_bytes": joining_bytes,
+        "joining_total_bytes": joining_total_bytes,
+        "joining_bit_s": joining_bit_s,
+        "joining_left_s": joining_left_s,
     }
 
 

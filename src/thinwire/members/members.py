@@ -415,6 +415,11 @@ class Members:
         if not self._membership.is_admitted():
             raise PeerStalled("the membership changed while this member was being admitted")
 
+    @property
+    def _joining(self) -> Mapping[str, float]:
+        """Progress of the copy of the state to this process, as in `stats`; empty if none."""
+        return {} if self._download is None else self._download.stats
+
     def _wait_for_donor(self, number: int) -> int:
         """Return the number of donors once they send."""
         began = logged = time.monotonic()

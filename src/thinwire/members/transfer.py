@@ -33,7 +33,7 @@ _POSITION, _LENGTH, _NEED = struct.Struct("<QQQ"), struct.Struct("<Q"), struct.S
 _OVERHEAD_BYTES = _CHECKSUM_BYTES + _NEED.size
 _LEAST_BYTES, _MOST_BYTES = 4 << 10, 4 << 20
 """Bytes of the first piece, and of the longest."""
-_PIECE_S = 0.25
+_PIECE_S = 0.1
 """Time that a piece takes on the line; an exchange waits for two of them at most."""
 _IN_FLIGHT = 2
 _PAUSE = 20
@@ -117,7 +117,14 @@ class _Line:
     # a checksum covers number and part of the transfer, direction, and index of the piece: nothing
     # can be replayed, reordered, or sent to another joiner
 
-    def __init__(self, context: TransferContext, number: int, part: int, *, sending: bool) -> None:
+    def __init__(
+        self,
+        context: TransferContext,
+        number: int,
+        part: int,
+        needed: Callable[[], float] | None = None,
+    ) -> None:
+        sending, self._needed = needed is not None, needed or float
         self._key, self._timeout_s = context.key, context.timeout_s
         self._number, self._ends = number, (2 * part + sending, 2 * part + (not sending))
         self._counts = [0, 0]
@@ -148,12 +155,14 @@ class _Line:
         self._counts[end] += 1
         return checksum.digest()
 
-    def send(self, content: Any, busy: Callable[[], bool] = lambda: False) -> None:
-        """Send a byte string, until it has arrived."""
-        length = _LENGTH.pack(len(content))
-        self.stream([length, memoryview(content)], len(length) + len(content), busy)
+    def send(self, content: bytes) -> None:
+        """Send a byte string."""
+        whole = _LENGTH.pack(len(content)) + content
+        self.stream([whole], len(whole))
 
-    def stream(self, contents: Iterable[Any], left: int, busy: Callable[[], bool]) -> None:
+    def stream(
+        self, contents: Iterable[Any], left: int, busy: Callable[[], bool] = lambda: False
+    ) -> None:
         """Send byte strings, `left` bytes in all, in pieces that fit the line, until they have
         arrived; pause while the line is `busy` with something else.
         """
@@ -178,7 +187,7 @@ class _Line:
         while time.monotonic() < until and busy():
             time.sleep(_POLL_S / 10)
         self._unacknowledged.append((time.monotonic(), len(piece)))
-        self._send(_NEED.pack(self.needed) + piece, then_bytes)
+        self._send(_NEED.pack(self._needed()) + piece, then_bytes)
         self._drain(_IN_FLIGHT - 1)
 
     def _drain(self, left: int) -> None:
@@ -284,13 +293,16 @@ class Donor:
             self._changed.notify()
         self._thread.join(limit_s)
 
-    def _next(self, *, idle: bool) -> StateMessage | None:
+    def _next(self, *, idle: bool) -> list[StateMessage | None]:
         # a message that nothing waits, also where there is none for long: a round may take longer
         # than the time-out
         with self._changed:
             if not self._messages and idle:
                 self._changed.wait(self._context.timeout_s / _BEATS_PER_TIMEOUT)
-            return self._messages.popleft() if self._messages else StateMessage(_ALIVE, {}, {})
+            found: list[StateMessage | None] = []
+            while self._messages and sum(one.nbytes for one in found if one) < _MOST_BYTES:
+                found.append(self._messages.popleft())
+            return found or [StateMessage(_ALIVE, {}, {})]
 
     def _run(self) -> None:
         try:
@@ -298,7 +310,7 @@ class Donor:
             if part.index == 0:
                 found = {"id": self._own_id, "parts": part.count}
                 context.kv.put(f"donor/{self.number}", found)
-            line = _Line(context, self.number, part.index, sending=True)
+            line = _Line(context, self.number, part.index, lambda: self._needed)
             try:
                 if self._copies is not None:
                     self._send_state(line, self._copies)
@@ -317,21 +329,24 @@ class Donor:
 
         def contents() -> Iterable[Any]:
             while copies:
-                line.needed = self._needed
                 yield copies.pop().numpy().data
 
         line.stream(contents(), sum(copy.nbytes for copy in copies), self._busy)
 
     def _send_messages(self, line: _Line) -> None:
-        idle = True
-        while (message := self._next(idle=idle)) is not None:
-            idle, line.needed = message.kind == _ALIVE, self._needed
-            plain = {"kind": message.kind, "last": message.last, **message.plain}
-            tensors = {name: t.contiguous() for name, t in message.tensors.items()}
-            line.send(json.dumps(plain).encode(), self._busy)
-            line.send(safetensors.torch.save(tensors), self._busy)
-            if message.last:
-                break
+        idle, ended = True, False
+        while not ended:
+            found = self._next(idle=idle)
+            messages = [message for message in found if message is not None]
+            ended = None in found or any(message.last for message in messages)
+            idle = [one.kind for one in messages] == [_ALIVE]
+            contents: list[bytes] = []
+            for one in messages:
+                plain = json.dumps({"kind": one.kind, "last": one.last, **one.plain}).encode()
+                tensors = {name: tensor.contiguous() for name, tensor in one.tensors.items()}
+                for content in (plain, safetensors.torch.save(tensors)):
+                    contents += [_LENGTH.pack(len(content)), content]
+            line.stream(map(memoryview, contents), sum(map(len, contents)), self._busy)
 
 
 def _digest(view: Tensor) -> str:
@@ -342,7 +357,7 @@ class Recipient:
     """Receiving end of one donor's transfer."""
 
     def __init__(self, context: TransferContext, number: int, part: int = 0) -> None:
-        self.line = _Line(context, number, part, sending=False)
+        self.line = _Line(context, number, part)
         self.idle = False
         """True if all that the donor had when it last said so has been received."""
         self.wanted_bytes: int | None = None
@@ -395,6 +410,9 @@ class Download:
         self._max_bytes, self._closed = max_bytes, False
         self._progress: Progress | None = None
         self._since: tuple[float, int] | None = None
+        names = "joining_bytes", "joining_total_bytes", "joining_bit_s", "joining_left_s"
+        self.stats: dict[str, float] = dict.fromkeys(names, 0.0)
+        """Bytes of the state received, and of all that differed here; rate; seconds left."""
         for index in range(count):
             arguments = context, number, Part(index, count, "")
             threading.Thread(
@@ -405,13 +423,6 @@ class Download:
     def received_bytes(self) -> int:
         """Bytes received so far."""
         return sum(recipient.line.nbytes for recipient in self._recipients if recipient)
-
-    @property
-    def state_bytes(self) -> int | None:
-        """Bytes of the state that this process lacked, once they are known."""
-        wanted = [one.wanted_bytes if one else None for one in self._recipients]
-        known = [nbytes for nbytes in wanted if nbytes is not None]
-        return sum(known) if len(known) == len(wanted) else None
 
     def _run(self, context: TransferContext, number: int, part: Part) -> None:
         try:
@@ -450,9 +461,10 @@ class Download:
             if isinstance(arrived, StateMessage):
                 self._messages.append(arrived)
                 continue
-            self._states.append(arrived)
-            if len(set(self._states)) > 1:
+            if len({*self._states, arrived}) > 1:
                 raise PayloadCorrupt("members sent states of different rounds: join again")
+            self._report()
+            self._states.append(arrived)
             if len(self._states) == len(self._recipients):
                 self._since = None  # from here on rounds alone are received
                 for name, flat in self._flat.items():
@@ -460,18 +472,21 @@ class Download:
                         self._tensors[name].copy_(flat.view_as(self._tensors[name]))
 
     def _report(self) -> None:
-        """Log the progress; raise if the rounds send more than the line carries."""
+        """Count and log the progress; raise if the rounds send more than the line carries."""
         first, now, received = self._recipients[0], time.monotonic(), self.received_bytes
-        wanted = self.state_bytes
-        if wanted is None or first is None:
+        wanted = [one.wanted_bytes for one in self._recipients if one]
+        if first is None or None in wanted or len(wanted) < len(self._recipients):
             return
-        if self._progress is None:
-            self._progress, self._logged = Progress("receiving the state of the run", wanted), 0
-        if received > self._logged and len(self._states) < len(self._recipients):
-            self._progress.add(received - self._logged)
-            self._logged = received
         began_s, before = self._since = self._since or (now, received)
         rate = (received - before) / max(now - began_s, 1e-6)
+        if len(self._states) < len(self._recipients):
+            total = sum(nbytes for nbytes in wanted if nbytes is not None)
+            left_s = max(total - received, 0) / rate if rate else 0.0
+            self._progress = self._progress or Progress("receiving the state of the run", total)
+            if received > self.stats["joining_bytes"]:
+                self._progress.add(received - self.stats["joining_bytes"])
+            counts = received, total, 8 * rate, left_s
+            self.stats = dict(zip(self.stats, counts, strict=True))
         if now - began_s > _JUDGED_S and first.line.needed > rate:
             raise LineTooSlow(
                 f"this member cannot catch up with the run: its rounds send "
