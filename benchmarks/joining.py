@@ -96,9 +96,9 @@ def train(rank: int, case: Case, namespace: int, place: Any, flag: str, answers:
                 before = peak_bytes()
             with sync:
                 found["entered_s"] = time.monotonic() - begun_s
-                found["stats"] = sync.stats()
+                found |= {"stats": sync.stats(), "grown": peak_bytes() - before}
                 last = None
-                while last is None or sync.step < last:
+                while not members.left and (last is None or sync.step < last):
                     time.sleep(case.round_s)
                     net.weight.grad = torch.full_like(net.weight, 1e-3 * (1 + rank))
                     begin_s = time.perf_counter()
@@ -110,14 +110,15 @@ def train(rank: int, case: Case, namespace: int, place: Any, flag: str, answers:
                         before = before or peak_bytes()
                     if members.size > FOUNDERS and last is None:
                         last = sync.step + AFTER
-                    if Path(flag + ".end").exists() and last is None:
+                    if Path(flag + ".end").exists():
                         members.leave()
-                        last = sync.step + 2
     except ThinwireError as error:
         found["error"] = f"{type(error).__name__}: {error}"
         found["entered_s"] = time.monotonic() - begun_s
         Path(flag + ".end").touch()
-    found |= {"rounds": rounds, "sizes": sizes, "seen": seen, "grown": peak_bytes() - before}
+    if rank < FOUNDERS:
+        found["grown"] = peak_bytes() - before
+    found |= {"rounds": rounds, "sizes": sizes, "seen": seen}
     answers.put(found)
 
 
@@ -185,7 +186,7 @@ def judged(case: Case, link: Link, found: list[Any]) -> dict[str, Any]:
         "ratio": round(joiner["entered_s"] / line_s, 3),
         "received_states": round(copied / case.state_bytes, 3),
         "rounds_slower": round(max(slower), 3),
-        "grown_states": [round(one["grown"] / case.state_bytes, 2) for one in found],
+        "grown_states": [round(one.get("grown", 0) / case.state_bytes, 2) for one in found],
         "progress": [one for one in joiner["seen"] if one["joining_bytes"]][-1:],
         "error": joiner.get("error", ""),
     }

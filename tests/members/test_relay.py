@@ -27,6 +27,7 @@ from tests.api import (
     Donor,
     KeyValueView,
     Kind,
+    Part,
     Recipient,
     RelayClient,
     StateMessage,
@@ -469,9 +470,14 @@ def test_a_state_that_was_sent_has_arrived(monkeypatch: pytest.MonkeyPatch) -> N
     with relay_alone() as place, tapped(slow):
         way = TransferContext(kv, place, PATIENCE_S, b"")
         monkeypatch.setattr(TransferContext, "cloned", lambda self: self)
-        donor = Donor(way, 0, "ann", own_id="bob")
+        donor = Donor(way, 0, "ann", own_id="bob", part=Part(0, 1, ""), tensors={})
         recipient = Recipient(way, 0)
-        thread = threading.Thread(target=lambda: received.append(recipient.receive(8 << 20)))
+
+        def receive() -> None:
+            recipient.receive_state(donor.part, {})
+            received.append(recipient.receive(8 << 20))
+
+        thread = threading.Thread(target=receive)
         thread.start()
         donor.enqueue(StateMessage("own", {}, sent))
         donor.close(PATIENCE_S)

@@ -45,8 +45,10 @@ def both_ends(timeout_s: float, number: int = 0, key: bytes = b"k" * 32) -> tupl
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LIMIT_S), wait_for_workers=False)
     kv = KeyValueView(AuthenticatedStore(store, b"s" * 32))
     way = TransferContext(kv, LOOPBACK, timeout_s, b"k" * 32)
-    donor = Donor(way, number, "ann", own_id="bob")
-    return donor, Recipient(way.cloned()._replace(key=key), number)
+    donor = Donor(way, number, "ann", own_id="bob", part=Part(0, 1, ""), tensors={})
+    recipient = Recipient(way.cloned()._replace(key=key), number)
+    recipient.receive_state(donor.part, {})
+    return donor, recipient
 
 
 def tensors(value: float) -> dict[str, torch.Tensor]:
@@ -114,12 +116,11 @@ def test_joiner_that_never_catches_up_is_given_both_rates(monkeypatch: pytest.Mo
     send = transfer.Channel.send
 
     def slow(line: transfer.Channel, *message: Any) -> None:
-        time.sleep(0.01)
+        time.sleep(len(message[0]) / 10e6)
         send(line, *message)
 
     monkeypatch.setattr(transfer.Channel, "send", slow)
     monkeypatch.setattr(transfer, "_JUDGED_S", 0.2)
-    monkeypatch.setattr(transfer, "_MOST_BYTES", 8 << 10)
     download, _ = copied(["round 7"], rounds=12)
     with pytest.raises(LineTooSlow, match=r"rounds send \S+ Mbit/s, and \S+ Mbit/s arrived"):
         while download.next(wait=False) is not None:

@@ -89,19 +89,22 @@ class JoinerState:
         """Take the state of a donor; see `SharedState`."""
         if given.kind == "round":
             self._replay(given)
-        averaging, counters = self._averager.averaging, self._averager.counters
         self._averager.other_buffers.take_(given.tensors)
-        tensors = self._averager.tensors
+        self._averager.when.load({**given.plain["counters"], **given.plain["interval"]})
+        if given.last:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Continue from the shared state: no residuals, parameters at their anchors."""
+        averaging, tensors = self._averager.averaging, self._averager.tensors
         tensors.forget_common()
         for kind in self._own_kinds():
             for tensor in averaging.kept[kind].values():
                 tensor.zero_()
-        targets = [*tensors.params.items(), *tensors.weight_copies().items()]
-        for name, target in targets:
+        for name, target in [*tensors.params.items(), *tensors.weight_copies().items()]:
             real_view(target).copy_(averaging.anchors[name])
-        self._averager.when.load({**given.plain["counters"], **given.plain["interval"]})
         if self._averager.digest is not None:
-            self._averager.digest.start_from(counters.step)
+            self._averager.digest.start_from(self._averager.counters.step)
         self._averager.duplicates.skip()
         if self._averager.work is not None:
             self._averager.work.begin()

@@ -34,7 +34,6 @@ from thinwire.members.transfer import (
     MOST_DONORS,
     Donor,
     Download,
-    IncomingHandoff,
     Part,
     StateMessage,
     TransferContext,
@@ -127,7 +126,7 @@ class Members:
         self._callbacks: list[Callable[[Members], None]] = []
         self._group.on_rebind.append(self._notify)
         self._donors: list[Donor] = []
-        self._incoming_handoffs: list[IncomingHandoff] = []
+        self._incoming_handoffs: list[tuple[Download, float]] = []
         self._download: Download | None = None
         self._leaving = self._has_state = self.left = False
         self._outgoing_handoff: Donor | None = None
@@ -249,18 +248,14 @@ class Members:
             number = handoff_number(now.number, now.ids.index(leaving_id))
             if remaining[0] == self.id:
                 factor = size / now.size  # its share of the mean over all members stays the same
-                self._incoming_handoffs.append(
-                    IncomingHandoff(
-                        self._transfer_context, number, factor, max_bytes=state.max_bytes
-                    )
-                )
+                download = Download(self._transfer_context, number, 1, {}, state.max_bytes)
+                self._incoming_handoffs.append((download, factor))
             if leaving_id == self.id:
-                self._outgoing_handoff = Donor(
-                    self._transfer_context, number, remaining[0], own_id=self.id
-                )
-                own = state.own_state() or StateMessage("own", {}, {})
-                self._outgoing_handoff.enqueue(replace(own, plain={"of": self.id}))
-                self._outgoing_handoff.close()
+                where, nothing = (self._transfer_context, number, remaining[0]), Part(0, 1, "")
+                donor = Donor(*where, own_id=self.id, part=nothing, tensors={})
+                own, self._outgoing_handoff = state.own_state(), donor
+                own = own or StateMessage("own", {}, {})
+                donor.enqueue(replace(own, plain={"of": self.id}, last=True))
 
     def _notify(self) -> None:
         for callback in self._callbacks:
@@ -475,13 +470,15 @@ class Members:
         for number, joiner in agreed.get("assign", []):
             self._membership.donor_assigned(number)
             self._donate(state, number, joiner, remaining)
-        done = [handoff for handoff in self._incoming_handoffs if not handoff.alive]
-        self._incoming_handoffs = [
-            handoff for handoff in self._incoming_handoffs if handoff not in done
-        ]
-        for handoff in done:
-            if handoff.message is not None:
-                state.add_handoff(handoff.message, handoff.factor)
+        for handoff in [one for one in self._incoming_handoffs if not one[0].alive]:
+            self._incoming_handoffs.remove(handoff)
+            try:
+                message = handoff[0].next(wait=True)
+            except (ThinwireError, RuntimeError) as error:
+                _log.warning("the handoff of a leaving member was lost: %s", error)
+            else:
+                assert message is not None, "waited for"
+                state.add_handoff(message, handoff[1])
         if admitted or leaving_ids:
             if leaving_ids and remaining:
                 self._hand_over(state, leaving_ids, remaining, now, len(remaining) + len(admitted))

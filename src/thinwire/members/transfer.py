@@ -1,12 +1,9 @@
 """Transfer of the run's state from donors to a joiner, while the members train on."""
 
 import hashlib
-import hmac
 import json
 import logging
-import math
 import queue
-import struct
 import threading
 import time
 from collections import deque
@@ -22,25 +19,16 @@ from thinwire.comm.channel import Channel
 from thinwire.comm.relay import RelayEndpoint
 from thinwire.comm.waiting import Progress
 from thinwire.errors import LineTooSlow, PayloadCorrupt, ThinwireError
+from thinwire.exchange.line import CHECKSUM_BYTES, LENGTH, Line
 from thinwire.members.kv import KeyValueView
 
 MOST_DONORS = 4
 """Most members that send one joiner a part of the state each."""
-_CHECKSUM_BYTES = 16
 _ALIVE, _BEATS_PER_TIMEOUT = "alive", 4
 """Kind of the message that says that nothing waits, and the number of them within one time-out."""
-_POSITION, _LENGTH, _NEED = struct.Struct("<QQQ"), struct.Struct("<Q"), struct.Struct("<d")
-_OVERHEAD_BYTES = _CHECKSUM_BYTES + _NEED.size
-_LEAST_BYTES, _MOST_BYTES = 4 << 10, 4 << 20
-"""Bytes of the first piece, and of the longest."""
-_PIECE_S = 0.1
-"""Time that a piece takes on the line; an exchange waits for two of them at most."""
-_IN_FLIGHT = 2
-_PAUSE = 20
-"""Longest pause beside an exchange, in times of a piece: 5 % of the line are left to the joiner."""
 _ROUNDS, _JUDGED_S = 3, 10.0
 """Rounds and seconds after which the line is compared with what the rounds need."""
-_MAX_PLAIN_BYTES = 64 << 20
+_MAX_PLAIN_BYTES, _BATCH_BYTES = 64 << 20, 4 << 20
 _POLL_S = 0.1
 _log = logging.getLogger("thinwire")
 
@@ -71,10 +59,13 @@ class TransferContext(NamedTuple):
     key: bytes
     """Key of the checksums; empty if the run has no token."""
 
-    def channel(self, number: int, part: int, *, sending: bool) -> Channel:
-        """Return a channel to the other end of this part of the transfer with this number."""
-        store = self.kv.store.under(f"copy/{number}/{part}")
-        return Channel(store, sending=sending, timeout_s=self.timeout_s, endpoint=self.endpoint)
+    def line(self, number: int, part: int, needed: Callable[[], float] | None = None) -> Line:
+        """Return a line to the other end of this part of the transfer with this number."""
+        store, timeout_s = self.kv.store.under(f"copy/{number}/{part}"), self.timeout_s
+        channel = Channel(
+            store, sending=needed is not None, timeout_s=timeout_s, endpoint=self.endpoint
+        )
+        return Line(channel, self.key, number, part, timeout_s, needed)
 
     def cloned(self) -> "TransferContext":
         """Return the same context with a connection of its own, for another thread."""
@@ -111,137 +102,6 @@ def flattened(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().reshape(-1) for name, tensor in tensors.items()}
 
 
-class _Line:
-    """Checksummed pieces over a channel; the other end acknowledges each of them."""
-
-    # a checksum covers number and part of the transfer, direction, and index of the piece: nothing
-    # can be replayed, reordered, or sent to another joiner
-
-    def __init__(
-        self,
-        context: TransferContext,
-        number: int,
-        part: int,
-        needed: Callable[[], float] | None = None,
-    ) -> None:
-        sending, self._needed = needed is not None, needed or float
-        self._key, self._timeout_s = context.key, context.timeout_s
-        self._number, self._ends = number, (2 * part + sending, 2 * part + (not sending))
-        self._counts = [0, 0]
-        self._unacknowledged: deque[tuple[float, int]] = deque()
-        self._acknowledged_s = -math.inf
-        self._latency_s, self._second_bytes = math.inf, 0.0
-        self._piece_bytes, self._rest = _LEAST_BYTES, memoryview(b"")
-        self.nbytes, self.needed = 0, 0.0
-        """Bytes that the other end has, or that were received; bytes a second of the rounds."""
-        self._channel = context.channel(number, part, sending=sending)
-
-    def _send(self, content: Any = b"", then_bytes: int = 0) -> None:
-        message = bytearray(self._checksum(content, 0))
-        message += content
-        self._channel.send(message, then_bytes + _OVERHEAD_BYTES)
-
-    def _receive(self) -> memoryview:
-        message = self._channel.receive()
-        content = message[_CHECKSUM_BYTES:]
-        if not hmac.compare_digest(message[:_CHECKSUM_BYTES], self._checksum(content, 1)):
-            raise PayloadCorrupt("the state from a member was damaged in transit: join again")
-        return content
-
-    def _checksum(self, content: Any, end: int) -> bytes:
-        position = _POSITION.pack(self._number, self._ends[end], self._counts[end])
-        checksum = hashlib.blake2b(position, digest_size=_CHECKSUM_BYTES, key=self._key)
-        checksum.update(content)
-        self._counts[end] += 1
-        return checksum.digest()
-
-    def send(self, content: bytes) -> None:
-        """Send a byte string."""
-        whole = _LENGTH.pack(len(content)) + content
-        self.stream([whole], len(whole))
-
-    def stream(
-        self, contents: Iterable[Any], left: int, busy: Callable[[], bool] = lambda: False
-    ) -> None:
-        """Send byte strings, `left` bytes in all, in pieces that fit the line, until they have
-        arrived; pause while the line is `busy` with something else.
-        """
-        piece = bytearray()
-        for content in contents:
-            at = 0
-            while at < len(content):
-                room, next_room = (size - _OVERHEAD_BYTES for size in self._channel.rooms)
-                more = content[at : at + room - len(piece)]
-                piece += more
-                at += len(more)
-                if len(piece) == min(room, left):
-                    left -= len(piece)
-                    then_bytes = min(self._piece_bytes, max(left - next_room, 0))
-                    self._send_piece(piece, then_bytes, busy)
-                    piece = bytearray()
-        self._drain(0)
-
-    def _send_piece(self, piece: bytearray, then_bytes: int, busy: Callable[[], bool]) -> None:
-        seconds = min(_PAUSE * len(piece) * self._second_bytes, self._timeout_s / 4)
-        until = time.monotonic() + seconds
-        while time.monotonic() < until and busy():
-            time.sleep(_POLL_S / 10)
-        self._unacknowledged.append((time.monotonic(), len(piece)))
-        self._send(_NEED.pack(self._needed()) + piece, then_bytes)
-        self._drain(_IN_FLIGHT - 1)
-
-    def _drain(self, left: int) -> None:
-        """Wait until the other end has acknowledged all pieces but so many."""
-        while len(self._unacknowledged) > left:
-            self._receive()
-            now, (sent_s, nbytes) = time.monotonic(), self._unacknowledged.popleft()
-            taken_s = max(now - max(sent_s, self._acknowledged_s), 1e-6)
-            self._acknowledged_s, self.nbytes = now, self.nbytes + nbytes
-            self._latency_s = min(self._latency_s, now - sent_s)
-            if nbytes < self._piece_bytes // 2:  # it says nothing about the line
-                continue
-            before = self._second_bytes or taken_s / nbytes
-            self._second_bytes = 0.75 * before + 0.25 * taken_s / nbytes
-            # two pieces fill a line of any latency
-            seconds = min(max(_PIECE_S, 2 * self._latency_s), self._timeout_s / 4)
-            least, most = max(self._piece_bytes // 2, _LEAST_BYTES), 2 * self._piece_bytes
-            self._piece_bytes = max(
-                min(int(seconds / self._second_bytes), most, _MOST_BYTES), least
-            )
-
-    def fill(self, targets: Iterable[Tensor]) -> None:
-        """Write what is streamed into bytes of tensors, in their order."""
-        for target in targets:
-            at = 0
-            while at < len(target):
-                if not self._rest:
-                    piece = self._receive()
-                    self._send()
-                    (self.needed,) = _NEED.unpack(piece[: _NEED.size])
-                    self._rest = piece[_NEED.size :]
-                    self.nbytes += len(self._rest)
-                taken, self._rest = self._rest[: len(target) - at], self._rest[len(target) - at :]
-                target[at : at + len(taken)].copy_(torch.frombuffer(taken, dtype=torch.uint8))
-                at += len(taken)
-
-    def receive(self, max_bytes: int) -> bytearray:
-        """Return the next byte string of the other end's `send`."""
-        (nbytes,) = _LENGTH.unpack(self._taken(_LENGTH.size))
-        if nbytes > max_bytes:
-            raise PayloadCorrupt(f"a message of {nbytes} bytes, more than the {max_bytes} allowed")
-        return self._taken(nbytes)
-
-    def _taken(self, nbytes: int) -> bytearray:
-        content = bytearray(nbytes)
-        if nbytes:
-            self.fill([torch.frombuffer(content, dtype=torch.uint8)])
-        return content
-
-    def close(self) -> None:
-        """Close the channel."""
-        self._channel.close()
-
-
 def handoff_number(generation: int, rank: int) -> int:
     """Return the transfer number of a leaving member's handoff; joiners count from 0."""
     return (1 << 40) + (generation << 20) + rank
@@ -257,15 +117,15 @@ class Donor:
         joiner: str,
         *,
         own_id: str,
-        part: Part | None = None,
-        tensors: Mapping[str, Tensor] | None = None,
+        part: Part,
+        tensors: Mapping[str, Tensor],
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
         # `tensors` change later: this part of them is copied
-        self.number, self.joiner, self.part = number, joiner, part or Part(0, 1, "")
+        self.number, self.joiner, self.part = number, joiner, part
         self._context, self._own_id, self._busy = context, own_id, busy
-        views = None if tensors is None else self.part.views(flattened(tensors))
-        self._copies = None if views is None else [view.to("cpu", copy=True) for view in views]
+        views = part.views(flattened(tensors))
+        self._copies = [view.to("cpu", copy=True) for view in views]
         self._messages: deque[StateMessage | None] = deque()
         self._changed = threading.Condition()
         self._began_s, self._rounds, self._round_bytes, self._needed = time.monotonic(), 0, 0, 0.0
@@ -300,7 +160,7 @@ class Donor:
             if not self._messages and idle:
                 self._changed.wait(self._context.timeout_s / _BEATS_PER_TIMEOUT)
             found: list[StateMessage | None] = []
-            while self._messages and sum(one.nbytes for one in found if one) < _MOST_BYTES:
+            while self._messages and sum(one.nbytes for one in found if one) < _BATCH_BYTES:
                 found.append(self._messages.popleft())
             return found or [StateMessage(_ALIVE, {}, {})]
 
@@ -310,10 +170,9 @@ class Donor:
             if part.index == 0:
                 found = {"id": self._own_id, "parts": part.count}
                 context.kv.put(f"donor/{self.number}", found)
-            line = _Line(context, self.number, part.index, lambda: self._needed)
+            line = context.line(self.number, part.index, lambda: self._needed)
             try:
-                if self._copies is not None:
-                    self._send_state(line, self._copies)
+                self._send_state(line)
                 if part.index == 0:
                     self._send_messages(line)
             finally:
@@ -321,7 +180,8 @@ class Donor:
         except (ThinwireError, RuntimeError) as error:
             _log.warning("joiner %d was lost while it received the state: %s", self.number, error)
 
-    def _send_state(self, line: _Line, copies: list[Tensor]) -> None:
+    def _send_state(self, line: Line) -> None:
+        copies = self._copies
         digests = [_digest(copy) for copy in copies]
         line.send(json.dumps({"state": self.part.state, "digests": digests}).encode())
         missing = json.loads(line.receive(_MAX_PLAIN_BYTES))
@@ -333,7 +193,7 @@ class Donor:
 
         line.stream(contents(), sum(copy.nbytes for copy in copies), self._busy)
 
-    def _send_messages(self, line: _Line) -> None:
+    def _send_messages(self, line: Line) -> None:
         idle, ended = True, False
         while not ended:
             found = self._next(idle=idle)
@@ -345,19 +205,19 @@ class Donor:
                 plain = json.dumps({"kind": one.kind, "last": one.last, **one.plain}).encode()
                 tensors = {name: tensor.contiguous() for name, tensor in one.tensors.items()}
                 for content in (plain, safetensors.torch.save(tensors)):
-                    contents += [_LENGTH.pack(len(content)), content]
+                    contents += [LENGTH.pack(len(content)), content]
             line.stream(map(memoryview, contents), sum(map(len, contents)), self._busy)
 
 
 def _digest(view: Tensor) -> str:
-    return hashlib.blake2b(view.cpu().numpy().data, digest_size=_CHECKSUM_BYTES).hexdigest()
+    return hashlib.blake2b(view.cpu().numpy().data, digest_size=CHECKSUM_BYTES).hexdigest()
 
 
 class Recipient:
     """Receiving end of one donor's transfer."""
 
     def __init__(self, context: TransferContext, number: int, part: int = 0) -> None:
-        self.line = _Line(context, number, part)
+        self.line = context.line(number, part)
         self.idle = False
         """True if all that the donor had when it last said so has been received."""
         self.wanted_bytes: int | None = None
@@ -413,11 +273,22 @@ class Download:
         names = "joining_bytes", "joining_total_bytes", "joining_bit_s", "joining_left_s"
         self.stats: dict[str, float] = dict.fromkeys(names, 0.0)
         """Bytes of the state received, and of all that differed here; rate; seconds left."""
-        for index in range(count):
-            arguments = context, number, Part(index, count, "")
+        self._threads = [
             threading.Thread(
-                target=self._run, args=arguments, name="thinwire-recipient", daemon=True
-            ).start()
+                target=self._run,
+                args=(context, number, Part(index, count, "")),
+                name="thinwire-recipient",
+                daemon=True,
+            )
+            for index in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """True while something is in transit."""
+        return any(thread.is_alive() for thread in self._threads)
 
     @property
     def received_bytes(self) -> int:
@@ -501,32 +372,3 @@ class Download:
         for recipient in self._recipients:
             if recipient is not None:
                 recipient.close()
-
-
-class IncomingHandoff:
-    """Thread that receives the handoff of a leaving member: the state that only it held."""
-
-    def __init__(
-        self, context: TransferContext, number: int, factor: float, *, max_bytes: int
-    ) -> None:
-        self.factor = factor
-        self.message: StateMessage | None = None
-        self._arguments = context, number, max_bytes
-        self._thread = threading.Thread(target=self._run, name="thinwire-handoff", daemon=True)
-        self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        """True while the handoff is in transit."""
-        return self._thread.is_alive()
-
-    def _run(self) -> None:
-        context, number, max_bytes = self._arguments
-        try:
-            recipient = Recipient(context.cloned(), number)
-            try:
-                self.message = recipient.receive(max_bytes)
-            finally:
-                recipient.close()
-        except (ThinwireError, RuntimeError) as error:
-            _log.warning("the handoff of a leaving member was lost: %s", error)
