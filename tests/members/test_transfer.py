@@ -82,7 +82,7 @@ def copied(states: list[str], *, rounds: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_parts_of_a_state_hold_every_byte_once(count: int) -> None:
+def test_parts_of_a_state_have_every_byte_once(count: int) -> None:
     given = {name: tensor.reshape(-1) for name, tensor in tensors(2.0).items()}
     views = [view for at in range(count) for view in Part(at, count, "").views(given)]
     assert sum(len(view) for view in views) == sum(tensor.nbytes for tensor in given.values())

@@ -22,19 +22,15 @@ def receive_state(averager: Averager, members: Members) -> float:
     began_s = time.perf_counter()
     with own_deadlines():
         members._fetch_state(JoinerState(averager, members._group))
-        step = averager.counters.step
         for optimizer in averager.tensors.optimizers:
-            begin_at = getattr(optimizer, "begin_at", None)
-            if begin_at is not None:  # the schedules of the other ranks are at this step
-                begin_at(step)
+            if hasattr(optimizer, "begin_at"):  # the schedules of the other ranks are at this step
+                optimizer.begin_at(averager.counters.step)
         averager.make(averager.when.due_by_steps())
     return time.perf_counter() - began_s
 
 
 class JoinerState:
-    """Shared state of local updates, copied from a donor to a joiner; implements
-    `thinwire.members.members.SharedState`.
-    """
+    """Shared state of local updates, copied to a joiner; implements `SharedState` of members."""
 
     def __init__(self, averager: Averager, group: ElasticGroup) -> None:
         self._averager, self._group = averager, group
@@ -158,12 +154,10 @@ class JoinerState:
         """Return tensors for averaged optimizer state: this member's own, or new ones."""
         params = self._averager.tensors.params
         own = self._averager.tensors.state(params)
-        found = {}
-        for key in keys:
-            if key.startswith("state "):
-                param = params[key.removeprefix("state ").rpartition(" ")[0]]
-                found[key] = own.get(key, torch.zeros_like(param))
-        return found
+        wanted = [key for key in keys if key.startswith("state ")]
+        names = [key.removeprefix("state ").rpartition(" ")[0] for key in wanted]
+        empty = {k: torch.zeros_like(params[n]) for k, n in zip(wanted, names, strict=True)}
+        return empty | {key: own[key] for key in wanted if key in own}
 
     def _own_kinds(self) -> list[str]:
         """Kinds of state that belong to one rank."""

@@ -354,9 +354,9 @@ class Download:
             total = sum(nbytes for nbytes in wanted if nbytes is not None)
             left_s = max(total - received, 0) / rate if rate else 0.0
             self._progress = self._progress or Progress("receiving the state of the run", total)
-            if received > self.stats["joining_bytes"]:
-                self._progress.add(received - self.stats["joining_bytes"])
-            counts = received, total, 8 * rate, left_s
+            if min(received, total) > self.stats["joining_bytes"]:
+                self._progress.add(min(received, total) - self.stats["joining_bytes"])
+            counts = min(received, total), total, 8 * rate, left_s
             self.stats = dict(zip(self.stats, counts, strict=True))
         if now - began_s > _JUDGED_S and first.line.needed > rate:
             raise LineTooSlow(
