@@ -90,7 +90,7 @@ def train(rank: int, case: Case, namespace: int, place: Any, flag: str, answers:
     try:
         with tw.join(address, run="joining", timeout=PATIENCE_S, **options) as members:
             sync = tw.local_sgd(net, optimizer, config, members=members)
-            watching = threading.Thread(target=watch, args=(sync, seen), daemon=True)
+            watching = threading.Thread(target=watch, args=(sync, seen, begun_s), daemon=True)
             if rank == FOUNDERS:
                 watching.start()
                 before = peak_bytes()
@@ -122,12 +122,13 @@ def train(rank: int, case: Case, namespace: int, place: Any, flag: str, answers:
     answers.put(found)
 
 
-def watch(sync: tw.LocalUpdates, seen: list[dict[str, float]]) -> None:
+def watch(sync: tw.LocalUpdates, seen: list[dict[str, float]], begun_s: float) -> None:
     """Note the progress that `stats` tells while the joiner waits."""
     while True:
         with contextlib.suppress(RuntimeError):
             stats = sync.stats()
-            seen.append({k: v for k, v in stats.items() if k.startswith("joining_")})
+            row = {name: n for name, n in stats.items() if name.startswith("joining_")}
+            seen.append({**row, "seconds": round(time.monotonic() - begun_s, 1)})
         time.sleep(1.0)
 
 
@@ -187,7 +188,8 @@ def judged(case: Case, link: Link, found: list[Any]) -> dict[str, Any]:
         "received_states": round(copied / case.state_bytes, 3),
         "rounds_slower": round(max(slower), 3),
         "grown_states": [round(one.get("grown", 0) / case.state_bytes, 2) for one in found],
-        "progress": [one for one in joiner["seen"] if one["joining_bytes"]][-1:],
+        "state_s": [one["seconds"] for one in joiner["seen"] if one["joining_left_s"]][-1:],
+        "rate_bit_s": round(joiner.get("stats", {}).get("joining_bit_s", 0.0)),
         "error": joiner.get("error", ""),
     }
 

@@ -1,6 +1,7 @@
 """What a joiner takes from a member is that member's, whole and in order, and meant for it."""
 
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +21,8 @@ from tests.api import (
     transfer,
 )
 from tests.members.places import LOOPBACK
-from thinwire.errors import LineTooSlow, PayloadCorrupt
+from tests.waiting import until
+from thinwire.errors import LineTooSlow, PayloadCorrupt, PeerLost
 
 LIMIT_S = 10.0
 MESSAGES = [
@@ -46,6 +48,7 @@ def both_ends(timeout_s: float, number: int = 0, key: bytes = b"k" * 32) -> tupl
     kv = KeyValueView(AuthenticatedStore(store, b"s" * 32))
     way = TransferContext(kv, LOOPBACK, timeout_s, b"k" * 32)
     donor = Donor(way, number, "ann", own_id="bob", part=Part(0, 1, ""), tensors={})
+    DONORS.append(donor)
     recipient = Recipient(way.cloned()._replace(key=key), number)
     recipient.receive_state(donor.part, {})
     return donor, recipient
@@ -63,6 +66,17 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
     return found | {"complex": torch.full((77,), complex(value, 1)), "same": torch.ones(512)}
 
 
+DONORS: list[Donor] = []
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    """Ends the donors of a test."""
+    yield
+    while DONORS:
+        DONORS.pop().close()
+
+
 def copied(states: list[str], *, rounds: int = 0) -> Any:
     """A download from as many donors as states, and what it reads into."""
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LIMIT_S), wait_for_workers=False)
@@ -73,6 +87,7 @@ def copied(states: list[str], *, rounds: int = 0) -> Any:
     for index, state in enumerate(states):
         part = Part(index, count, state)
         donor = Donor(way, 3, "ann", own_id="bob", part=part, tensors=given)
+        DONORS.append(donor)
         donor.enqueue(StateMessage("state", {"n": 0}, {}))
         for n in range(rounds):
             donor.enqueue(StateMessage("round", {"n": 1 + n}, {"w": torch.zeros(1 << 20)}))
@@ -110,6 +125,22 @@ def test_parts_of_different_rounds_are_refused() -> None:
     with pytest.raises(PayloadCorrupt, match="different rounds"):
         download.next(wait=False)
     download.close()
+
+
+def test_donor_that_is_lost_ends_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = Donor._send_state
+
+    def lost(donor: Donor, line: Any) -> None:
+        if donor.part.index == 1:
+            raise PeerLost("told so by the test")
+        send(donor, line)
+
+    monkeypatch.setattr(Donor, "_send_state", lost)
+    download, _ = copied(["round 7"] * 2)
+    with pytest.raises(PeerLost, match="closed its connection"):
+        download.next(wait=False)
+    download.close()
+    until(lambda: not download.alive, "the ends of all donors")
 
 
 def test_joiner_that_never_catches_up_is_given_both_rates(monkeypatch: pytest.MonkeyPatch) -> None:

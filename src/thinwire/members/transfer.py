@@ -29,7 +29,7 @@ _ALIVE, _BEATS_PER_TIMEOUT = "alive", 4
 _ROUNDS, _JUDGED_S = 3, 10.0
 """Rounds and seconds after which the line is compared with what the rounds need."""
 _MAX_PLAIN_BYTES, _BATCH_BYTES = 64 << 20, 4 << 20
-_POLL_S = 0.1
+_POLL_S, _JOIN_S = 0.1, 2.0
 _log = logging.getLogger("thinwire")
 
 
@@ -129,6 +129,7 @@ class Donor:
         self._messages: deque[StateMessage | None] = deque()
         self._changed = threading.Condition()
         self._began_s, self._rounds, self._round_bytes, self._needed = time.monotonic(), 0, 0, 0.0
+        self._line: Line | None = None
         self._thread = threading.Thread(target=self._run, name="thinwire-donor", daemon=True)
         self._thread.start()
 
@@ -147,11 +148,14 @@ class Donor:
             self._changed.notify()
 
     def close(self, limit_s: float = 0.0) -> None:
-        """Let the thread end once all messages are sent; wait for it at most `limit_s` seconds."""
+        """End the thread once all messages are sent, or after `limit_s` seconds."""
         with self._changed:
             self._messages.append(None)
             self._changed.notify()
         self._thread.join(limit_s)
+        if self._thread.is_alive() and self._line is not None:
+            self._line.close()  # a thread that waits in torch at exit would abort the process
+            self._thread.join(_JOIN_S)
 
     def _next(self, *, idle: bool) -> list[StateMessage | None]:
         # a message that nothing waits, also where there is none for long: a round may take longer
@@ -170,7 +174,7 @@ class Donor:
             if part.index == 0:
                 found = {"id": self._own_id, "parts": part.count}
                 context.kv.put(f"donor/{self.number}", found)
-            line = context.line(self.number, part.index, lambda: self._needed)
+            line = self._line = context.line(self.number, part.index, lambda: self._needed)
             try:
                 self._send_state(line)
                 if part.index == 0:
@@ -300,6 +304,8 @@ class Download:
             recipient = Recipient(context.cloned(), number, part.index)
             self._recipients[part.index] = recipient
             try:
+                if self._closed:  # while it connected: the state may be copied anew by now
+                    return
                 self._arrived.put(recipient.receive_state(part, self._flat))
                 last = part.index > 0
                 while not last and not self._closed:
@@ -369,6 +375,7 @@ class Download:
     def close(self) -> None:
         """Close the connections, which ends the threads."""
         self._closed = True
-        for recipient in self._recipients:
+        for recipient, thread in zip(self._recipients, self._threads, strict=True):
             if recipient is not None:
                 recipient.close()
+                thread.join(_JOIN_S)
