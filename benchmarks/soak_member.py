@@ -214,11 +214,11 @@ class _Member:
                 os.kill(os.getpid(), signal.SIGKILL)
             return take(recipient, at_most)
 
-        def giving(line: Channel, content: Any) -> None:
+        def giving(line: Channel, *message: Any) -> None:
             with contextlib.suppress(FileNotFoundError):  # only one of them finds the file
                 (self._folder / "die-giving").unlink()
                 os.kill(os.getpid(), signal.SIGKILL)
-            send(line, content)
+            send(line, *message)
 
         def inherited(work: JoinerState, given: StateMessage, factor: float) -> None:
             inherit(work, given, factor)

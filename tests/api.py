@@ -92,7 +92,7 @@ _NAMES = {
     "thinwire.members.kv": "AuthenticatedStore KeyValueView",
     "thinwire.members.credentials": "derived_key new_token read_token Address parse_address",
     "thinwire.members.generation": "Decision",
-    "thinwire.members.transfer": "Donor Recipient StateMessage TransferContext",
+    "thinwire.members.transfer": "Donor Download Part Recipient StateMessage TransferContext",
     "thinwire.members.group": "ElasticGroup",
     "thinwire.members.membership": "Membership Shared",
     "thinwire.members.meeting": "connect require_same run_host",

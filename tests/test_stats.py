@@ -45,6 +45,10 @@ NAMES = {
     "clipped_share",
     "drift",
     "error_norm",
+    "joining_bytes",
+    "joining_total_bytes",
+    "joining_bit_s",
+    "joining_left_s",
 }
 
 

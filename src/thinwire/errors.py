@@ -11,6 +11,7 @@ __all__ = [
     "CheckpointMissing",
     "Diverged",
     "Evicted",
+    "LineTooSlow",
     "Mismatch",
     "NonFinite",
     "PayloadCorrupt",
@@ -51,6 +52,10 @@ class QuorumLost(ThinwireError):
 
 class Evicted(ThinwireError):
     """The other members continued without this one, which was away for too long."""
+
+
+class LineTooSlow(ThinwireError):
+    """A joiner receives less than the rounds of the run send: it would never catch up."""
 
 
 class Mismatch(ThinwireError):

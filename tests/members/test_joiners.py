@@ -12,10 +12,10 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 import thinwire as tw
-from tests.api import JoinerState, StateMessage, next_identity, transfer
+from tests.api import JoinerState, StateMessage, next_identity
 from tests.members.places import TOKEN, meeting_place, met
 from tests.members.test_transfer import both_ends
-from tests.members.training import MOST_STEPS, TIMEOUT_S, in_run, member, wait_for
+from tests.members.training import MOST_STEPS, TIMEOUT_S, digest, in_run, member, wait_for
 from tests.ranks import Pool
 from tests.toys import descend, engine_of
 from tests.waiting import PATIENCE_S, time_out, until
@@ -44,40 +44,14 @@ def test_a_round_may_take_longer_than_the_time_out() -> None:
     donor.close(PATIENCE_S)
 
 
-def test_state_replaces_waiting_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    may_send = threading.Event()
-    send = transfer.Channel.send
-
-    def held(line: transfer.Channel, content: Any) -> None:
-        may_send.wait(PATIENCE_S)
-        send(line, content)
-
-    monkeypatch.setattr(transfer.Channel, "send", held)
-    donor, recipient = both_ends(PATIENCE_S)
-    donor.enqueue(state(0))
-    until(lambda: not donor._messages, "the thread that has taken it, and is held")
-    donor.enqueue(change(1))
-    assert not donor.behind
-    donor.enqueue(change(2))
-    assert donor.behind
-    donor.enqueue(state(3))
-    donor.enqueue(change(4))
-    may_send.set()
-    found = [recipient.receive(1 << 20) for _ in range(3)]
-    assert [float(given.tensors["w"][0]) for given in found] == [0, 3, 4]
-    assert [given.waiting for given in found][1:] == [1, 0]
-    recipient.close()
-    donor.close(PATIENCE_S)
-
-
 def test_a_frozen_part_is_in_the_bound_of_a_state() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(3000, 6000, bias=False))
     net[1].requires_grad_(False)
     optimizer = torch.optim.SGD(net[0].parameters(), 0.1)
     with tw.local_sgd(net, optimizer, EVERY_4) as sync:
         work = JoinerState(sync._averager, None)  # type: ignore[arg-type]
-        given = work.full_state()
-        assert 64 << 20 < given.nbytes <= work.max_bytes
+        nbytes = sum(tensor.nbytes for tensor in work.tensors().values())
+        assert 64 << 20 < nbytes <= work.max_bytes
 
 
 def after_other_things(rank: int, size: int, address: str) -> int:
@@ -127,6 +101,40 @@ def test_requests_of_a_stranger_end_nothing(ranks: Pool, tmp_path: Path, token_f
     found = met(ranks, beside_a_stranger, token_file, str(tmp_path / "go"), size=3, token=TOKEN)
     assert [size for _, size in found] == [3, 3, 3]
     assert found[2][0] >= 8
+
+
+def one_after_the_other(rank: int, size: int, address: str, config: Any, flag: str) -> Any:
+    wait_for(flag if rank == 1 else "")
+    rounds: dict[int, str] = {}
+    with tw.join(address, run="test", timeout=TIMEOUT_S) as members:
+        before = members.rank, members.size
+        net = layer_of(rank)
+        optimizer = torch.optim.SGD(net.parameters(), 0.01)
+        with tw.local_sgd(net, optimizer, config, members=members) as sync:
+            end = MOST_STEPS
+            while sync.step < end:
+                paced_step(net, optimizer)
+                if sync.synced:
+                    rounds[sync.step] = digest(sync)
+                    if members.size == 2:
+                        end = min(end, sync.step + 8)
+                if rank == 0 and sync.step == 4:
+                    Path(flag).touch()
+            return before, rounds, sync.stats()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [EVERY_4, tw.LocalSGD(4, begin_step=0, compression=tw.Quantized(1), outer_momentum=0.9)],
+)
+def test_one_member_alone_takes_another_in(ranks: Pool, tmp_path: Path, config: Any) -> None:
+    (first, rounds, _), (joiner, later, stats) = met(
+        ranks, one_after_the_other, config, str(tmp_path / "go"), size=2
+    )
+    assert (first, joiner) == ((0, 1), (-1, 1))
+    assert later
+    assert later.items() <= rounds.items()
+    assert 0 < stats["joining_total_bytes"] <= stats["joining_bytes"]
 
 
 def flushing(rank: int, size: int, address: str, flag: str) -> Any:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import random
 import signal
 import socket
 import ssl
@@ -24,9 +23,15 @@ from tests.api import (
     FRAME_BYTES,
     GREETING,
     HEAD,
-    Channel,
+    AuthenticatedStore,
+    Donor,
+    KeyValueView,
     Kind,
+    Part,
+    Recipient,
     RelayClient,
+    StateMessage,
+    TransferContext,
     _Relay,
     certificate,
     relay,
@@ -451,31 +456,36 @@ def test_a_relay_that_stays_away_is_an_error(ranks: Pool, token_file: str, tmp_p
     assert "the meeting place does not answer, and no new generation can form" in found[0].text
 
 
-def test_a_state_that_was_sent_has_arrived() -> None:
+def test_a_state_that_was_sent_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a slow line too, where it is on its way for longer than a connection takes to close: a
     donor learns how far behind a joiner is, and a member that leaves hands over what it holds."""
-    store, content = HashStore(), random.Random(4).randbytes(6 << 20)
-    received: list[bytearray] = []
+    kv = KeyValueView(AuthenticatedStore(HashStore(), None))
+    sent = {"w": torch.rand(1 << 18, generator=torch.Generator().manual_seed(4))}
+    received: list[StateMessage] = []
 
     def slow(rank: int, part: bytes) -> bytes:
-        time.sleep(4e-3 if len(part) == FRAME_BYTES else 0)
+        time.sleep(2e-3)
         return part
 
-    def receive() -> None:
-        channel = Channel(store, sending=False, timeout_s=PATIENCE_S, endpoint=place)
-        received.append(channel.receive(len(content)))
-        channel.close()
-
     with relay_alone() as place, tapped(slow):
+        way = TransferContext(kv, place, PATIENCE_S, b"")
+        monkeypatch.setattr(TransferContext, "cloned", lambda self: self)
+        donor = Donor(way, 0, "ann", own_id="bob", part=Part(0, 1, ""), tensors={})
+        recipient = Recipient(way, 0)
+
+        def receive() -> None:
+            recipient.receive_state(donor.part, {})
+            received.append(recipient.receive(8 << 20))
+
         thread = threading.Thread(target=receive)
         thread.start()
-        channel = Channel(store, sending=True, timeout_s=PATIENCE_S, endpoint=place)
-        begun_s = time.monotonic()
-        channel.send(content)
-        assert time.monotonic() - begun_s > 4e-3 * len(content) / FRAME_BYTES
-        channel.close()
+        donor.enqueue(StateMessage("own", {}, sent))
+        donor.close(PATIENCE_S)
+        assert not donor.alive
+        assert recipient.line.nbytes > sent["w"].nbytes
         thread.join(PATIENCE_S)
-    assert received == [content]
+        recipient.close()
+    assert torch.equal(received[0].tensors["w"], sent["w"])
 
 
 def test_a_message_too_long_for_a_relay_is_an_error() -> None:

@@ -1,5 +1,7 @@
 """What a joiner takes from a member is that member's, whole and in order, and meant for it."""
 
+import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -10,18 +12,21 @@ from torch._C._distributed_c10d import TCPStore
 from tests.api import (
     AuthenticatedStore,
     Donor,
+    Download,
     KeyValueView,
+    Part,
     Recipient,
     StateMessage,
     TransferContext,
     transfer,
 )
 from tests.members.places import LOOPBACK
-from thinwire.errors import PayloadCorrupt
+from tests.waiting import until
+from thinwire.errors import LineTooSlow, PayloadCorrupt, PeerLost
 
 LIMIT_S = 10.0
 MESSAGES = [
-    StateMessage("state" if n == 0 else "round", {"n": n}, {"w": torch.full((9,), float(n))})
+    StateMessage("state" if n == 0 else "round", {"n": n}, {"w": torch.full((99,), float(n))})
     for n in (0, 1, 2)
 ]
 
@@ -31,8 +36,10 @@ class Tapped(transfer.Channel):
 
     change: Any = None
 
-    def receive(self, at_most: int) -> bytearray:
-        return Tapped.change(super().receive(at_most))
+    def receive(self) -> memoryview:
+        message = super().receive()
+        of_joiner = self._other == 0
+        return memoryview(Tapped.change(bytearray(message))) if of_joiner else message
 
 
 def both_ends(timeout_s: float, number: int = 0, key: bytes = b"k" * 32) -> tuple[Donor, Recipient]:
@@ -40,8 +47,116 @@ def both_ends(timeout_s: float, number: int = 0, key: bytes = b"k" * 32) -> tupl
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LIMIT_S), wait_for_workers=False)
     kv = KeyValueView(AuthenticatedStore(store, b"s" * 32))
     way = TransferContext(kv, LOOPBACK, timeout_s, b"k" * 32)
-    donor = Donor(way, number, "ann", own_id="bob")
-    return donor, Recipient(way.cloned()._replace(key=key), number)
+    donor = Donor(way, number, "ann", own_id="bob", part=Part(0, 1, ""), tensors={})
+    DONORS.append(donor)
+    recipient = Recipient(way.cloned()._replace(key=key), number)
+    recipient.receive_state(donor.part, {})
+    return donor, recipient
+
+
+def tensors(value: float) -> dict[str, torch.Tensor]:
+    """A state of several types and layouts: a scalar, nothing, one that is not contiguous."""
+    found = {
+        "wide": torch.full((700, 3), value).t(),
+        "scalar": torch.tensor(value),
+        "none": torch.zeros(0),
+        "flags": torch.full((2001,), value > 0),
+        "double": torch.full((33, 5), value, dtype=torch.float64),
+    }
+    return found | {"complex": torch.full((77,), complex(value, 1)), "same": torch.ones(512)}
+
+
+DONORS: list[Donor] = []
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    """Ends the donors of a test."""
+    yield
+    while DONORS:
+        DONORS.pop().close()
+
+
+def copied(states: list[str], *, rounds: int = 0) -> Any:
+    """A download from as many donors as states, and what it reads into."""
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LIMIT_S), wait_for_workers=False)
+    way = TransferContext(
+        KeyValueView(AuthenticatedStore(store, b"s" * 32)), LOOPBACK, LIMIT_S, b"k"
+    )
+    given, taken, count = tensors(2.0), tensors(0.0), len(states)
+    for index, state in enumerate(states):
+        part = Part(index, count, state)
+        donor = Donor(way, 3, "ann", own_id="bob", part=part, tensors=given)
+        DONORS.append(donor)
+        donor.enqueue(StateMessage("state", {"n": 0}, {}))
+        for n in range(rounds):
+            donor.enqueue(StateMessage("round", {"n": 1 + n}, {"w": torch.zeros(1 << 20)}))
+    for tensor in given.values():  # training goes on
+        tensor.zero_()
+    return Download(way.cloned(), 3, count, taken, 1 << 30), taken
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_parts_of_a_state_have_every_byte_once(count: int) -> None:
+    given = {name: tensor.reshape(-1) for name, tensor in tensors(2.0).items()}
+    views = [view for at in range(count) for view in Part(at, count, "").views(given)]
+    assert sum(len(view) for view in views) == sum(tensor.nbytes for tensor in given.values())
+    for view in views:
+        view.zero_()
+    assert not any(tensor.any() for tensor in given.values())
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_state_of_one_round_comes_from_several_donors(count: int) -> None:
+    download, here = copied(["round 7"] * count, rounds=2)
+    found = []
+    while (message := download.next(wait=False)) is not None:
+        if not found:
+            assert all(torch.equal(here[name], t) for name, t in tensors(2.0).items())
+        found.append(message.plain["n"])
+    assert found == [0, 1, 2]
+    whole = sum(tensor.nbytes for tensor in here.values())
+    assert download.stats["joining_total_bytes"] == whole - here["same"].nbytes
+    download.close()
+
+
+def test_parts_of_different_rounds_are_refused() -> None:
+    download, _ = copied(["round 7", "round 8"])
+    with pytest.raises(PayloadCorrupt, match="different rounds"):
+        download.next(wait=False)
+    download.close()
+
+
+def test_donor_that_is_lost_ends_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = Donor._send_state
+
+    def lost(donor: Donor, line: Any) -> None:
+        if donor.part.index == 1:
+            raise PeerLost("told so by the test")
+        send(donor, line)
+
+    monkeypatch.setattr(Donor, "_send_state", lost)
+    download, _ = copied(["round 7"] * 2)
+    with pytest.raises(PeerLost, match="closed its connection"):
+        download.next(wait=False)
+    download.close()
+    until(lambda: not download.alive, "the ends of all donors")
+
+
+def test_joiner_that_never_catches_up_is_given_both_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = transfer.Channel.send
+
+    def slow(line: transfer.Channel, *message: Any) -> None:
+        time.sleep(len(message[0]) / 10e6)
+        send(line, *message)
+
+    monkeypatch.setattr(transfer.Channel, "send", slow)
+    monkeypatch.setattr(transfer, "_JUDGED_S", 0.2)
+    download, _ = copied(["round 7"], rounds=12)
+    with pytest.raises(LineTooSlow, match=r"rounds send \S+ Mbit/s, and \S+ Mbit/s arrived"):
+        while download.next(wait=False) is not None:
+            pass
+    download.close()
 
 
 def taken(
@@ -54,7 +169,7 @@ def taken(
     for message in MESSAGES:
         donor.enqueue(message)
     if number != 4:
-        recipient._checksums = transfer._Checksums(key, number)
+        recipient.line._number = number
     try:
         return [recipient.receive(1 << 20) for _ in MESSAGES]
     finally:
@@ -75,12 +190,12 @@ def flipped(message: bytearray) -> bytearray:
 
 
 def repeating() -> Any:
-    """Gives the first two messages again in the place of the next two."""
+    """Gives each message again in the place of the next one."""
     seen: list[bytearray] = []
 
     def change(message: bytearray) -> bytearray:
         seen.append(message)
-        return seen[-3] if len(seen) > 2 else message
+        return seen[-2] if len(seen) > 1 else message
 
     return change
 

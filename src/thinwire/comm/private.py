@@ -34,6 +34,7 @@ class _Released(Protocol):
 
 _NEVER = datetime.timedelta(days=30)
 _EXIT_PATIENCE_S = 0.5
+_SMALL_BYTES = 64 << 10
 _NOTHING_SENT = 1
 """Tag under which no message is sent."""
 _SLACK_S = 1.6
@@ -170,6 +171,13 @@ def forget_ended(patience_s: float = 0.0) -> None:
 def forget(work: dist.Work) -> None:
     """Drop an exchange kept by `keep_alive`, which has ended, with or without success."""
     _pending.pop(id(work), None)
+
+
+def in_flight(group: dist.ProcessGroup | None) -> bool:
+    """Return True while a large exchange of this group is kept and has not ended."""
+    own = [(work, held) for owner, work, held in list(_pending.values()) if owner is group]
+    large = [work for work, held in own if sum(tensor.nbytes for tensor in held) > _SMALL_BYTES]
+    return not all(work.is_completed() for work in large)
 
 
 @cache

@@ -33,6 +33,10 @@ _AT_START: dict[str, float] = {
     "clipped_share": 0.0,
     "drift": 0.0,
     "error_norm": 0.0,
+    "joining_bytes": 0,
+    "joining_total_bytes": 0,
+    "joining_bit_s": 0.0,
+    "joining_left_s": 0.0,
 }
 
 

@@ -222,9 +222,10 @@ class Averaging:
         """Residual of each parameter: the unsent part of its change, of this rank alone."""
         return self.kept[ERRORS]
 
-    @property
-    def _single_rank(self) -> bool:
-        return self.sources.size * self.sources.node_size == 1
+    def _single_rank(self, pending: PendingAveraging) -> bool:
+        """Return True if nobody else averages; a joiner that repeats the averaging counts."""
+        recorded = pending.round is not None and pending.round.received is not None
+        return self.sources.size * self.sources.node_size == 1 and not recorded
 
     @torch.no_grad()
     def make_common(self) -> None:
@@ -325,6 +326,7 @@ class Averaging:
     def replay(self, pending: PendingAveraging, received: Sequence[Sequence[Tensor]]) -> None:
         """Run an averaging from the messages that another rank recorded."""
         one_round, names, sending = self._prepared(pending)
+        one_round.received = list(map(list, received))
         one_round.replay(names, sending, received)
         one_round.finish()
 
@@ -398,7 +400,9 @@ class Averaging:
             self._apply(name, pending, (copies or {}).get(name))
         for key, value in pending.extras.items():
             mean = pending.mean_of(f"extra {key}", value)
-            if not (self._single_rank and torch.equal(mean, value)):  # do not undo later changes
+            if not (
+                self._single_rank(pending) and torch.equal(mean, value)
+            ):  # do not undo later changes
                 overwrite_(real_view(extras[key]), mean)
         if before is not None:
             applied = before - self._sketch_of(anchors, moved)
@@ -409,6 +413,7 @@ class Averaging:
     def _apply(self, name: str, pending: PendingAveraging, master: Tensor | None) -> None:
         """Move a parameter, its anchor and its optimizer's copy, part by part in the cache."""
         measured, device = real_view(pending.moved.params[name]), self.devices[name]
+        single = self._single_rank(pending)
         targets = [real_view(t.detach()) for t in (self._params[name], master) if t is not None]
         contiguous = all(t.is_contiguous() for t in targets)
         parts = pending.moved.spans(name) if contiguous else [(0, measured.numel())]
@@ -418,10 +423,10 @@ class Averaging:
             with _moved(device, *(_part(t, start, end) for t in own)) as (s, *buffer):
                 step = outer_step_(change, buffer[0] if buffer else None, self._outer)
                 target = s - step
-                if self._single_rank or pending.delayed:
+                if single or pending.delayed:
                     before = widened(_part(measured, start, end).to(device))
                     held = widened(s.to(measured.dtype))
-                if self._single_rank:
+                if single:
                     # S - (S - p) is p except for rounding. A single rank must keep p bit for bit
                     # where its whole change, without a residual, is applied
                     target = torch.where((step == held - before) & (s == held), before, target)

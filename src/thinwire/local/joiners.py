@@ -22,11 +22,9 @@ def receive_state(averager: Averager, members: Members) -> float:
     began_s = time.perf_counter()
     with own_deadlines():
         members._fetch_state(JoinerState(averager, members._group))
-        step = averager.counters.step
         for optimizer in averager.tensors.optimizers:
-            begin_at = getattr(optimizer, "begin_at", None)
-            if begin_at is not None:  # the schedules of the other ranks are at this step
-                begin_at(step)
+            if hasattr(optimizer, "begin_at"):  # the schedules of the other ranks are at this step
+                optimizer.begin_at(averager.counters.step)
         averager.make(averager.when.due_by_steps())
     return time.perf_counter() - began_s
 
@@ -40,19 +38,21 @@ class JoinerState:
     @property
     def max_bytes(self) -> int:
         """Upper bound on one message's tensor bytes: 64 times the model's, and 64 MiB."""
-        kinds = [*self._shared().values(), self._averager.tensors.other_buffers()]
-        tensors = [tensor for of_kind in kinds for tensor in of_kind.values()]
-        return 64 * sum(tensor.nbytes for tensor in tensors) + (64 << 20)
+        tensors = self.tensors() | self._averager.tensors.other_buffers()
+        return 64 * sum(tensor.nbytes for tensor in tensors.values()) + (64 << 20)
 
-    def full_state(self) -> StateMessage:
-        """Return a copy of the shared state for a joiner; see `SharedState`."""
-        found = {
-            f"{kind} {name}": copy
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the shared state itself by name; see `SharedState`."""
+        return {
+            f"{kind} {name}": tensor
             for kind, tensors in self._shared().items()
-            for name, copy in copied(tensors).items()
+            for name, tensor in tensors.items()
         }
-        found |= copied(self._averager.tensors.other_buffers())
-        return StateMessage("state", self._averager.when.state(), found)
+
+    def counters(self) -> StateMessage:
+        """Return all other shared state; see `SharedState`."""
+        buffers = copied(self._averager.tensors.other_buffers())
+        return StateMessage("state", self._averager.when.state(), buffers)
 
     def last_update(self) -> StateMessage:
         """Return the messages received in the last averaging; see `SharedState`."""
@@ -83,25 +83,24 @@ class JoinerState:
     @torch.no_grad()
     def apply(self, given: StateMessage) -> None:
         """Take the state of a donor; see `SharedState`."""
-        if given.kind == "state":
-            for kind, shared in self._shared().items():
-                for name, tensor in shared.items():
-                    tensor.copy_(given.tensors[f"{kind} {name}"])
-        else:
+        if given.kind == "round":
             self._replay(given)
-        averaging, counters = self._averager.averaging, self._averager.counters
         self._averager.other_buffers.take_(given.tensors)
-        tensors = self._averager.tensors
+        self._averager.when.load({**given.plain["counters"], **given.plain["interval"]})
+        if given.last:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Continue from the shared state: no residuals, parameters at their anchors."""
+        averaging, tensors = self._averager.averaging, self._averager.tensors
         tensors.forget_common()
         for kind in self._own_kinds():
             for tensor in averaging.kept[kind].values():
                 tensor.zero_()
-        targets = [*tensors.params.items(), *tensors.weight_copies().items()]
-        for name, target in targets:
+        for name, target in [*tensors.params.items(), *tensors.weight_copies().items()]:
             real_view(target).copy_(averaging.anchors[name])
-        self._averager.when.load({**given.plain["counters"], **given.plain["interval"]})
         if self._averager.digest is not None:
-            self._averager.digest.start_from(counters.step)
+            self._averager.digest.start_from(self._averager.counters.step)
         self._averager.duplicates.skip()
         if self._averager.work is not None:
             self._averager.work.begin()
@@ -155,12 +154,10 @@ class JoinerState:
         """Return tensors for averaged optimizer state: this member's own, or new ones."""
         params = self._averager.tensors.params
         own = self._averager.tensors.state(params)
-        found = {}
-        for key in keys:
-            if key.startswith("state "):
-                param = params[key.removeprefix("state ").rpartition(" ")[0]]
-                found[key] = own.get(key, torch.zeros_like(param))
-        return found
+        wanted = [key for key in keys if key.startswith("state ")]
+        names = [key.removeprefix("state ").rpartition(" ")[0] for key in wanted]
+        empty = {k: torch.zeros_like(params[n]) for k, n in zip(wanted, names, strict=True)}
+        return empty | {key: own[key] for key in wanted if key in own}
 
     def _own_kinds(self) -> list[str]:
         """Kinds of state that belong to one rank."""

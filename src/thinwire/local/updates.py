@@ -459,6 +459,7 @@ class LocalUpdates:
             found["sparsity"] = self._changes.unsent_share(self.step)
         if averager is None:
             return found | NO_TRAFFIC
+        found |= {} if self._members is None else self._members._joining
         # each fragment has an outer optimizer of its own
         averagings = -(-averagings // self.config.fragments)
         found["applied_share"] = averager.averaging.applied_share(averagings)

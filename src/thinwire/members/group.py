@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.comm import Group, Pending, Regrouped, is_alone, require_mesh
-from thinwire.comm.private import forget_ended
+from thinwire.comm.private import forget_ended, in_flight
 from thinwire.comm.waiting import own_deadlines, progressed, whole_s
 from thinwire.errors import PayloadCorrupt, PeerLost, ThinwireError
 from thinwire.members.generation import Generation, packed, unpacked
@@ -77,6 +77,10 @@ class ElasticGroup(Group):
         if not first:
             for callback in self.on_rebind:
                 callback()
+
+    def is_exchanging(self) -> bool:
+        """Return True while messages of this member or for it are in flight."""
+        return self._shared is not None and in_flight(self._shared.group)
 
     @contextmanager
     def one_attempt(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Members of a run: joining, the current membership, leaving."""
 
 import datetime
+import json
 import logging
 import os
 import secrets
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire import _validate as check
@@ -29,9 +31,10 @@ from thinwire.members.meeting import connect, reached_from, require_same
 from thinwire.members.membership import Membership
 from thinwire.members.relay import relay_key
 from thinwire.members.transfer import (
+    MOST_DONORS,
     Donor,
-    IncomingHandoff,
-    Recipient,
+    Download,
+    Part,
     StateMessage,
     TransferContext,
     handoff_number,
@@ -49,14 +52,17 @@ Facts = Mapping[str, Any]
 class SharedState(Protocol):
     """State that all members share; it is copied to joiners."""
 
-    def full_state(self) -> StateMessage:
-        """Return all state that is equal on the members after the last round."""
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the tensors, by name, that are equal on the members after the last round."""
+
+    def counters(self) -> StateMessage:
+        """Return a copy of all other state that is equal then."""
 
     def last_update(self) -> StateMessage:
         """Return the changes that the last round made."""
 
     def apply(self, message: StateMessage) -> None:
-        """Apply a full state or an update from a donor."""
+        """Apply the counters of a state whose tensors are here, or an update, from a donor."""
 
     def own_state(self) -> StateMessage | None:
         """Return the state that only this member holds, for the handoff; None if there is none."""
@@ -120,7 +126,8 @@ class Members:
         self._callbacks: list[Callable[[Members], None]] = []
         self._group.on_rebind.append(self._notify)
         self._donors: list[Donor] = []
-        self._incoming_handoffs: list[IncomingHandoff] = []
+        self._incoming_handoffs: list[tuple[Download, float]] = []
+        self._download: Download | None = None
         self._leaving = self._has_state = self.left = False
         self._outgoing_handoff: Donor | None = None
         self._agreed: Facts = {}
@@ -191,14 +198,14 @@ class Members:
 
     @property
     def size(self) -> int:
-        """Number of members."""
-        return len(self.ids)
+        """Number of members; 1 on a joiner."""
+        return max(len(self.ids), 1)
 
     @property
     def _rank_and_size(self) -> tuple[int, int]:
         """Rank of this process among the ranks of all members, and their number."""
-        rank, size, site = max(self.rank, 0), max(self.size, 1), self._site
-        return rank * site.size + site.rank, size * site.size
+        site = self._site
+        return max(self.rank, 0) * site.size + site.rank, self.size * site.size
 
     @property
     def generation(self) -> int:
@@ -241,18 +248,14 @@ class Members:
             number = handoff_number(now.number, now.ids.index(leaving_id))
             if remaining[0] == self.id:
                 factor = size / now.size  # its share of the mean over all members stays the same
-                self._incoming_handoffs.append(
-                    IncomingHandoff(
-                        self._transfer_context, number, factor, max_bytes=state.max_bytes
-                    )
-                )
+                download = Download(self._transfer_context, number, 1, {}, state.max_bytes)
+                self._incoming_handoffs.append((download, factor))
             if leaving_id == self.id:
-                self._outgoing_handoff = Donor(
-                    self._transfer_context, number, remaining[0], own_id=self.id
-                )
-                own = state.own_state() or StateMessage("own", {}, {})
-                self._outgoing_handoff.enqueue(replace(own, plain={"of": self.id}))
-                self._outgoing_handoff.close()
+                where, nothing = (self._transfer_context, number, remaining[0]), Part(0, 1, "")
+                donor = Donor(*where, own_id=self.id, part=nothing, tensors={})
+                own, self._outgoing_handoff = state.own_state(), donor
+                own = own or StateMessage("own", {}, {})
+                donor.enqueue(replace(own, plain={"of": self.id}, last=True))
 
     def _notify(self) -> None:
         for callback in self._callbacks:
@@ -377,42 +380,51 @@ class Members:
         site, problem = self._site, None
         number = self._membership.shared.say_hello(self._kv) if site.rank == 0 else 0
         number = site.broadcast_value("asking for admission", number)
-        recipient = message = None
+        message = None
         try:
             try:
-                self._wait_for_donor(number)
-                recipient = Recipient(self._transfer_context, number)
-                while message is None or message.waiting > 1:  # catch up: the others wait for it
-                    message = recipient.receive(state.max_bytes)
+                parts = self._wait_for_donor(number)
+                where = self._transfer_context, number, parts
+                self._download = Download(*where, state.tensors(), state.max_bytes)
+                # until it has caught up: the others wait for it from then on
+                while (message := self._download.next(wait=False)) is not None:
                     state.apply(message)
-            except (PeerLost, PeerStalled, PayloadCorrupt) as error:
+            except ThinwireError as error:
                 problem = error
             # either all ranks of the site are ready, or none
             site.raise_first("receiving the state", problem)
-            assert recipient is not None and message is not None, "received"
+            assert self._download is not None, "received"
             self._has_state = True
             if site.rank == 0:
                 self._kv.put(f"ready/{number}", {"id": self._membership.shared.own_id})
-            while not message.last:
-                message = recipient.receive(state.max_bytes)
+            while message is None or not message.last:
+                message = self._download.next(wait=True)
+                assert message is not None, "waited for"
                 state.apply(message)
             self._sampler_states = message.plain.get("samplers") or {}
             for index in range(len(self._samplers)) if self._sampler_states else ():
                 self._start_sampler(index)
         finally:
-            if recipient is not None:
-                recipient.close()
+            if self._download is not None:
+                self._download.close()
         if not self._membership.is_admitted():
             raise PeerStalled("the membership changed while this member was being admitted")
 
-    def _wait_for_donor(self, number: int) -> None:
+    @property
+    def _joining(self) -> Mapping[str, float]:
+        """Progress of the copy of the state to this process, as in `stats`; empty if none."""
+        return {} if self._download is None else self._download.stats
+
+    def _wait_for_donor(self, number: int) -> int:
+        """Return the number of donors once they send."""
         began = logged = time.monotonic()
-        while not self._kv.has(f"donor/{number}"):
+        while (found := self._kv.get_verified(f"donor/{number}")) is None:
             self._membership.require_heartbeat()
             time.sleep(_POLL_S)
             if time.monotonic() - logged > _NEWS_S:
                 logged = time.monotonic()
                 _log.info("waited %.0f s for the end of a round to join", logged - began)
+        return int(found["parts"])
 
     def _report(self) -> dict[str, Any]:
         """Return this rank's report for the agreement that ends a round."""
@@ -448,27 +460,25 @@ class Members:
         if not goes_on:
             self._redistribute_samples([*remaining, *admitted])
         self._donors = [donor for donor in self._donors if donor.alive]
-        if self._donors:
-            update = state.last_update() if self._group.size > 1 else state.full_state()
-            for donor in self._donors:
-                # over a link slower than the rounds, the updates would pile up for ever
-                message = state.full_state() if donor.behind else update
-                last = donor.joiner in admitted
-                plain = {**message.plain, **(self._sampler_facts() if last else {})}
-                donor.enqueue(replace(message, plain=plain, last=last))
+        first = [donor for donor in self._donors if donor.part.index == 0]
+        update = state.last_update() if first else None
+        for donor in first:
+            assert update is not None, "somebody listens"
+            last = donor.joiner in admitted
+            plain = {**update.plain, **(self._sampler_facts() if last else {})}
+            donor.enqueue(replace(update, plain=plain, last=last))
         for number, joiner in agreed.get("assign", []):
             self._membership.donor_assigned(number)
-            if remaining and remaining[number % len(remaining)] == self.id:
-                donor = Donor(self._transfer_context, number, joiner, own_id=self.id)
-                donor.enqueue(state.full_state())
-                self._donors.append(donor)
-        done = [handoff for handoff in self._incoming_handoffs if not handoff.alive]
-        self._incoming_handoffs = [
-            handoff for handoff in self._incoming_handoffs if handoff not in done
-        ]
-        for handoff in done:
-            if handoff.message is not None:
-                state.add_handoff(handoff.message, handoff.factor)
+            self._donate(state, number, joiner, remaining)
+        for handoff in [one for one in self._incoming_handoffs if not one[0].alive]:
+            self._incoming_handoffs.remove(handoff)
+            try:
+                message = handoff[0].next(wait=True)
+            except (ThinwireError, RuntimeError) as error:
+                _log.warning("the handoff of a leaving member was lost: %s", error)
+            else:
+                assert message is not None, "waited for"
+                state.add_handoff(message, handoff[1])
         if admitted or leaving_ids:
             if leaving_ids and remaining:
                 self._hand_over(state, leaving_ids, remaining, now, len(remaining) + len(admitted))
@@ -479,10 +489,31 @@ class Members:
                 return
             self._group.pending_after = now.number  # the next one connects while this member trains
 
+    def _donate(
+        self, state: SharedState, number: int, joiner: str, remaining: Sequence[str]
+    ) -> None:
+        """Send a joiner this member's part of the state, if it is one of the donors."""
+        first = number % max(len(remaining), 1)
+        donors = [*remaining[first:], *remaining[:first]][:MOST_DONORS]
+        if self.id in donors:
+            counters = state.counters()
+            part = Part(donors.index(self.id), len(donors), json.dumps(counters.plain))
+            donor = Donor(
+                self._transfer_context,
+                number,
+                joiner,
+                own_id=self.id,
+                part=part,
+                tensors=state.tensors(),
+                busy=self._group.is_exchanging,
+            )
+            donor.enqueue(counters)
+            self._donors.append(donor)
+
     @property
     def _has_joiners(self) -> bool:
         """True if this member sends every round to a joiner."""
-        return any(donor.alive for donor in self._donors)
+        return any(donor.alive and donor.part.index == 0 for donor in self._donors)
 
 
 def _meet(membership: Membership, site: SingleRank) -> None:

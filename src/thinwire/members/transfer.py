@@ -1,29 +1,35 @@
-"""Transfer of the run's state from a donor to a joiner, while the other members train on."""
+"""Transfer of the run's state from donors to a joiner, while the members train on."""
 
 import hashlib
-import hmac
 import json
 import logging
-import struct
+import queue
 import threading
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from thinwire.comm.channel import Channel
 from thinwire.comm.relay import RelayEndpoint
-from thinwire.errors import PayloadCorrupt, ThinwireError
+from thinwire.comm.waiting import Progress
+from thinwire.errors import LineTooSlow, PayloadCorrupt, ThinwireError
+from thinwire.exchange.line import CHECKSUM_BYTES, LENGTH, Line
 from thinwire.members.kv import KeyValueView
 
-_CHECKSUM_BYTES = 16
+MOST_DONORS = 4
+"""Most members that send one joiner a part of the state each."""
 _ALIVE, _BEATS_PER_TIMEOUT = "alive", 4
-"""Kind of the heartbeat message, and the number of heartbeats within one time-out."""
-_POSITION = struct.Struct("<QQ")
-_MAX_PLAIN_BYTES = 64 << 20
+"""Kind of the message that says that nothing waits, and the number of them within one time-out."""
+_ROUNDS, _JUDGED_S = 3, 10.0
+"""Rounds and seconds after which the line is compared with what the rounds need."""
+_MAX_PLAIN_BYTES, _BATCH_BYTES = 64 << 20, 4 << 20
+_POLL_S, _JOIN_S = 0.1, 2.0
 _log = logging.getLogger("thinwire")
 
 
@@ -35,7 +41,6 @@ class StateMessage:
     plain: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     last: bool = False
-    waiting: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -54,43 +59,47 @@ class TransferContext(NamedTuple):
     key: bytes
     """Key of the checksums; empty if the run has no token."""
 
-    def channel(self, number: int, *, sending: bool) -> Channel:
-        """Return a channel to the other end of the transfer with this number."""
-        store = self.kv.store.under(f"copy/{number}")
-        return Channel(store, sending=sending, timeout_s=self.timeout_s, endpoint=self.endpoint)
+    def line(self, number: int, part: int, needed: Callable[[], float] | None = None) -> Line:
+        """Return a line to the other end of this part of the transfer with this number."""
+        store, timeout_s = self.kv.store.under(f"copy/{number}/{part}"), self.timeout_s
+        channel = Channel(
+            store, sending=needed is not None, timeout_s=timeout_s, endpoint=self.endpoint
+        )
+        return Line(channel, self.key, number, part, timeout_s, needed)
 
     def cloned(self) -> "TransferContext":
         """Return the same context with a connection of its own, for another thread."""
         return self._replace(kv=self.kv.clone())
 
 
-class _Checksums:
-    """Checksums of the messages of one transfer, keyed if the run has a token."""
+@dataclass(frozen=True)
+class Part:
+    """Position of a donor's part of the state of a round."""
 
-    # a checksum covers number of the transfer and index of the message: nothing can be replayed,
-    # reordered, or sent to another joiner
+    index: int
+    count: int
+    state: str
+    """Counters of the round, as text, the same in all parts."""
 
-    def __init__(self, key: bytes, number: int) -> None:
-        self._key, self._number, self._count = key, number, 0
+    def views(self, flat: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the bytes of this part, as views of flat tensors."""
+        nbytes = sum(tensor.nbytes for tensor in flat.values())
+        limits = [nbytes * at // self.count for at in (self.index, self.index + 1)]
+        found, before = [], 0
+        for tensor in flat.values():
+            size = tensor.element_size()
+            start, end = (
+                min(max(-(-(limit - before) // size), 0), len(tensor)) for limit in limits
+            )
+            if start < end:
+                found.append(tensor[start:end].view(torch.uint8))
+            before += tensor.nbytes
+        return found
 
-    def add(self, content: bytes) -> bytes:
-        """Return the donor's next message with its checksum."""
-        return self._next(content) + content
 
-    def verify(self, message: bytes | bytearray) -> bytes:
-        """Return the content of the next message received."""
-        content = bytes(message[_CHECKSUM_BYTES:])
-        if not hmac.compare_digest(message[:_CHECKSUM_BYTES], self._next(content)):
-            raise PayloadCorrupt("the state from a member was damaged in transit: join again")
-        return content
-
-    def _next(self, content: bytes) -> bytes:
-        checksum = hashlib.blake2b(
-            _POSITION.pack(self._number, self._count), digest_size=_CHECKSUM_BYTES, key=self._key
-        )
-        checksum.update(content)
-        self._count += 1
-        return checksum.digest()
+def flattened(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return each tensor in one dimension: a view if its memory allows."""
+    return {name: tensor.detach().reshape(-1) for name, tensor in tensors.items()}
 
 
 def handoff_number(generation: int, rank: int) -> int:
@@ -99,15 +108,28 @@ def handoff_number(generation: int, rank: int) -> int:
 
 
 class Donor:
-    """Thread that sends one recipient a state and the update of every round after it, in order."""
+    """Thread that sends a part of a state, and then messages in order, to one recipient."""
 
-    def __init__(self, context: TransferContext, number: int, joiner: str, *, own_id: str) -> None:
-        self.number, self.joiner = number, joiner
-        self._context, self._own_id = context, own_id
-        self._checksums = _Checksums(context.key, number)
+    def __init__(
+        self,
+        context: TransferContext,
+        number: int,
+        joiner: str,
+        *,
+        own_id: str,
+        part: Part,
+        tensors: Mapping[str, Tensor],
+        busy: Callable[[], bool] = lambda: False,
+    ) -> None:
+        # `tensors` change later: this part of them is copied
+        self.number, self.joiner, self.part = number, joiner, part
+        self._context, self._own_id, self._busy = context, own_id, busy
+        views = part.views(flattened(tensors))
+        self._copies = [view.to("cpu", copy=True) for view in views]
         self._messages: deque[StateMessage | None] = deque()
         self._changed = threading.Condition()
-        self._state_bytes = 0
+        self._began_s, self._rounds, self._round_bytes, self._needed = time.monotonic(), 0, 0, 0.0
+        self._line: Line | None = None
         self._thread = threading.Thread(target=self._run, name="thinwire-donor", daemon=True)
         self._thread.start()
 
@@ -116,107 +138,244 @@ class Donor:
         """True until the transfer has ended or failed."""
         return self._thread.is_alive()
 
-    @property
-    def behind(self) -> bool:
-        """True if the waiting messages are larger than a full state, which should replace them."""
-        with self._changed:
-            waiting = [message for message in self._messages if message is not None]
-        return bool(waiting) and sum(message.nbytes for message in waiting) > self._state_bytes
-
     def enqueue(self, message: StateMessage) -> None:
-        """Send a message after the waiting ones. A full state replaces them."""
+        """Send a message after the waiting ones."""
         with self._changed:
-            if message.kind == "state":
-                self._messages.clear()
-                self._state_bytes = message.nbytes
             self._messages.append(message)
+            self._rounds, self._round_bytes = self._rounds + 1, self._round_bytes + message.nbytes
+            if self._rounds > _ROUNDS:
+                self._needed = self._round_bytes / (time.monotonic() - self._began_s)
             self._changed.notify()
 
     def close(self, limit_s: float = 0.0) -> None:
-        """Let the thread end once all messages are sent; wait for it at most `limit_s` seconds."""
+        """End the thread once all messages are sent, or after `limit_s` seconds."""
         with self._changed:
             self._messages.append(None)
             self._changed.notify()
         self._thread.join(limit_s)
+        if self._thread.is_alive() and self._line is not None:
+            self._line.close()  # a thread that waits in torch at exit would abort the process
+            self._thread.join(_JOIN_S)
 
-    def _next(self) -> tuple[StateMessage | None, int]:
-        """Return the next message and the number of those behind it."""
-        # a heartbeat if there is none for long: a round may take longer than the time-out
+    def _next(self, *, idle: bool) -> list[StateMessage | None]:
+        # a message that nothing waits, also where there is none for long: a round may take longer
+        # than the time-out
         with self._changed:
-            if not self._messages:
+            if not self._messages and idle:
                 self._changed.wait(self._context.timeout_s / _BEATS_PER_TIMEOUT)
-            if not self._messages:
-                return StateMessage(_ALIVE, {}, {}), 0
-            return self._messages.popleft(), len(self._messages)
+            found: list[StateMessage | None] = []
+            while self._messages and sum(one.nbytes for one in found if one) < _BATCH_BYTES:
+                found.append(self._messages.popleft())
+            return found or [StateMessage(_ALIVE, {}, {})]
 
     def _run(self) -> None:
         try:
-            context = self._context.cloned()
-            context.kv.put(f"donor/{self.number}", {"id": self._own_id})
-            channel = context.channel(self.number, sending=True)
+            context, part = self._context.cloned(), self.part
+            if part.index == 0:
+                found = {"id": self._own_id, "parts": part.count}
+                context.kv.put(f"donor/{self.number}", found)
+            line = self._line = context.line(self.number, part.index, lambda: self._needed)
             try:
-                while True:
-                    message, waiting = self._next()
-                    if message is None:
-                        break
-                    plain = {"kind": message.kind, "last": message.last, "waiting": waiting}
-                    plain |= message.plain
-                    channel.send(self._checksums.add(json.dumps(plain).encode()))
-                    tensors = {name: t.contiguous() for name, t in message.tensors.items()}
-                    channel.send(self._checksums.add(safetensors.torch.save(tensors)))
-                    if message.last:
-                        break
+                self._send_state(line)
+                if part.index == 0:
+                    self._send_messages(line)
             finally:
-                channel.close()
+                line.close()
         except (ThinwireError, RuntimeError) as error:
             _log.warning("joiner %d was lost while it received the state: %s", self.number, error)
 
+    def _send_state(self, line: Line) -> None:
+        copies = self._copies
+        digests = [_digest(copy) for copy in copies]
+        line.send(json.dumps({"state": self.part.state, "digests": digests}).encode())
+        missing = json.loads(line.receive(_MAX_PLAIN_BYTES))
+        copies[:] = [copies[index] for index in missing][::-1]
+
+        def contents() -> Iterable[Any]:
+            while copies:
+                yield copies.pop().numpy().data
+
+        line.stream(contents(), sum(copy.nbytes for copy in copies), self._busy)
+
+    def _send_messages(self, line: Line) -> None:
+        idle, ended = True, False
+        while not ended:
+            found = self._next(idle=idle)
+            messages = [message for message in found if message is not None]
+            ended = None in found or any(message.last for message in messages)
+            idle = [one.kind for one in messages] == [_ALIVE]
+            contents: list[bytes] = []
+            for one in messages:
+                plain = json.dumps({"kind": one.kind, "last": one.last, **one.plain}).encode()
+                tensors = {name: tensor.contiguous() for name, tensor in one.tensors.items()}
+                for content in (plain, safetensors.torch.save(tensors)):
+                    contents += [LENGTH.pack(len(content)), content]
+            line.stream(map(memoryview, contents), sum(map(len, contents)), self._busy)
+
+
+def _digest(view: Tensor) -> str:
+    return hashlib.blake2b(view.cpu().numpy().data, digest_size=CHECKSUM_BYTES).hexdigest()
+
 
 class Recipient:
-    """Receiving end of a transfer."""
+    """Receiving end of one donor's transfer."""
 
-    def __init__(self, context: TransferContext, number: int) -> None:
-        self._checksums = _Checksums(context.key, number)
-        self._channel = context.channel(number, sending=False)
+    def __init__(self, context: TransferContext, number: int, part: int = 0) -> None:
+        self.line = context.line(number, part)
+        self.idle = False
+        """True if all that the donor had when it last said so has been received."""
+        self.wanted_bytes: int | None = None
+        """Bytes of the donor's part that differ here, once they are known."""
+
+    def receive_state(self, part: Part, flat: Mapping[str, Tensor]) -> str:
+        """Write the donor's part into flat tensors, where it differs; return its counters."""
+        views = part.views(flat)
+        header = json.loads(self.line.receive(_MAX_PLAIN_BYTES))
+        digests: Sequence[str] = header["digests"]
+        if len(digests) != len(views):
+            raise PayloadCorrupt(f"a member sends {len(digests)} tensors instead of {len(views)}")
+        missing = [at for at, view in enumerate(views) if digests[at] != _digest(view)]
+        self.wanted_bytes = sum(views[at].nbytes for at in missing)
+        self.line.send(json.dumps(missing).encode())
+        self.line.fill(views[at] for at in missing)
+        return str(header["state"])
 
     def receive(self, max_bytes: int) -> StateMessage:
-        """Return the next message, skipping heartbeats."""
+        """Return the next message, skipping those that say that there is none."""
         while True:
-            plain = json.loads(self._checksums.verify(self._channel.receive(_MAX_PLAIN_BYTES)))
-            content = self._checksums.verify(self._channel.receive(max_bytes))
-            kind, last, waiting = (plain.pop(key) for key in ("kind", "last", "waiting"))
+            plain = json.loads(self.line.receive(_MAX_PLAIN_BYTES))
+            kind, last = plain.pop("kind"), plain.pop("last")
+            self.idle = kind == _ALIVE
+            content = self.line.receive(max_bytes)
             if kind != _ALIVE:
-                return StateMessage(kind, plain, safetensors.torch.load(content), last, waiting)
+                return StateMessage(kind, plain, safetensors.torch.load(bytes(content)), last)
 
     def close(self) -> None:
         """Close the channel."""
-        self._channel.close()
+        self.line.close()
 
 
-class IncomingHandoff:
-    """Thread that receives the handoff of a leaving member: the state that only it held."""
+class Download:
+    """State of a round, from several donors at once, and the message of each round since."""
 
     def __init__(
-        self, context: TransferContext, number: int, factor: float, *, max_bytes: int
+        self,
+        context: TransferContext,
+        number: int,
+        count: int,
+        tensors: Mapping[str, Tensor],
+        max_bytes: int,
     ) -> None:
-        self.factor = factor
-        self.message: StateMessage | None = None
-        self._arguments = context, number, max_bytes
-        self._thread = threading.Thread(target=self._run, name="thinwire-handoff", daemon=True)
-        self._thread.start()
+        self._tensors, self._flat = tensors, flattened(tensors)
+        self._recipients: list[Recipient | None] = [None] * count
+        self._arrived: queue.SimpleQueue[StateMessage | str | Exception] = queue.SimpleQueue()
+        self._messages: deque[StateMessage] = deque()
+        self._states: list[str] = []
+        self._max_bytes, self._closed = max_bytes, False
+        self._progress: Progress | None = None
+        self._since: tuple[float, int] | None = None
+        names = "joining_bytes", "joining_total_bytes", "joining_bit_s", "joining_left_s"
+        self.stats: dict[str, float] = dict.fromkeys(names, 0.0)
+        """Bytes of the state received, and of all that differed here; rate; seconds left."""
+        self._threads = [
+            threading.Thread(
+                target=self._run,
+                args=(context, number, Part(index, count, "")),
+                name="thinwire-recipient",
+                daemon=True,
+            )
+            for index in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def alive(self) -> bool:
-        """True while the handoff is in transit."""
-        return self._thread.is_alive()
+        """True while something is in transit."""
+        return any(thread.is_alive() for thread in self._threads)
 
-    def _run(self) -> None:
-        context, number, max_bytes = self._arguments
+    @property
+    def received_bytes(self) -> int:
+        """Bytes received so far."""
+        return sum(recipient.line.nbytes for recipient in self._recipients if recipient)
+
+    def _run(self, context: TransferContext, number: int, part: Part) -> None:
         try:
-            recipient = Recipient(context.cloned(), number)
+            recipient = Recipient(context.cloned(), number, part.index)
+            self._recipients[part.index] = recipient
             try:
-                self.message = recipient.receive(max_bytes)
+                if self._closed:  # while it connected: the state may be copied anew by now
+                    return
+                self._arrived.put(recipient.receive_state(part, self._flat))
+                last = part.index > 0
+                while not last and not self._closed:
+                    message = recipient.receive(self._max_bytes)
+                    self._arrived.put(message)
+                    last = message.last
             finally:
                 recipient.close()
         except (ThinwireError, RuntimeError) as error:
-            _log.warning("the handoff of a leaving member was lost: %s", error)
+            self._arrived.put(error)
+
+    def next(self, *, wait: bool) -> StateMessage | None:
+        """Return the next message to apply; without `wait` None if the donor has no other one."""
+        while True:
+            complete = len(self._states) == len(self._recipients)
+            first = self._recipients[0]
+            idle = first is not None and first.idle and self._arrived.empty()
+            if complete and self._messages:
+                return self._messages.popleft()
+            if complete and idle and not wait:
+                return None
+            if not wait:
+                self._report()
+            try:
+                arrived = self._arrived.get(timeout=_POLL_S)
+            except queue.Empty:
+                continue
+            if isinstance(arrived, Exception):
+                raise arrived
+            if isinstance(arrived, StateMessage):
+                self._messages.append(arrived)
+                continue
+            if len({*self._states, arrived}) > 1:
+                raise PayloadCorrupt("members sent states of different rounds: join again")
+            self._report()
+            self._states.append(arrived)
+            if len(self._states) == len(self._recipients):
+                self._since = None  # from here on rounds alone are received
+                for name, flat in self._flat.items():
+                    if flat.data_ptr() != self._tensors[name].data_ptr():
+                        self._tensors[name].copy_(flat.view_as(self._tensors[name]))
+
+    def _report(self) -> None:
+        """Count and log the progress; raise if the rounds send more than the line carries."""
+        first, now, received = self._recipients[0], time.monotonic(), self.received_bytes
+        wanted = [one.wanted_bytes for one in self._recipients if one]
+        if first is None or None in wanted or len(wanted) < len(self._recipients):
+            return
+        began_s, before = self._since = self._since or (now, received)
+        rate = (received - before) / max(now - began_s, 1e-6)
+        if len(self._states) < len(self._recipients):
+            total = sum(nbytes for nbytes in wanted if nbytes is not None)
+            left_s = max(total - received, 0) / rate if rate else 0.0
+            self._progress = self._progress or Progress("receiving the state of the run", total)
+            if min(received, total) > self.stats["joining_bytes"]:
+                self._progress.add(min(received, total) - self.stats["joining_bytes"])
+            counts = min(received, total), total, 8 * rate, left_s
+            self.stats = dict(zip(self.stats, counts, strict=True))
+        if now - began_s > _JUDGED_S and first.line.needed > rate:
+            raise LineTooSlow(
+                f"this member cannot catch up with the run: its rounds send "
+                f"{8e-6 * first.line.needed:.3g} Mbit/s, and {8e-6 * rate:.3g} Mbit/s arrived here "
+                f"over the last {now - began_s:.0f} s. Average less often (k_steps) or compress "
+                "more, or join over a faster line"
+            )
+
+    def close(self) -> None:
+        """Close the connections, which ends the threads."""
+        self._closed = True
+        for recipient, thread in zip(self._recipients, self._threads, strict=True):
+            if recipient is not None:
+                recipient.close()
+                thread.join(_JOIN_S)

@@ -1,0 +1,215 @@
+"""Joins of a member over slow lines: time to its first own step, beside the time that its downlink
+takes for the state, and how much the rounds of the others slow down meanwhile.
+
+    python -m benchmarks.joining --out benchmarks/results/joining.json
+
+Needs root: two members, the joiner and the host are processes in network namespaces, each behind a
+line of that rate in both directions; the host has 1 Gbit/s. The last row has rounds that send more
+than the line carries: the joiner ends with the error that is printed.
+"""
+
+import contextlib
+import multiprocessing as mp
+import os
+import queue
+import resource
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # its import belongs to no join
+
+import thinwire as tw
+from benchmarks.common import parser_for, save, surroundings
+from benchmarks.relay import PORT
+from tests.members.places import TOKEN, host_command
+from thinwire.errors import ThinwireError
+from thinwire.tools.network.enter import enter_network
+from thinwire.tools.network.netns import Link, network, why_unavailable
+
+FOUNDERS = 2
+PATIENCE_S = 60.0
+AFTER = 6
+"""Rounds that the joiner makes with the others."""
+LEAST_ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """A join: line, width of the one square layer, seconds of a round, compression."""
+
+    link: str
+    width: int
+    round_s: float
+    compression: Any
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of anchors and outer momentum."""
+        return 8 * self.width**2
+
+
+def light(parameters: int) -> Any:
+    return tw.Sparse(1 - 400 / parameters)
+
+
+CASES = [
+    Case("1mbit", 1100, 2.0, light(1100**2)),
+    Case("5mbit", 2500, 2.0, light(2500**2)),
+    Case("20mbit", 5840, 3.0, light(5840**2)),
+    Case("1mbit", 800, 0.5, tw.Quantized(1)),
+]
+QUICK = [Case("5mbit", 1600, 1.0, light(1600**2)), CASES[-1]]
+
+
+def peak_bytes() -> int:
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def train(rank: int, case: Case, namespace: int, place: Any, flag: str, answers: Any) -> None:
+    """Train as a founder or the joiner, and put what was seen into `answers`."""
+    enter_network(namespace)
+
+    torch.set_num_threads(1)
+    while rank == FOUNDERS and not Path(flag).exists():
+        time.sleep(0.05)
+    address, token_file = place
+    net = torch.nn.Linear(case.width, case.width, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    config = tw.LocalSGD(1, begin_step=0, outer_momentum=0.9, compression=case.compression)
+    options: dict[str, Any] = {"token_file": token_file, "start_members": FOUNDERS}
+    begun_s, rounds, sizes, before = time.monotonic(), list[float](), list[int](), 0
+    seen: list[dict[str, float]] = []
+    found: dict[str, Any] = {"rank": rank}
+    try:
+        with tw.join(address, run="joining", timeout=PATIENCE_S, **options) as members:
+            sync = tw.local_sgd(net, optimizer, config, members=members)
+            watching = threading.Thread(target=watch, args=(sync, seen, begun_s), daemon=True)
+            if rank == FOUNDERS:
+                watching.start()
+                before = peak_bytes()
+            with sync:
+                found["entered_s"] = time.monotonic() - begun_s
+                found |= {"stats": sync.stats(), "grown": peak_bytes() - before}
+                last = None
+                while not members.left and (last is None or sync.step < last):
+                    time.sleep(case.round_s)
+                    net.weight.grad = torch.full_like(net.weight, 1e-3 * (1 + rank))
+                    begin_s = time.perf_counter()
+                    optimizer.step()
+                    rounds.append(time.perf_counter() - begin_s + case.round_s)
+                    sizes.append(members.size)
+                    if len(rounds) == LEAST_ROUNDS:
+                        Path(flag).touch()
+                        before = before or peak_bytes()
+                    if members.size > FOUNDERS and last is None:
+                        last = sync.step + AFTER
+                    if Path(flag + ".end").exists():
+                        members.leave()
+    except ThinwireError as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+        found["entered_s"] = time.monotonic() - begun_s
+        Path(flag + ".end").touch()
+    if rank < FOUNDERS:
+        found["grown"] = peak_bytes() - before
+    found |= {"rounds": rounds, "sizes": sizes, "seen": seen}
+    answers.put(found)
+
+
+def watch(sync: tw.LocalUpdates, seen: list[dict[str, float]], begun_s: float) -> None:
+    """Note the progress that `stats` tells while the joiner waits."""
+    while True:
+        with contextlib.suppress(RuntimeError):
+            stats = sync.stats()
+            row = {name: n for name, n in stats.items() if name.startswith("joining_")}
+            seen.append({**row, "seconds": round(time.monotonic() - begun_s, 1)})
+        time.sleep(1.0)
+
+
+def row(case: Case) -> dict[str, Any]:
+    """Run a case."""
+    context = mp.get_context("fork")
+    answers = context.Queue()
+    link = Link.parse(case.link, "10ms")
+    with network(2 + FOUNDERS, link) as net, tempfile.TemporaryDirectory() as folder:
+        token_file = Path(folder, "token")
+        token_file.write_bytes(TOKEN)
+        token_file.chmod(0o600)
+        bind = f"{net.addresses[0]}:{PORT}"
+        host = ["--bind", bind, "--token-file", str(token_file)]
+        with host_command(*host, namespace=net.namespace_fds[0]):
+            place = f"tcp://{bind}", str(token_file)
+            arguments = place, str(Path(folder, "flag")), answers
+            processes = [
+                context.Process(
+                    target=train, args=(rank, case, net.namespace_fds[1 + rank], *arguments)
+                )
+                for rank in range(FOUNDERS + 1)
+            ]
+            for process in processes:
+                process.start()
+            found: list[Any] = []
+            while len(found) < len(processes):
+                with contextlib.suppress(queue.Empty):
+                    found.append(answers.get(timeout=5))
+                if any(process.exitcode for process in processes):
+                    raise RuntimeError("a member failed; what it said is above")
+            for process in processes:
+                process.join()
+    return judged(case, link, sorted(found, key=lambda one: one["rank"]))
+
+
+def judged(case: Case, link: Link, found: list[Any]) -> dict[str, Any]:
+    """What the members of a case saw, as numbers."""
+    joiner, line_s = found[-1], link.seconds(case.state_bytes)
+    slower = []
+    for founder in found[:-1]:
+        alone = founder["rounds"][2:LEAST_ROUNDS]
+        together = [
+            seconds
+            for seconds, size in zip(founder["rounds"], founder["sizes"], strict=True)
+            if size == FOUNDERS
+        ]
+        beside = together[LEAST_ROUNDS + 1 : -1]
+        slower.append(statistics.mean(beside) / statistics.mean(alone) if beside else 1.0)
+    copied = joiner.get("stats", {}).get("joining_bytes", 0.0)
+    return {
+        **{key: value for key, value in asdict(case).items() if key != "compression"},
+        "state_mb": round(case.state_bytes / 1e6, 2),
+        "line_s": round(line_s, 1),
+        "first_step_s": round(joiner["entered_s"], 1),
+        "ratio": round(joiner["entered_s"] / line_s, 3),
+        "received_states": round(copied / case.state_bytes, 3),
+        "rounds_slower": round(max(slower), 3),
+        "grown_states": [round(one.get("grown", 0) / case.state_bytes, 2) for one in found],
+        "state_s": [one["seconds"] for one in joiner["seen"] if one["joining_left_s"]][-1:],
+        "rate_bit_s": round(joiner.get("stats", {}).get("joining_bit_s", 0.0)),
+        "error": joiner.get("error", ""),
+    }
+
+
+def main() -> int:
+    parser = parser_for(__doc__)
+    parser.add_argument("--case", type=int, nargs="+")
+    given = parser.parse_args()
+    reason = why_unavailable()
+    if reason is not None:
+        parser.error(f"the lines cannot be emulated here: network namespaces {reason}")
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # the store has no name for addresses here
+    cases = QUICK if given.quick else CASES
+    rows = []
+    for case in cases if given.case is None else [CASES[number] for number in given.case]:
+        rows.append(row(case))
+        print(rows[-1], flush=True)
+    save({"rows": rows, "surroundings": surroundings(given.repeats)}, given.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
