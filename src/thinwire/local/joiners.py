@@ -43,11 +43,17 @@ class JoinerState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the shared state itself by name; see `SharedState`."""
-        return {
-            f"{kind} {name}": tensor
-            for kind, tensors in self._shared().items()
-            for name, tensor in tensors.items()
+        averaging, tensors = self._averager.averaging, self._averager.tensors
+        own = self._own_kinds()
+        shared = {
+            "anchor": averaging.anchors,
+            "outer momentum": averaging.momentum,
+            **{f"kept {k}": kept for k, kept in averaging.kept.items() if k not in own},
+            "frozen": dict(tensors.frozen),
+            "buffer": tensors.buffers(),
+            "sketch": {"sums": averaging.sketches},
         }
+        return {f"{k} {name}": t for k, of_kind in shared.items() for name, t in of_kind.items()}
 
     def counters(self) -> StateMessage:
         """Return all other shared state; see `SharedState`."""
@@ -162,16 +168,3 @@ class JoinerState:
     def _own_kinds(self) -> list[str]:
         """Kinds of state that belong to one rank."""
         return [kind for kind in self._averager.averaging.kept if KEPT[kind] == "mean_zero"]
-
-    def _shared(self) -> dict[str, dict[str, Tensor]]:
-        """Return all values that are equal on all ranks after an averaging, by kind and name."""
-        averaging, tensors = self._averager.averaging, self._averager.tensors
-        own = self._own_kinds()
-        return {
-            "anchor": averaging.anchors,
-            "outer momentum": averaging.momentum,
-            **{f"kept {k}": kept for k, kept in averaging.kept.items() if k not in own},
-            "frozen": dict(tensors.frozen),
-            "buffer": tensors.buffers(),
-            "sketch": {"sums": averaging.sketches},
-        }
