@@ -205,7 +205,7 @@ class _Member:
                 return
             # the generation of the exchange, which may have been left since
             group = self._members._group
-            self._committed = {**about, "generation": group.number, "size": group.size}
+            self._committed = {**about, "generation": self._members.generation, "size": group.size}
 
         def taking(recipient: Recipient, at_most: int) -> Any:
             nonlocal taken

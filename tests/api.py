@@ -94,7 +94,7 @@ _NAMES = {
     "thinwire.members.generation": "Decision",
     "thinwire.members.transfer": "Donor Download Part Recipient StateMessage TransferContext",
     "thinwire.members.group": "ElasticGroup",
-    "thinwire.members.membership": "Membership Shared",
+    "thinwire.members.membership": "Membership Shared Terms",
     "thinwire.members.meeting": "connect require_same run_host",
     "thinwire.members.members": "Members",
     "thinwire.members.relay": "certificate relay_key relaying _Relay",

@@ -1,6 +1,4 @@
-"""Names of a model's tensors, the same with or without `torch.compile` on the model or its
-parts.
-"""
+"""Names of a model's tensors, the same with or without `torch.compile`."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
@@ -14,9 +12,7 @@ _WRAPPED = "_orig_mod"
 
 
 def plain_name(name: str) -> str:
-    """Return the name without the prefixes of `torch.compile`; words separated by blanks are
-    treated one by one.
-    """
+    """Return the name, each of its words, without the prefixes of `torch.compile`."""
     if _WRAPPED not in name:
         return name
     words = ([part for part in word.split(".") if part != _WRAPPED] for word in name.split(" "))
@@ -74,7 +70,5 @@ def non_persistent_buffers(model: nn.Module) -> frozenset[str]:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return True if a glob pattern matches this name; both are tried as given and as plain
-    names.
-    """
+    """Return True if a glob pattern matches this name, both as given or both plain."""
     return fnmatchcase(name, pattern) or fnmatchcase(plain_name(name), plain_name(pattern))

@@ -40,7 +40,7 @@ def test_a_round_may_take_longer_than_the_time_out() -> None:
     later.start()
     assert recipient.receive(1 << 20).kind == "round"
     later.join()
-    recipient.close()
+    recipient.line.close()
     donor.close(PATIENCE_S)
 
 

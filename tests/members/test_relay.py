@@ -470,7 +470,7 @@ def test_a_state_that_was_sent_has_arrived(monkeypatch: pytest.MonkeyPatch) -> N
     with relay_alone() as place, tapped(slow):
         way = TransferContext(kv, place, PATIENCE_S, b"")
         monkeypatch.setattr(TransferContext, "cloned", lambda self: self)
-        donor = Donor(way, 0, "ann", own_id="bob", part=Part(0, 1, ""), tensors={})
+        donor = Donor(way, 0, "ann", Part(0, 1, ""), {})
         recipient = Recipient(way, 0)
 
         def receive() -> None:
@@ -484,7 +484,7 @@ def test_a_state_that_was_sent_has_arrived(monkeypatch: pytest.MonkeyPatch) -> N
         assert not donor.alive
         assert recipient.line.nbytes > sent["w"].nbytes
         thread.join(PATIENCE_S)
-        recipient.close()
+        recipient.line.close()
     assert torch.equal(received[0].tensors["w"], sent["w"])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import Store, TCPStore
 
-from tests.api import AuthenticatedStore, KeyValueView, MemberGroups, Membership
+from tests.api import AuthenticatedStore, KeyValueView, MemberGroups, Membership, Terms
 from tests.members.places import LOOPBACK
 
 LIMIT_S = 20.0
@@ -91,8 +91,7 @@ def test_joiner_waits_no_longer_after_many_others(server: TCPStore) -> None:
     kv = KeyValueView(AuthenticatedStore(counted, None))
 
     def membership(name: str) -> Membership:
-        options: dict[str, Any] = {"min_members": 1, "start_members": 1, "timeout_s": LIMIT_S}
-        return Membership(kv, name, endpoint=LOOPBACK, **options)
+        return Membership(kv, name, Terms(LOOPBACK, 1, 1, LIMIT_S))
 
     numbers = [membership(f"member-{n}").shared.say_hello(kv) for n in range(40)]
     assert numbers == list(range(40))

@@ -47,7 +47,7 @@ def both_ends(timeout_s: float, number: int = 0, key: bytes = b"k" * 32) -> tupl
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LIMIT_S), wait_for_workers=False)
     kv = KeyValueView(AuthenticatedStore(store, b"s" * 32))
     way = TransferContext(kv, LOOPBACK, timeout_s, b"k" * 32)
-    donor = Donor(way, number, "ann", own_id="bob", part=Part(0, 1, ""), tensors={})
+    donor = Donor(way, number, "ann", Part(0, 1, ""), {})
     DONORS.append(donor)
     recipient = Recipient(way.cloned()._replace(key=key), number)
     recipient.receive_state(donor.part, {})
@@ -86,7 +86,7 @@ def copied(states: list[str], *, rounds: int = 0) -> Any:
     given, taken, count = tensors(2.0), tensors(0.0), len(states)
     for index, state in enumerate(states):
         part = Part(index, count, state)
-        donor = Donor(way, 3, "ann", own_id="bob", part=part, tensors=given)
+        donor = Donor(way, 3, "ann", part, given)
         DONORS.append(donor)
         donor.enqueue(StateMessage("state", {"n": 0}, {}))
         for n in range(rounds):
@@ -173,7 +173,7 @@ def taken(
     try:
         return [recipient.receive(1 << 20) for _ in MESSAGES]
     finally:
-        recipient.close()
+        recipient.line.close()
         donor.close(LIMIT_S)
 
 

@@ -96,10 +96,7 @@ class HeartbeatThread:
             return None
 
     def extension_s(self, timeout_s: float) -> float:
-        """Return how many seconds this rank may still wait for busy ranks: `timeout_s`
-        after the last of them was known to be busy; 0 or less if a missing rank is not
-        busy, or none is.
-        """
+        """Return the seconds for which missing ranks, all of them busy, may be waited for."""
         latest = self.ask("", _QUICK_S)
         if latest is None or latest[self._rank] is None:
             return 0.0

@@ -31,14 +31,7 @@ from thinwire.comm.private import (
     timeout_s_of,
 )
 from thinwire.comm.torch_versions import all_gather_single
-from thinwire.comm.waiting import (
-    Limit,
-    Progress,
-    one_deadline,
-    seconds_of,
-    set_activity,
-    whole_s,
-)
+from thinwire.comm.waiting import Limit, Progress, one_deadline, seconds_of, set_activity, whole_s
 from thinwire.errors import PayloadCorrupt, ThinwireError
 
 _ALONE_S = 1800.0
@@ -187,9 +180,7 @@ class Group:
         return one_deadline(self.timeout_s)
 
     def one_attempt(self) -> AbstractContextManager[None]:
-        """Bind an exchange to the agreement about it: if the membership changes, both must
-        be repeated.
-        """
+        """Bind an exchange to its agreement: if the membership changes, both are repeated."""
         # raises `Regrouped` if the membership changed since the block began
         return nullcontext()
 
@@ -516,9 +507,7 @@ def _digest(content: bytes) -> bytes:
 def time_limit_s(
     process_group: dist.ProcessGroup | None, timeout: float | datetime.timedelta | None
 ) -> float:
-    """Return the longest wait for other ranks in one call: `timeout`, or that of the
-    process group.
-    """
+    """Return the longest wait in one call: `timeout`, or that of the process group."""
     require_process_group(process_group)
     own_s = seconds_of(timeout)
     if own_s is not None:
@@ -592,9 +581,7 @@ _BYTES_PER_S = 32 << 10
 
 
 def piece_bytes(timeout_s: float) -> int:
-    """Return the largest piece, in bytes: what a line of 0.5 Mbit/s carries within the
-    time-out, with two pieces in flight.
-    """
+    """Return the bytes of a piece: two cross a line of 0.5 Mbit/s within the time-out."""
     # the time-out must be the same on all ranks; pieces above 4 MiB are no faster
     wanted = int(min(timeout_s, 1e6)) * _BYTES_PER_S
     return min(max(wanted, _SMALLEST_BYTES), _LARGEST_BYTES)

@@ -111,9 +111,7 @@ class MemberGroups:
         return self.group is not None
 
     def disconnect(self) -> None:
-        """Close the connections, which ends every wait of this process and of the others at once.
-        What was sent to the relay before still arrives.
-        """
+        """Close the connections, which ends all waits; what was sent to the relay arrives."""
         self._disconnect(0.0)
 
     def _disconnect(self, wait_s: float) -> None:

@@ -25,9 +25,7 @@ DIMENSIONS = ("replicate", "shard")
 
 
 def require_mesh(mesh: Any, **besides: object) -> None:
-    """Raise unless the value is a mesh of sites over all ranks of this job, given without
-    other arguments that choose ranks.
-    """
+    """Raise unless it is a mesh of sites over all ranks, and nothing else chooses ranks."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}: "
@@ -68,9 +66,7 @@ def sites_of(mesh: DeviceMesh, timeout: float | datetime.timedelta | None = None
 
 
 class Nodes:
-    """Group whose members are nodes of `node_size` consecutive ranks; `rank` and `size`
-    count nodes.
-    """
+    """Group whose members are nodes of consecutive ranks; `rank` and `size` count nodes."""
 
     # the first rank of a node sends its input and broadcasts the result: ranks of a node pass
     # bit-identical inputs and wait in the same order
@@ -141,9 +137,7 @@ def job_ranks() -> list[int]:
 
 
 def node_size_of(ranks: Sequence[int], node_size: int | None) -> tuple[int, str]:
-    """Return the number of consecutive ranks of a group that share a node, and the reason
-    in words.
-    """
+    """Return how many consecutive ranks of a group share a node, and the reason in words."""
     if node_size is None:
         return _launched_size(ranks)
     require_divisor(node_size, len(ranks))
@@ -262,9 +256,7 @@ class Grid:
     def transfer(
         self, leaving: Sequence[Tensor], to: int, arriving: Sequence[Tensor] = (), source: int = 0
     ) -> list[dist.Work]:
-        """Start to send tensors to a stage of this replica, and fill those that arrive from
-        another one.
-        """
+        """Start to send tensors to a stage of this replica, and to fill those of another one."""
         # both travel in one batch, which nccl needs
         group = self.stage_group
         assert group is not None, "there are several stages"

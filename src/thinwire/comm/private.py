@@ -277,9 +277,7 @@ def is_alone() -> bool:
 
 
 def next_identity(process_group: dist.ProcessGroup | None = None) -> int:
-    """Return the number, from 1, of the next object over these ranks (None: all), which all
-    ranks make in the same order.
-    """
+    """Return the number, from 1, of the next object that these ranks (None: all) make."""
     if is_alone():
         return 0
     parent = process_group if process_group is not None else dist.group.WORLD

@@ -232,9 +232,7 @@ class RelayClient:
     def failure(
         self, channel: Kind, wanted: Mapping[int, int], sent: Set[int] = frozenset()
     ) -> RuntimeError | None:
-        """Return the error if these messages cannot arrive any more, or if ranks in `sent` have
-        left, else None. Hold `changed`.
-        """
+        """Return why these messages, or ranks in `sent`, cannot come. Hold `changed`."""
         missing = {r for r, number in wanted.items() if number not in self._arrived[channel, r]}
         missing |= sent
         lost = sorted(missing & self.departed)

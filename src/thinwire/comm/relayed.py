@@ -15,9 +15,7 @@ from thinwire.comm.relay import Kind, RelayClient, SentMessage
 
 
 class _RelayedWork(Work):
-    """Messages that are awaited: through the relay, and in exchanges of the ranks that reach each
-    other. With `sent`, also the acknowledgements of that message.
-    """
+    """Messages awaited, relayed and direct ones; and the acknowledgements of the one `sent`."""
 
     def __init__(
         self,
@@ -127,18 +125,15 @@ class RelayedGroup(ProcessGroup):
         return self._exchanged(_bytes_of(own), self._client.others, store, direct)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """See `torch.distributed.ProcessGroup`."""
         return self._gathered(input, output.view(-1, input.numel()).unbind())
 
     _allgather_base = all_gather_single
     """Its name before torch 2.13."""
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        """See `torch.distributed.ProcessGroup`."""
         return self._gathered(inputs[0], outputs[0])
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
-        """See `torch.distributed.ProcessGroup`."""
         # torch calls the first of its three forms; the sum is in the order of the ranks
         (total,) = tensors
         rows = [torch.empty_like(total) for _ in range(self.size())]
@@ -151,7 +146,6 @@ class RelayedGroup(ProcessGroup):
         return self._gathered(total, rows, add)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
-        """See `torch.distributed.ProcessGroup`."""
         source, (tensor,) = opts.rootRank, tensors
         direct = []
         if source in self._reached:
@@ -171,7 +165,6 @@ class RelayedGroup(ProcessGroup):
         input_sizes: list[int],
         opts: Any = None,
     ) -> Work:
-        """See `torch.distributed.ProcessGroup`."""
         rows, parts = torch.split(output, output_sizes), torch.split(input, input_sizes)
         rows[self._own_rank].copy_(parts[self._own_rank])
         direct, taken, received = [], [output_sizes[r] for r in self._reached], output.new_empty(0)
@@ -192,13 +185,11 @@ class RelayedGroup(ProcessGroup):
     all_to_all_single = alltoall_base  # type: ignore[assignment]  # this form of two
 
     def send(self, tensors: Any, to: int, tag: int) -> Work:
-        """See `torch.distributed.ProcessGroup`."""
         # the sender of a state must not run ahead of a slow line, nor close before the end
         sent = self._client.send(self._channel, {to: _bytes_of(tensors[0])})
         return _RelayedWork(self._client, self._channel, [], [], lambda _: None, sent)
 
     def recv(self, tensors: Any, source: int, tag: int) -> Work:
-        """See `torch.distributed.ProcessGroup`."""
         return self._exchanged({}, [source], lambda received: _fill({source: tensors[0]}, received))
 
 

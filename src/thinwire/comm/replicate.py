@@ -22,9 +22,7 @@ _SECONDS = struct.Struct("<d")
 
 @torch.no_grad()
 def copy_from_first_(tensors: Iterable[Tensor], group: Group, *, action: str) -> None:
-    """Overwrite `tensors`, of the same shapes and dtypes on all ranks, with those of rank
-    0: all or none.
-    """
+    """Overwrite `tensors`, alike on all ranks, with those of rank 0: all or none."""
     # if they arrived damaged here the other ranks do not know
     nonempty = [tensor for tensor in tensors if tensor.numel()]
     arrived: list[tuple[list[Tensor], Tensor]] = []
@@ -91,9 +89,7 @@ def make_equal_(
 def make_models_equal_(
     params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], group: Group, *, source: int = 0
 ) -> None:
-    """Copy a model's parameters (or this rank's shards) and buffers from rank `source`, or
-    from the first site.
-    """
+    """Copy a model's parameters and buffers from rank `source`, or from the first site."""
     if group.replicas is None or group.shards is None:
         action = f"copying the model of rank {source}"
         make_equal_({**params, **buffers}, group, action=action, source=source)

@@ -1,6 +1,4 @@
-"""Waiting for other ranks: one time-out for a whole call, log lines for long waits, and this
-process's current exchange, for the heartbeat.
-"""
+"""Waiting for other ranks: time-outs of calls, log lines, and the exchange of this process."""
 
 import datetime
 import logging
@@ -37,10 +35,7 @@ _call = _Call()
 
 @contextmanager
 def one_deadline(timeout_s: float) -> Iterator[None]:
-    """Count all waiting inside the block against one time-out; nested blocks share the outer one.
-
-    Only the time for which this rank is blocked counts; its own work in between does not.
-    """
+    """Count the time blocked in the outermost such block, without own work, as one time-out."""
     if _call.left_s is not None:
         yield
         return
@@ -171,9 +166,7 @@ def _seconds(name: str, value: float | datetime.timedelta) -> float:
 
 @contextmanager
 def long_waits_logged(action: str, wait_s: Callable[[], float]) -> Iterator[None]:
-    """Log how long this rank waited inside the block, measured by `wait_s`, if that was more than
-    10 s.
-    """
+    """Log how long this rank waited inside the block, by `wait_s`, if more than 10 s."""
     before = wait_s()
     try:
         yield

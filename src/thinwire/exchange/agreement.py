@@ -141,13 +141,7 @@ class Agreement:
         self.group, self.checks, self.engine = group, list(checks), engine
 
     def __call__(
-        self,
-        step: int,
-        phase: str,
-        *,
-        first: bool = True,
-        last: bool = False,
-        **facts: Any,
+        self, step: int, phase: str, *, first: bool = True, last: bool = False, **facts: Any
     ) -> Answers:
         """Gather the reports of all ranks and judge them; see `Vote`.
 
@@ -157,13 +151,7 @@ class Agreement:
         return self.launch(step, phase, first=first, last=last, **facts).wait()
 
     def launch(
-        self,
-        step: int,
-        phase: str,
-        *,
-        first: bool = True,
-        last: bool = False,
-        **facts: Any,
+        self, step: int, phase: str, *, first: bool = True, last: bool = False, **facts: Any
     ) -> Pending[Answers]:
         """Send this rank's report; `wait` judges. Wait for it before the next is launched."""
         vote = Vote(self.group, step, phase, first, last)

@@ -69,11 +69,7 @@ class Compressors:
     """
 
     def __init__(
-        self,
-        every: Sequence[Compressor],
-        dense: Dense,
-        names: Collection[str],
-        sources: Sources,
+        self, every: Sequence[Compressor], dense: Dense, names: Collection[str], sources: Sources
     ) -> None:
         self._every, self._dense, self._sources = tuple(every), dense, sources
         self._names, self._nodes_compared = frozenset(names), False

@@ -39,7 +39,7 @@ from thinwire.exchange.digest import FORWARD, RollingDigest, SameState
 
 _CURES = CURES | {
     "initial value (CRC-32) of": "All ranks must begin with the same parameters. They differ where "
-    f"seeds differ, or by {FORWARD}",
+    f"seeds differ, or by {FORWARD}"
 }
 
 

@@ -284,7 +284,7 @@ class LocalUpdates:
         averager, k_steps, members = self._open_averager(), self.k_steps, self._members
         # take up a change of membership here; ranks of a site, and ranks that have already agreed
         # on a change, do so at the averaging instead
-        shared = None if members is None or members._sharded is not None else members._group
+        shared = None if members is None or members._site.mesh is not None else members._group
         if shared is not None and shared.pending_after is None:
             shared.bind_latest()
         with (

@@ -15,9 +15,7 @@ _PURPOSE = b"thinwire members 1"
 
 
 def read_token(path: str | os.PathLike[str]) -> bytes:
-    """Return the token in a file that only its owner can read: at least 16 bytes, without
-    white space around it.
-    """
+    """Return the token, 16 bytes or more, in a file that only its owner can read."""
     file = Path(path)
     how = f"`thinwire host --new-token {file}` or `openssl rand -hex 32` makes one"
     try:

@@ -2,7 +2,7 @@
 
 import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from thinwire.comm.member_groups import MemberGroups
@@ -38,15 +38,12 @@ class Generation:
     """A generation that this member belongs to."""
 
     number: int
-    decision: Decision
+    ids: tuple[str, ...]
+    """The members in the order of their ranks."""
     rank: int
+    quorum_base: tuple[str, ...]
+    """Members of which the next one needs more than half: `continuing`, all after an agreement."""
     groups: MemberGroups | None = None
-    quorum_base: tuple[str, ...] = field(default=())
-    """Members of which more than half must be present for the next generation: `continuing` until
-    the first agreement, all members afterwards."""
-
-    def __post_init__(self) -> None:
-        self.quorum_base = self.decision.continuing
 
     def disconnect(self) -> None:
         """End all waits of its members for each other."""
@@ -54,14 +51,9 @@ class Generation:
             self.groups.disconnect()
 
     @property
-    def ids(self) -> tuple[str, ...]:
-        """The members in the order of their ranks."""
-        return self.decision.ids
-
-    @property
     def size(self) -> int:
         """Members."""
-        return len(self.decision.ids)
+        return len(self.ids)
 
 
 def next_decision(

@@ -1,13 +1,11 @@
-"""Exchanges among members: groups whose ranks change between two agreements. A member is one rank,
-or a site of ranks that hold a model in shards and join and leave together.
-"""
+"""Exchanges among members: groups whose ranks change between two agreements."""
 
 import contextlib
 import json
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +17,6 @@ from thinwire.comm.waiting import own_deadlines, progressed, whole_s
 from thinwire.errors import PayloadCorrupt, PeerLost, ThinwireError
 from thinwire.members.generation import Generation, packed, unpacked
 from thinwire.members.membership import BUSY_BEAT_S, Membership
-
-if TYPE_CHECKING:
-    from thinwire.comm.private import Private
 
 
 class ElasticGroup(Group):
@@ -47,11 +42,6 @@ class ElasticGroup(Group):
     def device(self) -> torch.device:
         return torch.device("cpu")
 
-    @property
-    def number(self) -> int:
-        """Number of the generation in use; -1 before the first."""
-        return -1 if self.bound is None else self.bound.number
-
     def bind_latest(self) -> int:
         """Bind to the last generation, waiting for a pending one; return its number."""
         if self.pending_after is not None:
@@ -66,8 +56,7 @@ class ElasticGroup(Group):
         first, self.bound = self.bound is None, now
         self.rank, self.size = now.rank, now.size
         groups: Any = now.groups  # it has the attributes of a Private that Group uses
-        shared: Private | None = groups
-        self._shared, self.relayed = shared, groups is not None and groups.relayed
+        self._shared, self.relayed = groups, groups is not None and groups.relayed
         self.copies = groups.copies if self.relayed else 1
         key = self.membership.kv.store.key_for("exchange", str(now.number))
         if key is not None:
@@ -79,7 +68,6 @@ class ElasticGroup(Group):
                 callback()
 
     def is_exchanging(self) -> bool:
-        """Return True while messages of this member or for it are in flight."""
         return self._shared is not None and in_flight(self._shared.group)
 
     @contextmanager
@@ -102,7 +90,6 @@ class ElasticGroup(Group):
     def launch_bytes(
         self, payload: bytes, *, action: str, common: bytes | None = None
     ) -> Pending[list[bytes]]:
-        """Launch as `Group.launch_bytes` does, a numbered agreement; see `Membership`."""
         return Pending.started(self._voting(payload, action))
 
     def _voting(self, payload: bytes, action: str) -> Generator[None, None, list[bytes]]:
@@ -129,7 +116,7 @@ class ElasticGroup(Group):
             self._wait_for_next(number)
 
     def _launched(self, *exchange: Any, **options: Any) -> Pending[Tensor]:
-        number = self.number
+        number = -1 if self.bound is None else self.bound.number
         try:
             pending = super()._launched(*exchange, **options)
         except ThinwireError as error:
@@ -173,8 +160,7 @@ class ElasticGroup(Group):
 
 
 _SITE_TIMEOUTS = 3
-"""Number of time-outs for which the ranks of a site wait for each other: one of them may regroup
-meanwhile, with the members that hold its shard."""
+"""Time-outs for which ranks of a site wait for each other: one of them may regroup meanwhile."""
 _CONNECT_S = 120.0
 _END = "the end"
 
@@ -186,11 +172,9 @@ class SingleRank:
     rank, size = 0, 1
 
     def gather_values(self, action: str, value: Any) -> list[Any]:
-        """Return the value of every rank of the site, in rank order, as JSON values."""
         return [value]
 
     def broadcast_value(self, action: str, value: Any) -> Any:
-        """Return the value of the first rank of the site; those of the others are ignored."""
         return self.gather_values(action, value if self.rank == 0 else None)[0]
 
     def announce_end(self, error: ThinwireError) -> None:
@@ -207,7 +191,7 @@ class SingleRank:
 
 
 class Site(SingleRank):
-    """The ranks of this site: all ranks of its job."""
+    """The ranks of this site, all ranks of its job, which hold a model in shards."""
 
     def __init__(self, mesh: DeviceMesh, timeout_s: float) -> None:
         if is_alone():
@@ -226,16 +210,13 @@ class Site(SingleRank):
         self.ranks = Group(mesh.get_group("shard"), _SITE_TIMEOUTS * timeout_s + _CONNECT_S)
         self.ranks.one_site = True
         self._ended = False
-        """True once a rank of the site was lost or has ended: no further exchange is made."""
 
     @property
     def rank(self) -> int:  # type: ignore[override]
-        """Rank of this process in the site: the number of its shard."""
         return self.ranks.rank
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        """Number of shards."""
         return self.ranks.size
 
     def gather_values(self, action: str, value: Any) -> list[Any]:
@@ -279,7 +260,6 @@ class SiteGroup(Group):
 
     @property
     def rank(self) -> int:  # type: ignore[override]
-        """Rank of this process among the ranks of all sites."""
         return self._shard_group.rank * self.site.size + self.site.rank
 
     def take_regroup_s(self) -> float:
@@ -292,14 +272,11 @@ class SiteGroup(Group):
 
     @property
     def answer_index(self) -> int:
-        return (
-            self._received_ids.index(self._shard_group.membership.shared.own_id) * self.site.size
-            + self.site.rank
-        )
+        own_id = self._shard_group.membership.shared.own_id
+        return self._received_ids.index(own_id) * self.site.size + self.site.rank
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        """Number of ranks of all sites."""
         return self._shard_group.size * self.site.size
 
     @contextlib.contextmanager
@@ -320,7 +297,6 @@ class SiteGroup(Group):
     def launch_bytes(
         self, payload: bytes, *, action: str, common: bytes | None = None
     ) -> Pending[list[bytes]]:
-        """Launch as `Group.launch_bytes` does."""
         with self._announcing_end():
             gathered = self._shard_group.launch_bytes(payload, action=action)
         return Pending(lambda: self._common_answers(gathered, action))

@@ -1,6 +1,4 @@
-"""The store of a run: plain values under keys, each with a MAC that only a holder of the token can
-make.
-"""
+"""The store of a run: plain values under keys, each with a MAC made from the token."""
 
 from __future__ import annotations
 
@@ -66,9 +64,8 @@ class AuthenticatedStore(Store):
 
     def under(self, prefix: str) -> AuthenticatedStore:
         """Return the same store with a longer prefix, over the same connection."""
-        return AuthenticatedStore(
-            self._store, self._secret, f"{self._prefix}{prefix}/", self.session
-        )
+        longer = f"{self._prefix}{prefix}/"
+        return AuthenticatedStore(self._store, self._secret, longer, self.session)
 
     def clone(self) -> AuthenticatedStore:
         """Return the same store over a connection of its own."""
@@ -108,11 +105,8 @@ class AuthenticatedStore(Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys exist. The values are not verified."""
-        full_keys = [self._prefix + key for key in keys]
-        if timeout is None:
-            self._store.wait(full_keys)
-        else:
-            self._store.wait(full_keys, timeout)
+        limit = [] if timeout is None else [timeout]
+        self._store.wait([self._prefix + key for key in keys], *limit)
 
     def has_extended_api(self) -> bool:
         """Return False: torch's extended calls are not implemented."""
@@ -121,9 +115,8 @@ class AuthenticatedStore(Store):
     def _mac(self, key: str, value: bytes) -> bytes:
         assert self._key is not None
         location = (self._prefix + key).encode()
-        return hmac.digest(
-            self._key, len(location).to_bytes(4, "big") + location + value, hashlib.sha256
-        )
+        content = len(location).to_bytes(4, "big") + location + value
+        return hmac.digest(self._key, content, hashlib.sha256)
 
     def _with_mac(self, key: str, value: str | bytes) -> bytes:
         content = value.encode() if isinstance(value, str) else bytes(value)

@@ -1,6 +1,4 @@
-"""The meeting place: a store behind a socket of our own. A joiner that does not belong to it is
-refused at once.
-"""
+"""The meeting place: a store behind a socket of our own."""
 
 import json
 import math
@@ -41,7 +39,11 @@ def connect(
     address: str, run: str, token: bytes | None, timeout: timedelta, *, at_most_s: float = math.inf
 ) -> AuthenticatedStore:
     """Return the store of a run, after the host has shown that it knows the token."""
-    require_run(run)
+    if not _RUN.fullmatch(run):
+        raise ValueError(
+            f'run={run!r} is no name of a run: 1 to 64 letters, digits, ".", "_" and "-", the '
+            "first one a letter or digit"
+        )
     host = parse_address("address", address, scheme=True)
     limit_s, begun = min(timeout.total_seconds(), at_most_s), time.monotonic()
     reached_from(host, limit_s)
@@ -73,48 +75,22 @@ def connect(
     return run_store(store, run, token, session)
 
 
-def greet(store: Store, token: bytes | None) -> str:
-    """Write the greeting to the host's new store."""
-    # it shows joiners that this host has their token
-    session = secrets.token_hex(_SESSION_BYTES)
-    reported = {"meeting": MEETING_VERSION, "thinwire": __version__, "session": session}
-    _host_store(store, token).set(_GREETING, json.dumps(reported))
-    return session
-
-
 def run_store(store: Store, run: str, token: bytes | None, session: str) -> AuthenticatedStore:
     """Return the part of a host's store that belongs to a run, for one session of the host."""
     secret = None if token is None else derived_key(token, "run", run, session)
     return AuthenticatedStore(store, secret, f"run/{run}/", session)
 
 
-def require_run(run: str) -> None:
-    """Check the name of a run."""
-    if not _RUN.fullmatch(run):
-        raise ValueError(
-            f'run={run!r} is no name of a run: 1 to 64 letters, digits, ".", "_" and "-", the '
-            "first one a letter or digit"
-        )
-
-
-def require_same(
-    store: AuthenticatedStore,
-    facts: Mapping[str, Any],
-    *,
-    remedies: Mapping[str, str] | None = None,
-) -> None:
+def require_same(store: AuthenticatedStore, facts: Mapping[str, Any]) -> None:
     """Compare facts (JSON values) with those of the run; the first member sets them."""
     own: dict[str, Any] = json.loads(json.dumps(facts))
     theirs = json.loads(store.compare_set("facts", "", json.dumps(own)))
     for name in [*own, *theirs]:
         own_value, run_value = own.get(name, "nothing"), theirs.get(name, "nothing")
         if own_value != run_value:
-            remedy = (remedies or {}).get(
-                name, "Start it as the others were started, or as another run"
-            )
             raise Mismatch(
                 f"this member does not fit the run: {name} is {own_value} here and {run_value} "
-                f"there. {remedy}"
+                "there. Start it as the others were started, or as another run"
             )
 
 
@@ -187,9 +163,8 @@ def _checked_session(
 
 
 def _host_store(store: Store, token: bytes | None) -> AuthenticatedStore:
-    return AuthenticatedStore(
-        store, None if token is None else derived_key(token, "place"), _PREFIX
-    )
+    secret = None if token is None else derived_key(token, "place")
+    return AuthenticatedStore(store, secret, _PREFIX)
 
 
 _TIMEOUT: Final = timedelta(seconds=5)
@@ -208,16 +183,11 @@ def run_host(
 ) -> None:
     """Run the store until `stop` is set, and report when the generation of a run changes."""
     host, port = listener.getsockname()[:2]
-    store = TCPStore(
-        _LOOPBACKS.get(host, host),  # for its own client
-        port,
-        None,
-        True,
-        _TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    session = greet(store, token)
+    where = _LOOPBACKS.get(host, host), port, None, True, _TIMEOUT  # for its own client
+    store = TCPStore(*where, wait_for_workers=False, master_listen_fd=listener.detach())
+    session = secrets.token_hex(_SESSION_BYTES)
+    greeting = {"meeting": MEETING_VERSION, "thinwire": __version__, "session": session}
+    _host_store(store, token).set(_GREETING, json.dumps(greeting))  # shows that it has the token
     ready()
     reported: dict[str, str] = {}
     while not stop.wait(_LOOK_S):

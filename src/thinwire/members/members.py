@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire import _validate as check
-from thinwire.comm import Group
 from thinwire.comm.handshake import leaves
 from thinwire.comm.relay import RelayEndpoint, require_relay
 from thinwire.comm.waiting import seconds_of
@@ -28,7 +27,7 @@ from thinwire.members.generation import Generation
 from thinwire.members.group import ElasticGroup, SingleRank, Site, SiteGroup
 from thinwire.members.kv import KeyValueView
 from thinwire.members.meeting import connect, reached_from, require_same
-from thinwire.members.membership import Membership
+from thinwire.members.membership import Membership, Terms
 from thinwire.members.relay import relay_key
 from thinwire.members.transfer import (
     MOST_DONORS,
@@ -37,7 +36,6 @@ from thinwire.members.transfer import (
     Part,
     StateMessage,
     TransferContext,
-    handoff_number,
 )
 
 _TIMEOUT_S = 60.0
@@ -76,20 +74,16 @@ class SharedState(Protocol):
 
 
 class SharedSampler(Protocol):
-    """Sampler whose samples the members share; `thinwire.ShardedSampler` is one."""
+    """Sampler whose samples the members share; its methods are in `thinwire.ShardedSampler`."""
 
     @property
-    def _progress(self) -> tuple[int, int]:
-        """Epoch, and number of samples taken since the last distribution."""
-
-    def _redistribute(self, taken: Sequence[tuple[int, int] | None], rank: int, ranks: int) -> None:
-        """Distribute the remaining samples again; see `thinwire.ShardedSampler`."""
-
+    def _progress(self) -> tuple[int, int]: ...
+    def _redistribute(
+        self, taken: Sequence[tuple[int, int] | None], rank: int, ranks: int
+    ) -> None: ...
+    def _start_as_joiner(self, state: Facts, rank: int, ranks: int) -> None: ...
     def state_dict(self) -> Facts:
         """Return the state for a joiner, right after `_redistribute`."""
-
-    def _start_as_joiner(self, state: Facts, rank: int, ranks: int) -> None:
-        """Start on a joiner from the state of the others."""
 
 
 class Members:
@@ -106,25 +100,14 @@ class Members:
                     train_step()
     """
 
-    def __init__(
-        self,
-        kv: KeyValueView,
-        endpoint: RelayEndpoint,
-        timeout_s: float,
-        site: SingleRank,
-        make_membership: Callable[[KeyValueView, str], Membership],
-    ) -> None:
-        self._site, self._make_membership, self._timeout_s = site, make_membership, timeout_s
-        self._kv = kv if self._sharded is None else kv.under(f"shard/{site.rank}")
+    def __init__(self, kv: KeyValueView, terms: Terms, site: SingleRank) -> None:
+        self._site, self._terms, self._timeout_s = site, terms, terms.timeout_s
+        self._kv = kv if site.mesh is None else kv.under(f"shard/{site.rank}")
         key = self._kv.store.key_for("state") or b""
-        self._transfer_context = TransferContext(self._kv, endpoint, timeout_s, key)
+        self._transfer_context = TransferContext(self._kv, terms.endpoint, terms.timeout_s, key)
         self._membership = self._join_run()
         self._group = ElasticGroup(self._membership)
-        self._job: Group = self._group
-        if self._sharded is not None:
-            self._job = SiteGroup(self._sharded, self._group)
-        self._callbacks: list[Callable[[Members], None]] = []
-        self._group.on_rebind.append(self._notify)
+        self._job = SiteGroup(site, self._group) if isinstance(site, Site) else self._group
         self._donors: list[Donor] = []
         self._incoming_handoffs: list[tuple[Download, float]] = []
         self._download: Download | None = None
@@ -135,21 +118,15 @@ class Members:
         self._leaving_ids: tuple[str, ...] = ()
         self._samplers: list[SharedSampler] = []
         self._sharing_ids: tuple[str, ...] = ()
-        """Members among which samples are distributed."""
         self._taken: dict[tuple[str, int], list[Any]] = {}
         """Last reported progress of each sampler since then, by member and rank of its site."""
         self._sampler_states: Facts = {}
         """States of the samplers that a joiner received."""
 
-    @property
-    def _sharded(self) -> Site | None:
-        """The ranks that form this member; None for a single rank."""
-        return self._site if isinstance(self._site, Site) else None
-
     def _join_run(self) -> Membership:
         own_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         own_id = self._site.broadcast_value("naming the site", own_id)
-        membership = self._make_membership(self._kv.clone(), own_id)
+        membership = Membership(self._kv.clone(), own_id, self._terms)
         try:
             _meet(membership, self._site)
         except BaseException:  # Ctrl-C too: else the thread would remain as an idle member
@@ -159,7 +136,6 @@ class Members:
         return membership
 
     def _require_mesh(self, mesh: DeviceMesh | None) -> None:
-        """Check that `mesh` is the one passed to `join`."""
         own_mesh = self._site.mesh
         if mesh != own_mesh:
             which = "no mesh" if mesh is None else "a mesh" if own_mesh is None else "another mesh"
@@ -203,7 +179,6 @@ class Members:
 
     @property
     def _rank_and_size(self) -> tuple[int, int]:
-        """Rank of this process among the ranks of all members, and their number."""
         site = self._site
         return max(self.rank, 0) * site.size + site.rank, self.size * site.size
 
@@ -215,7 +190,6 @@ class Members:
         return self._present()[0]
 
     def _present(self) -> tuple[int, tuple[str, ...]]:
-        """Number and members of the current generation."""
         bound = self._group.bound
         if bound is not None:
             return bound.number, bound.ids
@@ -229,7 +203,7 @@ class Members:
 
     def on_change(self, callback: "Callable[[Members], None]") -> None:
         """Call `callback` with the members after each change, between two exchanges."""
-        self._callbacks.append(callback)
+        self._group.on_rebind.append(lambda: callback(self))
 
     def leave(self) -> None:
         """Leave the run after the current round. The others continue without an error."""
@@ -243,23 +217,18 @@ class Members:
         now: Generation,
         size: int,
     ) -> None:
-        """Move the own state of leaving members to the first of those that remain."""
         for leaving_id in leaving_ids:
-            number = handoff_number(now.number, now.ids.index(leaving_id))
+            rank = now.ids.index(leaving_id)
+            number = (1 << 40) + (now.number << 20) + rank  # joiners count from 0
             if remaining[0] == self.id:
                 factor = size / now.size  # its share of the mean over all members stays the same
                 download = Download(self._transfer_context, number, 1, {}, state.max_bytes)
                 self._incoming_handoffs.append((download, factor))
             if leaving_id == self.id:
-                where, nothing = (self._transfer_context, number, remaining[0]), Part(0, 1, "")
-                donor = Donor(*where, own_id=self.id, part=nothing, tensors={})
+                donor = Donor(self._transfer_context, number, remaining[0], Part(0, 1, ""), {})
                 own, self._outgoing_handoff = state.own_state(), donor
                 own = own or StateMessage("own", {}, {})
                 donor.enqueue(replace(own, plain={"of": self.id}, last=True))
-
-    def _notify(self) -> None:
-        for callback in self._callbacks:
-            callback(self)
 
     def close(self) -> None:
         """Leave the run at once. The others continue without this member. May be called twice."""
@@ -271,20 +240,16 @@ class Members:
         self._donors = []
         if self._outgoing_handoff is not None:
             self._outgoing_handoff.close(self._timeout_s)
-        if (
-            leaves
-            and self._membership.shared.end_reason is None
-            and self._membership.shared.store_problem is None
-        ):
+        shared = self._membership.shared
+        if leaves and shared.end_reason is None and shared.store_problem is None:
             self._kv.limit_s = min(_LEAVE_S, self._timeout_s)
-            self._membership.shared.announce_leaving(self._kv)
+            shared.announce_leaving(self._kv)
         self._membership.close()
         self._kv.disconnect()
 
     # for local updates
 
     def _register_sampler(self, sampler: SharedSampler) -> None:
-        """Distribute the remaining samples of this sampler again at each membership change."""
         self._samplers.append(sampler)
         self._sharing_ids = self._sharing_ids or self.ids
         if self._sampler_states:
@@ -302,19 +267,16 @@ class Members:
         self._samplers[index]._start_as_joiner(states[index], rank, ranks)
 
     def _sampler_facts(self) -> Facts:
-        """Return the sampler states for a joiner, right after `_redistribute_samples`."""
         if not self._samplers:
             return {}
         states = [sampler.state_dict() for sampler in self._samplers]
         return {"samplers": {"sharing_ids": self._sharing_ids, "states": states}}
 
     def _rank_and_size_in(self, ids: Sequence[str]) -> tuple[int, int]:
-        """Return this rank's number among the ranks of these members, and the number of ranks."""
         site = self._site
         return ids.index(self.id) * site.size + site.rank, len(ids) * site.size
 
     def _redistribute_samples(self, ids: Sequence[str]) -> None:
-        """Distribute the remaining samples to these members."""
         # a lost one has taken those of its last report: what it computed later reached nobody
         if not self._samplers or tuple(ids) == self._sharing_ids or self.id not in ids:
             return
@@ -325,10 +287,8 @@ class Members:
     def _taken_of(self, sampler: SharedSampler) -> list[tuple[int, int] | None]:
         """Return what each rank had taken at the last averaging; None if nothing since it began."""
         index = self._samplers.index(sampler)
-        sharing = [
-            (member, rank) for member in self._sharing_ids for rank in range(self._site.size)
-        ]
-        reports = [self._taken.get(key) for key in sharing]
+        ranks = range(self._site.size)
+        reports = [self._taken.get((one, rank)) for one in self._sharing_ids for rank in ranks]
         return [None if report is None else tuple(report[index]) for report in reports]
 
     def _require_same_setup(self, occasion: str, facts: Facts) -> None:
@@ -337,7 +297,6 @@ class Members:
         kv.call(lambda: require_same(kv.store.under(occasion), dict(leaves("", facts))))
 
     def _fetch_state(self, state: SharedState) -> None:
-        """Copy the state of the run from a member, and wait for admission."""
         try:
             self._wait_for_admission(state)
         except ThinwireError as error:
@@ -416,7 +375,6 @@ class Members:
         return {} if self._download is None else self._download.stats
 
     def _wait_for_donor(self, number: int) -> int:
-        """Return the number of donors once they send."""
         began = logged = time.monotonic()
         while (found := self._kv.get_verified(f"donor/{number}")) is None:
             self._membership.require_heartbeat()
@@ -424,10 +382,9 @@ class Members:
             if time.monotonic() - logged > _NEWS_S:
                 logged = time.monotonic()
                 _log.info("waited %.0f s for the end of a round to join", logged - began)
-        return int(found["parts"])
+        return int(found)
 
     def _report(self) -> dict[str, Any]:
-        """Return this rank's report for the agreement that ends a round."""
         report: dict[str, Any] = {"leaving": self.id} if self._leaving else {}
         if self._samplers:
             taken = [sampler._progress for sampler in self._samplers]
@@ -438,7 +395,6 @@ class Members:
         return report
 
     def _receive_reports(self, reports: Sequence[Facts]) -> None:
-        """Store the reports of all ranks from the agreement that ends a round."""
         self._agreed = reports[0]
         # identities, not ranks: the reports may belong to a generation that has ended by now
         leaving_ids = (report["leaving"] for report in reports if "leaving" in report)
@@ -468,7 +424,8 @@ class Members:
             plain = {**update.plain, **(self._sampler_facts() if last else {})}
             donor.enqueue(replace(update, plain=plain, last=last))
         for number, joiner in agreed.get("assign", []):
-            self._membership.donor_assigned(number)
+            with self._membership.shared.changed:
+                self._membership.shared.donor_assigned_s[number] = time.monotonic()
             self._donate(state, number, joiner, remaining)
         for handoff in [one for one in self._incoming_handoffs if not one[0].alive]:
             self._incoming_handoffs.remove(handoff)
@@ -492,27 +449,19 @@ class Members:
     def _donate(
         self, state: SharedState, number: int, joiner: str, remaining: Sequence[str]
     ) -> None:
-        """Send a joiner this member's part of the state, if it is one of the donors."""
         first = number % max(len(remaining), 1)
         donors = [*remaining[first:], *remaining[:first]][:MOST_DONORS]
         if self.id in donors:
             counters = state.counters()
             part = Part(donors.index(self.id), len(donors), json.dumps(counters.plain))
-            donor = Donor(
-                self._transfer_context,
-                number,
-                joiner,
-                own_id=self.id,
-                part=part,
-                tensors=state.tensors(),
-                busy=self._group.is_exchanging,
-            )
+            busy = self._group.is_exchanging
+            where = self._transfer_context, number, joiner
+            donor = Donor(*where, part, state.tensors(), busy)
             donor.enqueue(counters)
             self._donors.append(donor)
 
     @property
     def _has_joiners(self) -> bool:
-        """True if this member sends every round to a joiner."""
         return any(donor.alive and donor.part.index == 0 for donor in self._donors)
 
 
@@ -591,8 +540,7 @@ def join(
     if start_members is None:
         start_members = min_members
     check.integer("start_members", start_members, at_least=min_members)
-    timeout_s = _TIMEOUT_S if timeout is None else seconds_of(timeout)
-    assert timeout_s is not None, "has a default"
+    timeout_s = seconds_of(timeout) or _TIMEOUT_S
     check.instance("address", address, str)
     host = parse_address("address", address, scheme=True)
     token = None
@@ -604,22 +552,13 @@ def join(
     limit = datetime.timedelta(seconds=timeout_s)
     site = SingleRank() if mesh is None else Site(mesh, timeout_s)
     kv = KeyValueView.open(partial(connect, address, run, token, limit), host.port, timeout_s)
-    own_address = reached_from(host, timeout_s)
-    endpoint = RelayEndpoint(
-        host.host, host.port, relay_key(token), tls, None if relay else own_address
-    )
+    own_address = None if relay else reached_from(host, timeout_s)
+    endpoint = RelayEndpoint(host.host, host.port, relay_key(token), tls, own_address)
     if relay:
         require_relay(endpoint, timeout_s)
     facts = {"shards of a site": site.size}
     kv.call(lambda: require_same(kv.store.under("site"), facts))
-    make_membership = partial(
-        Membership,
-        endpoint=endpoint,
-        min_members=min_members,
-        start_members=start_members,
-        timeout_s=timeout_s,
-    )
-    return Members(kv, endpoint, timeout_s, site, make_membership)
+    return Members(kv, Terms(endpoint, min_members, start_members, timeout_s), site)
 
 
 def _authority(ca: str | Path) -> ssl.SSLContext:
@@ -627,6 +566,5 @@ def _authority(ca: str | Path) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=ca)
     except OSError as error:
-        raise ValueError(
-            f"ca={str(ca)!r} holds no certificate: {error.strerror or error}"
-        ) from None
+        why = error.strerror or error
+        raise ValueError(f"ca={str(ca)!r} holds no certificate: {why}") from None

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from thinwire.comm.member_groups import MemberGroups
 from thinwire.comm.private import forget_ended
@@ -33,6 +33,15 @@ _HELLOS = "hellos"
 """Key of the next free request number; a hint where to begin to search."""
 _ALL_ATTEMPTS_S = (_MAX_ATTEMPTS + 2) * (_CONNECT_S + _ANNOUNCE_S) + _EXIT_S
 _log = logging.getLogger("thinwire")
+
+
+class Terms(NamedTuple):
+    """Arguments of `join` that forming a generation depends on."""
+
+    endpoint: RelayEndpoint
+    min_members: int
+    start_members: int
+    timeout_s: float
 
 
 class Shared:
@@ -125,21 +134,12 @@ class Shared:
 class Membership:
     """Membership of this process in a run, as the main thread sees it."""
 
-    def __init__(
-        self,
-        kv: KeyValueView,
-        own_id: str,
-        *,
-        endpoint: RelayEndpoint,
-        min_members: int,
-        start_members: int,
-        timeout_s: float,
-    ) -> None:
-        self.kv, self.timeout_s, self.shared = kv, timeout_s, Shared(own_id, timeout_s)
-        self.watcher = Watcher(kv, self.shared, endpoint, min_members, start_members, timeout_s)
-        self._thread = threading.Thread(
-            target=self.watcher.run, name="thinwire-members", daemon=True
-        )
+    def __init__(self, kv: KeyValueView, own_id: str, terms: Terms) -> None:
+        self.kv, self.timeout_s = kv, terms.timeout_s
+        self.shared = Shared(own_id, terms.timeout_s)
+        self.watcher = Watcher(kv, self.shared, terms)
+        run, name = self.watcher.run, "thinwire-members"
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
 
     def meet(self, founders: tuple[str, ...] | None = None) -> None:
         """Announce this member and wait for the first generation, or for one to join."""
@@ -249,11 +249,6 @@ class Membership:
             asked = [(n, m) for n, m in asked if n not in shared.donor_assigned_s]
         return [(n, member) for n, member in asked if shared.is_alive(member)]
 
-    def donor_assigned(self, number: int) -> None:
-        """Note that the joiner with this request has a donor now."""
-        with self.shared.changed:
-            self.shared.donor_assigned_s[number] = time.monotonic()
-
     def ready_joiners(self) -> list[str]:
         """Return the joiners that have the state of the run."""
         shared = self.shared
@@ -278,27 +273,19 @@ class Membership:
             if self._thread.is_alive() and threading.current_thread() is not self._thread:
                 self._thread.join(limit_s)
             self.kv.disconnect()  # the thread may still wait for the host
-        if shared.generation is not None and shared.generation.groups is not None:
-            shared.generation.groups.release()
-            shared.generation.groups = None
+        now = shared.generation
+        if now is not None and now.groups is not None:
+            now.groups.release()
+            now.groups = None
         forget_ended(_EXIT_S / 4)
 
 
 class Watcher:
     """The membership thread: it watches the run's store and forms generations."""
 
-    def __init__(
-        self,
-        kv: KeyValueView,
-        shared: Shared,
-        endpoint: RelayEndpoint,
-        min_members: int,
-        start_members: int,
-        timeout_s: float,
-    ) -> None:
-        self.kv, self.shared, self.own_id, self._endpoint = kv, shared, shared.own_id, endpoint
-        self._min_members, self._start_members = min_members, start_members
-        self.timeout_s = timeout_s
+    def __init__(self, kv: KeyValueView, shared: Shared, terms: Terms) -> None:
+        self.kv, self.shared, self.own_id = kv, shared, shared.own_id
+        self._endpoint, self._min_members, self._start_members, self.timeout_s = terms
         self.founders: tuple[str, ...] | None = None
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         """What the main thread asks this one to do; None wakes it."""
@@ -346,8 +333,12 @@ class Watcher:
         hint = self.kv.get("gen")
         number = self._latest_from(-1 if hint is None else int(hint))
         first_generation, begun, enough_s = -1, 0.0, math.inf
-        if self.founders:
-            self._follow_founders(self.founders, number)
+        if self.founders:  # enter the generation in which this site's first rank met the others
+            met = number  # they may have lost a member since
+            while (written := self._decision(met)) is not None and written.ids != self.founders:
+                met -= 1
+            met = number + 1 if written is None else met
+            self._enter(met, self._decided(met, Decision(self.founders, self.founders, 0)))
             return
         self.shared.last_alive_s = time.monotonic()
         while not self.stopped.is_set():
@@ -371,9 +362,8 @@ class Watcher:
                     first_generation, begun, enough_s = first, now, math.inf
                     self.shared.say_hello(self.kv, first_generation)
                     if number >= 0:
-                        _log.warning(
-                            "no member of generation %d is alive: the run restarts", number
-                        )
+                        text = "no member of generation %d is alive: the run restarts"
+                        _log.warning(text, number)
                 found = self._present_founders(first_generation)
                 enough_s = min(enough_s, now) if len(found) >= self._start_members else math.inf
                 if now - enough_s >= 2 * _POLL_S:  # wait for founders that come at the same time
@@ -385,14 +375,6 @@ class Watcher:
                         "min_members or start_members"
                     )
             time.sleep(_POLL_S / 2)
-
-    def _follow_founders(self, founders: tuple[str, ...], latest: int) -> None:
-        """Enter the generation in which the first rank of this site has met the others."""
-        number = latest  # they may have lost a member since
-        while (decision := self._decision(number)) is not None and decision.ids != founders:
-            number -= 1
-        number = latest + 1 if decision is None else number
-        self._enter(number, self._decided(number, Decision(founders, founders, 0)))
 
     def _present_founders(self, number: int) -> tuple[str, ...]:
         """Return the live members that asked to found this generation, in the order of asking."""
@@ -417,7 +399,6 @@ class Watcher:
         return number, decision, alive
 
     def _decision(self, number: int) -> Decision | None:
-        """Return the decision of this generation; None if it was not formed."""
         value = self.kv.get(f"members/{number}")
         return None if value is None else Decision.from_dict(value)
 
@@ -530,7 +511,10 @@ class Watcher:
             if self.kv.has(f"ready/{number}"):
                 with shared.changed:
                     shared.ready.add(number)
-            elif self._lacks_donor(number):
+                continue
+            # members that were in different generations may have computed different donors
+            asked_s = shared.donor_assigned_s.get(number, math.inf)
+            if time.monotonic() - asked_s > self.timeout_s and not self.kv.has(f"donor/{number}"):
                 with shared.changed:
                     del shared.donor_assigned_s[number]
 
@@ -557,13 +541,6 @@ class Watcher:
             if value is not None:
                 with self.shared.changed:
                     self.shared.hellos[number] = value
-
-    def _lacks_donor(self, number: int) -> bool:
-        """Return True if a donor was assigned long ago and none has begun."""
-        # members that were in different generations may have computed different donors
-        asked = self.shared.donor_assigned_s.get(number)
-        late = asked is not None and time.monotonic() - asked > self.timeout_s
-        return late and not self.kv.has(f"donor/{number}")
 
     def change_generation(
         self, number: int, ids: tuple[str, ...], continuing: tuple[str, ...]
@@ -600,11 +577,8 @@ class Watcher:
                 return written
             # taken before the announcements are read: every member had this long to announce itself
             waited_s = time.monotonic() - begun
-            announced = {
-                member: announcement
-                for member in old.ids
-                if (announcement := self._announced(number, member)) is not None
-            }
+            found = {member: self._announced(number, member) for member in old.ids}
+            announced = {member: one for member, one in found.items() if one is not None}
             connecting = [one["connecting_s"] or 0.0 for one in announced.values()]
             grace_s = _ANNOUNCE_S + max(connecting, default=0.0)
             if len(announced) == old.size or waited_s > grace_s:
@@ -639,23 +613,18 @@ class Watcher:
             with shared.changed:
                 if shared.generation is not None and decision.votes == shared.votes + 1:
                     # the last agreement took the answers of all members of this generation
-                    shared.recorded = (
-                        decision.votes,
-                        decision.answers,
-                        shared.generation.ids,
-                    )
+                    shared.recorded = (decision.votes, decision.answers, shared.generation.ids)
                 shared.past_members.update(decision.ids)
             self.kv.put("gen", number)
-            formed = Generation(number, decision, decision.ids.index(self.own_id))
+            rank = decision.ids.index(self.own_id)
+            formed = Generation(number, decision.ids, rank, decision.continuing)
             if formed.size == 1:
                 break
             limit_s = min(_CONNECT_S, self.timeout_s)
             until = time.monotonic() + limit_s
             try:
                 store = self.kv.store.under(f"gloo/{number}")
-                formed.groups = MemberGroups(
-                    store, formed.rank, formed.size, limit_s, self._endpoint
-                )
+                formed.groups = MemberGroups(store, rank, formed.size, limit_s, self._endpoint)
                 break
             except ThinwireError as error:
                 why = f"({error.__cause__ or error}). {self._connecting_advice()}"

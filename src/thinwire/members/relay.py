@@ -1,6 +1,4 @@
-"""The relay of `thinwire host --relay`: forwards messages between the ranks of a room and stores
-none. It shares the port of the meeting place, whose clients it passes on to torch's store.
-"""
+"""The relay of `thinwire host --relay`, which shares the port of torch's store behind it."""
 
 import asyncio
 import contextlib

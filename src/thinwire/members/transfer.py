@@ -7,8 +7,9 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import safetensors.torch
@@ -31,6 +32,7 @@ _ROUNDS, _JUDGED_S = 3, 10.0
 _MAX_PLAIN_BYTES, _BATCH_BYTES = 64 << 20, 4 << 20
 _POLL_S, _JOIN_S = 0.1, 2.0
 _log = logging.getLogger("thinwire")
+_Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class StateMessage:
 
     kind: str
     plain: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
+    tensors: _Tensors
     last: bool = False
 
     @property
@@ -81,30 +83,24 @@ class Part:
     state: str
     """Counters of the round, as text, the same in all parts."""
 
-    def views(self, flat: Mapping[str, Tensor]) -> list[Tensor]:
+    def views(self, flat: _Tensors) -> list[Tensor]:
         """Return the bytes of this part, as views of flat tensors."""
         nbytes = sum(tensor.nbytes for tensor in flat.values())
         limits = [nbytes * at // self.count for at in (self.index, self.index + 1)]
         found, before = [], 0
         for tensor in flat.values():
             size = tensor.element_size()
-            start, end = (
-                min(max(-(-(limit - before) // size), 0), len(tensor)) for limit in limits
-            )
+            ends = (-(-(limit - before) // size) for limit in limits)
+            start, end = (min(max(at, 0), len(tensor)) for at in ends)
             if start < end:
                 found.append(tensor[start:end].view(torch.uint8))
             before += tensor.nbytes
         return found
 
 
-def flattened(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def flattened(tensors: _Tensors) -> dict[str, Tensor]:
     """Return each tensor in one dimension: a view if its memory allows."""
     return {name: tensor.detach().reshape(-1) for name, tensor in tensors.items()}
-
-
-def handoff_number(generation: int, rank: int) -> int:
-    """Return the transfer number of a leaving member's handoff; joiners count from 0."""
-    return (1 << 40) + (generation << 20) + rank
 
 
 class Donor:
@@ -115,17 +111,14 @@ class Donor:
         context: TransferContext,
         number: int,
         joiner: str,
-        *,
-        own_id: str,
         part: Part,
-        tensors: Mapping[str, Tensor],
+        tensors: _Tensors,
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
         # `tensors` change later: this part of them is copied
         self.number, self.joiner, self.part = number, joiner, part
-        self._context, self._own_id, self._busy = context, own_id, busy
-        views = part.views(flattened(tensors))
-        self._copies = [view.to("cpu", copy=True) for view in views]
+        self._context, self._busy = context, busy
+        self._copies = [view.to("cpu", copy=True) for view in part.views(flattened(tensors))]
         self._messages: deque[StateMessage | None] = deque()
         self._changed = threading.Condition()
         self._began_s, self._rounds, self._round_bytes, self._needed = time.monotonic(), 0, 0, 0.0
@@ -157,23 +150,11 @@ class Donor:
             self._line.close()  # a thread that waits in torch at exit would abort the process
             self._thread.join(_JOIN_S)
 
-    def _next(self, *, idle: bool) -> list[StateMessage | None]:
-        # a message that nothing waits, also where there is none for long: a round may take longer
-        # than the time-out
-        with self._changed:
-            if not self._messages and idle:
-                self._changed.wait(self._context.timeout_s / _BEATS_PER_TIMEOUT)
-            found: list[StateMessage | None] = []
-            while self._messages and sum(one.nbytes for one in found if one) < _BATCH_BYTES:
-                found.append(self._messages.popleft())
-            return found or [StateMessage(_ALIVE, {}, {})]
-
     def _run(self) -> None:
         try:
             context, part = self._context.cloned(), self.part
             if part.index == 0:
-                found = {"id": self._own_id, "parts": part.count}
-                context.kv.put(f"donor/{self.number}", found)
+                context.kv.put(f"donor/{self.number}", part.count)
             line = self._line = context.line(self.number, part.index, lambda: self._needed)
             try:
                 self._send_state(line)
@@ -190,22 +171,25 @@ class Donor:
         line.send(json.dumps({"state": self.part.state, "digests": digests}).encode())
         missing = json.loads(line.receive(_MAX_PLAIN_BYTES))
         copies[:] = [copies[index] for index in missing][::-1]
-
-        def contents() -> Iterable[Any]:
-            while copies:
-                yield copies.pop().numpy().data
-
-        line.stream(contents(), sum(copy.nbytes for copy in copies), self._busy)
+        nbytes = sum(copy.nbytes for copy in copies)
+        line.stream((copies.pop().numpy().data for _ in missing), nbytes, self._busy)
 
     def _send_messages(self, line: Line) -> None:
         idle, ended = True, False
         while not ended:
-            found = self._next(idle=idle)
-            messages = [message for message in found if message is not None]
-            ended = None in found or any(message.last for message in messages)
-            idle = [one.kind for one in messages] == [_ALIVE]
+            batch: list[StateMessage] = []
+            with self._changed:
+                if not self._messages and idle:
+                    self._changed.wait(self._context.timeout_s / _BEATS_PER_TIMEOUT)
+                while self._messages and not ended and sum(m.nbytes for m in batch) < _BATCH_BYTES:
+                    message = self._messages.popleft()
+                    batch += [] if message is None else [message]
+                    ended = message is None or message.last
+            idle = not batch and not ended
+            if idle:  # also said where there is none for long: a round may exceed the time-out
+                batch = [StateMessage(_ALIVE, {}, {})]
             contents: list[bytes] = []
-            for one in messages:
+            for one in batch:
                 plain = json.dumps({"kind": one.kind, "last": one.last, **one.plain}).encode()
                 tensors = {name: tensor.contiguous() for name, tensor in one.tensors.items()}
                 for content in (plain, safetensors.torch.save(tensors)):
@@ -227,7 +211,7 @@ class Recipient:
         self.wanted_bytes: int | None = None
         """Bytes of the donor's part that differ here, once they are known."""
 
-    def receive_state(self, part: Part, flat: Mapping[str, Tensor]) -> str:
+    def receive_state(self, part: Part, flat: _Tensors) -> str:
         """Write the donor's part into flat tensors, where it differs; return its counters."""
         views = part.views(flat)
         header = json.loads(self.line.receive(_MAX_PLAIN_BYTES))
@@ -250,21 +234,12 @@ class Recipient:
             if kind != _ALIVE:
                 return StateMessage(kind, plain, safetensors.torch.load(bytes(content)), last)
 
-    def close(self) -> None:
-        """Close the channel."""
-        self.line.close()
-
 
 class Download:
     """State of a round, from several donors at once, and the message of each round since."""
 
     def __init__(
-        self,
-        context: TransferContext,
-        number: int,
-        count: int,
-        tensors: Mapping[str, Tensor],
-        max_bytes: int,
+        self, context: TransferContext, number: int, count: int, tensors: _Tensors, max_bytes: int
     ) -> None:
         self._tensors, self._flat = tensors, flattened(tensors)
         self._recipients: list[Recipient | None] = [None] * count
@@ -277,15 +252,9 @@ class Download:
         names = "joining_bytes", "joining_total_bytes", "joining_bit_s", "joining_left_s"
         self.stats: dict[str, float] = dict.fromkeys(names, 0.0)
         """Bytes of the state received, and of all that differed here; rate; seconds left."""
-        self._threads = [
-            threading.Thread(
-                target=self._run,
-                args=(context, number, Part(index, count, "")),
-                name="thinwire-recipient",
-                daemon=True,
-            )
-            for index in range(count)
-        ]
+        runs = [partial(self._run, context, number, Part(n, count, "")) for n in range(count)]
+        name = "thinwire-recipient"
+        self._threads = [threading.Thread(target=run, name=name, daemon=True) for run in runs]
         for thread in self._threads:
             thread.start()
 
@@ -293,11 +262,6 @@ class Download:
     def alive(self) -> bool:
         """True while something is in transit."""
         return any(thread.is_alive() for thread in self._threads)
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes received so far."""
-        return sum(recipient.line.nbytes for recipient in self._recipients if recipient)
 
     def _run(self, context: TransferContext, number: int, part: Part) -> None:
         try:
@@ -313,7 +277,7 @@ class Download:
                     self._arrived.put(message)
                     last = message.last
             finally:
-                recipient.close()
+                recipient.line.close()
         except (ThinwireError, RuntimeError) as error:
             self._arrived.put(error)
 
@@ -350,24 +314,26 @@ class Download:
 
     def _report(self) -> None:
         """Count and log the progress; raise if the rounds send more than the line carries."""
-        first, now, received = self._recipients[0], time.monotonic(), self.received_bytes
-        wanted = [one.wanted_bytes for one in self._recipients if one]
-        if first is None or None in wanted or len(wanted) < len(self._recipients):
+        connected, now = [one for one in self._recipients if one], time.monotonic()
+        wanted = [one.wanted_bytes for one in connected if one.wanted_bytes is not None]
+        if len(wanted) < len(self._recipients):
             return
+        received, needed = sum(one.line.nbytes for one in connected), connected[0].line.needed
         began_s, before = self._since = self._since or (now, received)
         rate = (received - before) / max(now - began_s, 1e-6)
         if len(self._states) < len(self._recipients):
-            total = sum(nbytes for nbytes in wanted if nbytes is not None)
-            left_s = max(total - received, 0) / rate if rate else 0.0
+            total = sum(wanted)
+            here = min(received, total)  # the first donor may send rounds already
+            left_s = (total - here) / rate if rate else 0.0
             self._progress = self._progress or Progress("receiving the state of the run", total)
-            if min(received, total) > self.stats["joining_bytes"]:
-                self._progress.add(min(received, total) - self.stats["joining_bytes"])
-            counts = min(received, total), total, 8 * rate, left_s
+            if here > self.stats["joining_bytes"]:
+                self._progress.add(here - self.stats["joining_bytes"])
+            counts = here, total, 8 * rate, left_s
             self.stats = dict(zip(self.stats, counts, strict=True))
-        if now - began_s > _JUDGED_S and first.line.needed > rate:
+        if now - began_s > _JUDGED_S and needed > rate:
             raise LineTooSlow(
                 f"this member cannot catch up with the run: its rounds send "
-                f"{8e-6 * first.line.needed:.3g} Mbit/s, and {8e-6 * rate:.3g} Mbit/s arrived here "
+                f"{8e-6 * needed:.3g} Mbit/s, and {8e-6 * rate:.3g} Mbit/s arrived here "
                 f"over the last {now - began_s:.0f} s. Average less often (k_steps) or compress "
                 "more, or join over a faster line"
             )
@@ -377,5 +343,5 @@ class Download:
         self._closed = True
         for recipient, thread in zip(self._recipients, self._threads, strict=True):
             if recipient is not None:
-                recipient.close()
+                recipient.line.close()
                 thread.join(_JOIN_S)
