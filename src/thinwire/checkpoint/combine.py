@@ -84,7 +84,8 @@ class _Combiner:
         first = present[0] if present else None
         rule = self._rule(path)
         coded = [node for node in present if rule == "whole" and _codes(node)]
-        if first is None or rule == "first" or self._codes_differ(coded):
+        digests = {tuple(digest(self.read(leaf)) for leaf in _codes(node)) for node in coded}
+        if first is None or rule == "first" or len(digests) > 1:
             return with_tensors(coded[0] if coded else first, self.read)
         if all(is_random_state(node) for node in present):
             return self._random_state(present)
@@ -106,9 +107,6 @@ class _Combiner:
         return next(
             (rule for pattern, rule in self.rules.items() if fnmatchcase(path, pattern)), "mean"
         )
-
-    def _codes_differ(self, nodes: list[Any]) -> bool:
-        return len({tuple(digest(self.read(leaf)) for leaf in _codes(node)) for node in nodes}) > 1
 
     def _leaf(self, path: str, present: list[Any], *, absent: int) -> Any:
         rule = self._rule(path)

@@ -102,12 +102,8 @@ def on_all_ranks(group: Group, action: str, act: Callable[[], _T]) -> list[_T]:
     progress for the time-out of the group.
     """
     return while_busy(
-        group, action, act, limit_s=group.timeout_s, moved=_last_progress, error=CheckpointError
+        group, action, act, limit_s=group.timeout_s, moved=lambda: _moved[0], error=CheckpointError
     )
-
-
-def _last_progress() -> float:
-    return _moved[0]
 
 
 def clean_up(act: Callable[[], None]) -> None:

@@ -106,10 +106,7 @@ class RankWriter:
         plain = json.dumps({"tree": self._tree, "tensors": table}).encode()
         return {
             names[1]: write_tensors(folder / names[1], own, None, self._hashes),
-            names[0]: (
-                write_pieces(folder / names[0], [plain]),
-                hashlib.sha256(plain).hexdigest(),
-            ),
+            names[0]: (write_pieces(folder / names[0], [plain]), hashlib.sha256(plain).hexdigest()),
         }
 
 

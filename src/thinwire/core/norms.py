@@ -113,7 +113,8 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
     tensor(5.)
     """
     parts = norms(tensors)
-    return norm(torch.stack([part.to(parts[0].device, _widest(parts)) for part in parts]))
+    wide = torch.float64 if any(p.dtype == torch.float64 for p in parts) else torch.float32
+    return norm(torch.stack([part.to(parts[0].device, wide) for part in parts]))
 
 
 def norm_of(tensors: Iterable[Tensor]) -> float:
@@ -125,10 +126,6 @@ def norm_of(tensors: Iterable[Tensor]) -> float:
 def grad_norm(params: Iterable[Tensor]) -> float:
     """Return the global norm of this rank's part of the gradients in `p.grad`."""
     return norm_of(shard_of(p.grad) for p in params if p.grad is not None)
-
-
-def _widest(parts: Sequence[Tensor]) -> torch.dtype:
-    return torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
 
 
 def trust_ratio(param_norm: Tensor, update_norm: Tensor, rule: TrustRule) -> Tensor:

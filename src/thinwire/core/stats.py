@@ -6,38 +6,14 @@ They also compare the run with its plan: seconds per step, and the share of wait
 import math
 from typing import Any, Literal, Protocol
 
-_AT_START: dict[str, float] = {
-    "step": 0,
-    "microsteps": 0,
-    "dropped_steps": 0,
-    "averagings": 0,
-    "k_steps": 1,
-    "sparsity": 0.0,
-    "loss_scale": 1.0,
-    "applied_share": 1.0,
-    "bytes_sent": 0,
-    "bytes_received": 0,
-    "bytes_between_nodes": 0,
-    "bytes_between_stages": 0,
-    "bytes_dense": 0,
-    "ratio": math.inf,
-    "wait_s": 0.0,
-    "rate_bit_s": 0.0,
-    "waiting_share": 0.0,
-    "goodput": 1.0,
-    "lost_waiting": 0.0,
-    "lost_regrouping": 0.0,
-    "lost_joining": 0.0,
-    "lost_saving": 0.0,
-    "grad_norm": 0.0,
-    "clipped_share": 0.0,
-    "drift": 0.0,
-    "error_norm": 0.0,
-    "joining_bytes": 0,
-    "joining_total_bytes": 0,
-    "joining_bit_s": 0.0,
-    "joining_left_s": 0.0,
-}
+_NAMES = (
+    "step microsteps dropped_steps averagings k_steps sparsity loss_scale applied_share bytes_sent "
+    "bytes_received bytes_between_nodes bytes_between_stages bytes_dense ratio wait_s rate_bit_s "
+    "waiting_share goodput lost_waiting lost_regrouping lost_joining lost_saving grad_norm "
+    "clipped_share drift error_norm joining_bytes joining_total_bytes joining_bit_s joining_left_s"
+)
+_ONE = dict.fromkeys(("k_steps", "loss_scale", "applied_share", "goodput"), 1)
+_AT_START: dict[str, float] = {**dict.fromkeys(_NAMES.split(), 0), **_ONE, "ratio": math.inf}
 
 
 def numbers(**found: float) -> dict[str, float]:

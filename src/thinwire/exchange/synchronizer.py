@@ -254,11 +254,6 @@ class Synchronizer:
         self._before = self._totals()
 
     @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank sent, with headers and agreements, including earlier runs."""
-        return int(self.counted()["bytes_sent"])
-
-    @property
     def waited_s(self) -> float:
         """Seconds for which this rank waited for others, in this process."""
         return sum(group.wait_s for group in self._groups)

@@ -81,7 +81,8 @@ class Averager(Synchronizer):
         """Digest of anchors, outer momentum and frozen parameters, compared at averagings."""
         if digest_every:
             slices = max(1, digest_every // self.interval.longest)
-            self.digest = RollingDigest(self._anchors, self._outer_momentum, every=slices)
+            outer = {f"outer momentum of {n}": m for n, m in averaging.momentum.items()}
+            self.digest = RollingDigest(self._anchors, lambda: outer, every=slices)
             self.digest.start_from(self.counters.step)
         self.watch(self.digest, identity)
 
@@ -120,9 +121,6 @@ class Averager(Synchronizer):
         anchors, frozen = self.averaging.anchors, self.tensors.frozen
         found = {f"anchor of parameter {name}": anchor for name, anchor in anchors.items()}
         return found | {_FROZEN.format(name): p for name, p in frozen.items()}
-
-    def _outer_momentum(self) -> dict[str, Tensor]:
-        return {f"outer momentum of {n}": entry for n, entry in self.averaging.momentum.items()}
 
     def settle(self) -> None:
         """Wait for the agreement about a result in flight: ranks agree on one thing at a time."""

@@ -257,8 +257,8 @@ class Averaging:
         """Return a digest of the parameters if one of them differs from its anchor, else None."""
 
         def same(name: str, start: int, end: int) -> bool:
-            tensors = self.anchors[name], self._params[name]
-            anchor, now = (_part(t, start, end).to(self.devices[name]) for t in tensors)
+            anchor = _part(self.anchors[name], start, end).to(self.devices[name])
+            now = _part(self._params[name], start, end)
             return torch.equal(anchor.to(now.dtype), now)
 
         moved = Changes(self, self._params, frozenset())

@@ -300,7 +300,7 @@ def warn_of_misplaced(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
             warn_user(
                 f"{type(opt).__name__} trains {', '.join(names)}: embeddings, what is tied to "
                 "them, and the output layer train better with AdamW. Pass "
-                "thinwire.optim.muon_groups(model) to it, or groups with muon=False",
+                "thinwire.optim.muon_groups(model) to it, or groups with muon=False"
             )
 
 

@@ -95,7 +95,7 @@ class GradientSum:
                 whole = (
                     grad.mul_(factor)
                     if total is None
-                    else _added_into_(grad, total.to(grad.device), factor)
+                    else torch.add(total.to(grad.device), grad, alpha=factor, out=grad)
                 )
             else:
                 whole = _added(None if total is None else total.clone(), grad, factor)
@@ -132,11 +132,6 @@ class GradientSum:
 
 def _sum_dtype(grad: Tensor) -> torch.dtype:
     return grad.dtype if grad.is_complex() else state_dtype(grad)
-
-
-def _added_into_(grad: Tensor, total: Tensor, factor: float) -> Tensor:
-    """Return the bits of `_added`, in the memory of a dense `grad` of the same type."""
-    return torch.add(total, grad, alpha=factor, out=grad)
 
 
 def _added(total: Tensor | None, grad: Tensor, factor: float) -> Tensor:

@@ -13,7 +13,7 @@ from thinwire.comm import Group, wrong_call_site
 from thinwire.compress import field_of
 from thinwire.compress.protocol import Compression
 from thinwire.core.gradients import Clip, ClipByGlobalNorm, ClipByNorm, clipped, scaled
-from thinwire.core.norms import global_norm, grad_norm, norm_of, norms_over_shards
+from thinwire.core.norms import global_norm, grad_norm, norms_over_shards
 from thinwire.core.tensors import coalesced, values_of, with_own_storage, with_values
 from thinwire.errors import StrategyError
 from thinwire.optim.common import CommonOptimizer
@@ -40,15 +40,6 @@ class Clipping:
             return {"grad_norm": grad_norm(params)}
         share = float(self._clipped) / self._updates
         return {"grad_norm": float(self._last), "clipped_share": share}
-
-    @property
-    def over_stages(self) -> bool:
-        """True if it needs the norms of all stages."""
-        return self.stages is not None and isinstance(self.clip, ClipByGlobalNorm)
-
-    def norm(self, grads: Mapping[str, Tensor]) -> float:
-        """Return the global norm of these gradients."""
-        return norm_of(grads.values())
 
     def __call__(self, grads: dict[str, Tensor], norms: Sequence[float]) -> dict[str, Tensor]:
         """Return clipped gradients; they may be the same tensors, changed."""

@@ -16,12 +16,7 @@ from torch.nn import Parameter
 
 from thinwire import _validate as check
 from thinwire.checkpoint.manifest import next_folder
-from thinwire.comm import (
-    busy,
-    mapping_of,
-    require_agreement,
-    wrong_call_site,
-)
+from thinwire.comm import busy, mapping_of, require_agreement, wrong_call_site
 from thinwire.core.several import all_of
 from thinwire.core.sharded import reshard_, shard_of
 from thinwire.core.stats import numbers
@@ -634,23 +629,14 @@ class Engine:
         check.one_of("only", only, (None, "model"))
         self.wait_for_save()
         begun_s = time.perf_counter()
-        counters, step, savers = self._steps.counters(), self._steps.position(), self._parts.savers
-        write = checkpoints.save(
-            directory,
-            self._parts,
-            counters,
-            extra,
-            step,
-            keep,
-            frozen=frozen,
-            copy=not wait,
-            only=only,
-        )
+        parts, counters, step = self._parts, self._steps.counters(), self._steps.position()
+        how: dict[str, Any] = {"frozen": frozen, "copy": not wait, "only": only}
+        write = checkpoints.save(directory, parts, counters, extra, step, keep, **how)
         path = next_folder(Path(directory), step)
         if wait:
-            path = write(savers)
+            path = write(parts.savers)
         else:
-            self._background_save.begin(savers, write)
+            self._background_save.begin(parts.savers, write)
         self._steps.pace.exclude(time.perf_counter() - begun_s)
         return path
 

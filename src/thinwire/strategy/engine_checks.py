@@ -87,7 +87,7 @@ class MovingBuffers:
 
     def __init__(self, model: nn.Module, group: Group) -> None:
         self._model = model
-        self._group = group
+        self.group = group
         self._seen: dict[str, Tensor] = {}
         self._damage: str | None = None
         self._alike = True
@@ -96,25 +96,10 @@ class MovingBuffers:
         self._changed: list[str] = []
         self.forget()
 
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank sent."""
-        return self._group.bytes_sent
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes that this rank received."""
-        return self._group.bytes_received
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds that this rank waited."""
-        return self._group.wait_s
-
     def forget(self, *, equal: bool = True, alike: bool = True) -> None:
         """Mark the current buffers as equal, or send all of them at the next update."""
         self._equal, self._alike = equal and alike, alike
-        if self._group.size > 1:
+        if self.group.size > 1:
             self._seen = {
                 name: buffer.detach().clone() for name, buffer in named_buffers(self._model)
             }
@@ -124,7 +109,7 @@ class MovingBuffers:
         """See `Check`."""
         if not vote.first:
             return {}
-        self._reported = self._group.size > 1 and not (self._alike and not self._seen)
+        self._reported = self.group.size > 1 and not (self._alike and not self._seen)
         if not self._reported:
             return {}
         buffers = dict(named_buffers(self._model))
@@ -167,7 +152,7 @@ class MovingBuffers:
             try:
                 copy_from_first_(
                     (buffers[name] for name in moved),
-                    self._group,
+                    self.group,
                     action="copying the buffers of rank 0",
                 )
             except PayloadCorrupt as error:
@@ -178,8 +163,8 @@ class MovingBuffers:
 
     def synchronize(self) -> None:
         """Make the buffers equal outside an update."""
-        if self._group.size > 1 and not (self._alike and not self._seen):
-            Agreement(self._group, [self])(0, "comparing which buffers changed")
+        if self.group.size > 1 and not (self._alike and not self._seen):
+            Agreement(self.group, [self])(0, "comparing which buffers changed")
             self.copy_()
 
 

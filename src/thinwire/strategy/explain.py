@@ -60,15 +60,8 @@ def explanation(
             [] if optimizer is None else _about_optimizer(strategy, optimizer, model, grad_clip)
         ),
     }
-    return "\n\n".join(
-        "\n".join([title, *map(_wrapped, texts)]) for title, texts in sections.items() if texts
-    )
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(
-        text, _COLUMNS, initial_indent="  ", subsequent_indent="     ", break_on_hyphens=False
-    )
+    wrap = textwrap.TextWrapper(_COLUMNS, "  ", "     ", break_on_hyphens=False).fill
+    return "\n\n".join("\n".join([t, *map(wrap, texts)]) for t, texts in sections.items() if texts)
 
 
 def _order(strategy: Fields, grad_clip: Clip | None) -> Iterator[str]:

@@ -137,10 +137,7 @@ _FEATURES: dict[str, tuple[Callable[[Keys], Any], str, dict[str, _Key]]] = {
     ),
     "lars": (
         lambda keys: LARS(
-            keys["lars_coeff"],
-            keys["lars_weight_decay"],
-            keys["epsilon"],
-            _excluded(keys, "*{}*"),
+            keys["lars_coeff"], keys["lars_weight_decay"], keys["epsilon"], _excluded(keys, "*{}*")
         ),
         "",
         {

@@ -86,7 +86,7 @@ class Microsteps:
         runner, found = self.parts.runner, self.exchange.counted()
         found["bytes_between_stages"] = 0 if runner is None else runner.bytes_sent
         found["dropped_steps"] = self.exchange.drops.total
-        for part in self.parts.votes:
+        for part in self.parts.votes():
             found["bytes_sent"] += part.bytes_sent
             found["bytes_received"] += part.bytes_received
             found["bytes_between_nodes"] += 0 if self.sharded else part.bytes_sent
@@ -103,7 +103,7 @@ class Microsteps:
 
     def waited_s(self) -> float:
         """Seconds for which other ranks blocked this one, in this process."""
-        return self.exchange.waited_s + sum(part.wait_s for part in self.parts.votes)
+        return self.exchange.waited_s + sum(part.wait_s for part in self.parts.votes())
 
     def counts(self) -> dict[str, Any]:
         """Return what this rank counts and measures, by names of `stats`."""

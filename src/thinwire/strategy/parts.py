@@ -1,7 +1,7 @@
 """Records of `prepare`: its arguments, its plan, and the parts of an engine."""
 
 import datetime
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,8 +125,6 @@ class Parts:
     merge_avg: bool
     overlap: Overlap | None
     """Begins the exchange during the backward pass; None if the exchange follows it."""
-    votes: Sequence[MovingBuffers | LossScaler]
-    """Buffers, and the scaler if there is one: what agrees over the ranks beside the exchange."""
     batches: Batches
     """Reports which ranks still have a batch, if every update is exchanged."""
     find_unused: bool
@@ -151,6 +149,11 @@ class Parts:
             return self.sync._open_averager(or_left=True)
         assert self.gradients is not None, "one of the two"
         return self.gradients
+
+    def votes(self) -> list[Group]:
+        """Return the groups of what agrees over the ranks beside the exchange."""
+        scaler = None if self.scaler is None else self.scaler.group
+        return [self.buffers.group, *([] if scaler is None else [scaler])]
 
     def saved_exchange(self) -> dict[str, Any]:
         """Return this rank's state that later updates depend on, without the optimizer's: live."""

@@ -21,6 +21,8 @@ from thinwire.compress import buckets_of, locally_clipped
 from thinwire.compress.coverage import report_coverage
 from thinwire.compress.protocol import Compression, Limit
 from thinwire.core.arithmetic import arithmetic
+from thinwire.core.gradients import ClipByGlobalNorm
+from thinwire.core.norms import norm_of
 from thinwire.core.several import all_of, kinds_of
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
 from thinwire.core.stats import Pace, planned_row
@@ -223,12 +225,7 @@ def _planned(setup: Setup) -> Preparation:
     own = set(stage.parameters())
     trained = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     of_stages = [[n for n, p in named_parameters(part) if p in trained] for part in stages]
-    selected = select_optimizers(
-        optimizer,
-        strategy,
-        names=names,
-        keep=own.__contains__,
-    )
+    selected = select_optimizers(optimizer, strategy, names=names, keep=own.__contains__)
     with ExitStack() as undo:
         for one in selected:
             undo.callback(one.restore)
@@ -249,10 +246,7 @@ def _planned(setup: Setup) -> Preparation:
 
 
 def _planned_for(
-    setup: Setup,
-    stage: nn.Module,
-    compressor: Compression | None,
-    names_of_stages: list[list[str]],
+    setup: Setup, stage: nn.Module, compressor: Compression | None, names_of_stages: list[list[str]]
 ) -> Preparation:
     strategy, optimizer = setup.strategy, setup.optimizer
     local = strategy.local
@@ -368,7 +362,6 @@ def _assembled(setup: Setup, plan: Preparation, undo: ExitStack) -> Parts:
         find_unused=setup.find_unused_parameters and plan.sync is None,
         buffers=buffers,
         scaler=scaler,
-        votes=[buffers] if scaler is None else [buffers, scaler],
         merge=None if merge is None or merge.k_steps == 1 else GradientSum(),
         merge_steps=1 if merge is None else merge.k_steps,
         merge_avg=merge is None or merge.avg,
@@ -420,8 +413,8 @@ def _exchange(
         gradients.state_loaded()
     gradients.watch(_digest(setup, plan), f"engine {next_identity()}")
     gradients.add_check(SameHyperparameters(setup.optimizer))
-    if clip.over_stages:
-        gradients.measure = clip.norm
+    if clip.stages is not None and isinstance(clip.clip, ClipByGlobalNorm):
+        gradients.measure = lambda grads: norm_of(grads.values())
     if compression is not None and gradients.sources.rank == 0:
         report_coverage(compression, params.values())
     gradients.pace = Pace(setup.planned if setup.group.rank == 0 else None)

@@ -189,10 +189,6 @@ def _unfolded(optimizer: torch.optim.Optimizer, compression: Compression) -> Ite
         yield f"the optimizer clips by {clip}, but {why}"
 
 
-def _all_kept(optimizer: torch.optim.Optimizer, keep: Callable[[Tensor], bool]) -> bool:
-    return all(keep(p) for group in optimizer.param_groups for p in group["params"])
-
-
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     try:
         inspect.signature(type(optimizer).step).bind(optimizer)
@@ -250,7 +246,7 @@ def _unchanged(
         conversion=conversion,
         notes=tuple(notes),
         restore=(lambda: None)
-        if keep is None or _all_kept(optimizer, keep)
+        if keep is None or all(keep(p) for g in optimizer.param_groups for p in g["params"])
         else restrict_(optimizer, keep),
     )
 

@@ -167,7 +167,7 @@ _TABLE: dict[str, dict[str, str | tuple[str, str]]] = {
         "low_rank": (
             _NO_GRADIENT,
             "write adaptive_localsgd=AdaptiveLocalSGD(..., compression=LowRank(...))",
-        ),
+        )
     },
 }
 """Meaning, or reason and remedy of the conflict, by pair."""

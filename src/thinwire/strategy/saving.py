@@ -9,11 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire._names import (
-    named_buffers,
-    named_parameters,
-    non_persistent_buffers,
-)
+from thinwire._names import named_buffers, named_parameters, non_persistent_buffers
 from thinwire._wording import listed, warn_user
 from thinwire.checkpoint import random_state, set_random_state
 from thinwire.checkpoint.combine import Rule
@@ -168,10 +164,7 @@ def load(state: Mapping[str, Any], parts: Parts) -> Restored:
     # an optimizer uses the tensors of the state in place, and a state may be loaded again
     own = {k: _held(v, sharded=True) if k == "optimizer" else v for k, v in rest.items()}
     restored = load_all(
-        own,
-        parts,
-        keep=settings_in_groups(changes),
-        agreed=lambda problem, left: left,
+        own, parts, keep=settings_in_groups(changes), agreed=lambda problem, left: left
     )
     log_changes("the state", changes)
     problem = (

@@ -348,7 +348,8 @@ def _change(
         nbytes, passes, kept = 4 * work.numel, 6, 1
     wire_s = network.all_reduce_s(nbytes / fragments, idle_s)
     # what is sent, and the mean
-    return wire_s, network.reduced_bytes(nbytes), passes, kept, 2 * nbytes
+    sent_bytes = nbytes if network.relay else ring_bytes(network.ranks, nbytes)
+    return wire_s, sent_bytes, passes, kept, 2 * nbytes
 
 
 MOST_PARAMS = 10**13

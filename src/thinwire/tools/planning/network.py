@@ -88,10 +88,6 @@ class Network:
         receiving_s = sending_s * (1 + crowding(self.ranks, self.ranks - 1)) / faster
         return self.call_s + 2 * self.latency_s + max(sending_s, receiving_s)
 
-    def reduced_bytes(self, nbytes: float) -> float:
-        """Return the bytes that a rank sends in an all-reduce."""
-        return nbytes if self.relay else ring_bytes(self.ranks, nbytes)
-
     def relayed_s(self, nbytes: float, idle_s: float = 0.0) -> float:
         """Return the seconds of a gather through a relay after `idle_s` seconds of silence."""
         up = replace(self, down_bit_s=None)

@@ -20,13 +20,7 @@ from thinwire.tools.planning.methods import (
     memory_of,
 )
 from thinwire.tools.planning.network import Network
-from thinwire.tools.planning.work import (
-    Probe,
-    Workload,
-    assumed_muon_seconds,
-    matrices,
-    work_of,
-)
+from thinwire.tools.planning.work import Probe, Workload, assumed_muon_seconds, matrices, work_of
 from thinwire.tools.run.config import (
     OPTIMIZERS,
     Recipe,
