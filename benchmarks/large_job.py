@@ -67,6 +67,9 @@ class Run:
             with self._timed("load"):
                 found = engine.load(folder, if_any=True)
             for step in range(engine.step, (ROUNDS + 1) * INTERVAL):
+                if found is not None and step == ROUNDS * INTERVAL + 1:
+                    with self._timed("call of a save beside the next step"):
+                        engine.save(f"{folder}-beside", wait=False)
                 with self._timed("step") as row:
                     engine.train_step(*batch(data, 10 * step + rank, 1, 32))
                     row["what"] += " and averaging" * engine.sync.synced
@@ -75,6 +78,8 @@ class Run:
                         engine.save(folder)
                 if engine.step > ROUNDS * INTERVAL and found is None and rank == 1:
                     os.kill(os.getpid(), signal.SIGKILL)
+            with self._timed("rest of that save"):
+                engine.wait_for_save()
             engine.flush()
             with self._timed("save of the model alone"):
                 engine.save(f"{folder}-model", only="model")
