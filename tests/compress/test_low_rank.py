@@ -50,7 +50,7 @@ def follow(rank: int, size: int, width: int, steps: int) -> dict[str, Any]:
     factors = {name: q.clone() for name, q in state["factors"].items()}
     means, sent = [], []
     for step in range(steps):
-        before = mean.bytes_sent
+        before = mean.counted()["bytes_sent"]
         grads = {name: gradient(step, rank, name) for name in SHAPES}
         got = mean.reduce(step, grads)
         assert got is not None
@@ -58,7 +58,7 @@ def follow(rank: int, size: int, width: int, steps: int) -> dict[str, Any]:
             "read only"
         )
         means.append(got)
-        sent.append(mean.bytes_sent - before)
+        sent.append(mean.counted()["bytes_sent"] - before)
     return {"factors": factors, "means": means, "errors": dict(mean.residuals), "sent": sent}
 
 

@@ -36,6 +36,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 MICROSTEPS = 11
 LOST = ("lost_waiting", "lost_regrouping", "lost_joining", "lost_saving")
 TIMES = ("wait_s", "rate_bit_s", "waiting_share", "goodput", *LOST)
+OF_PROCESS = (*TIMES, "grad_norm", "clipped_share", "drift")
 COUNTED = ("bytes_sent", "bytes_received", "bytes_between_nodes", "bytes_between_stages")
 TRAFFIC = (*COUNTED, "ratio", *TIMES)
 
@@ -242,8 +243,8 @@ def overflown(
 
     resumed = make_engine(fields, replace=replace)
     resumed.load(folder)
-    assert {k: v for k, v in resumed.stats().items() if k not in TIMES} == {
-        k: v for k, v in told.items() if k not in TIMES
+    assert {k: v for k, v in resumed.stats().items() if k not in OF_PROCESS} == {
+        k: v for k, v in told.items() if k not in OF_PROCESS
     }
     found = train(resumed, fields, 5, 12)
     resumed.flush()
