@@ -80,8 +80,7 @@ class LossScaler:
         self.config = config
         self.local = local
         self._process_group = process_group
-        self.group: Group | None = None
-        """The ranks that have agreed, once they have."""
+        self._group: Group | None = None
         self._state = initial_scale(config)
         self._begun: ScaleState | None = None
         """Scale of the losses in a step whose gradients are being unscaled."""
@@ -102,7 +101,7 @@ class LossScaler:
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank sent in agreements, headers included; counted on one rank too."""
-        return 0 if self.group is None else self.group.bytes_sent
+        return 0 if self._group is None else self._group.bytes_sent
 
     @property
     def dropped_steps(self) -> int:
@@ -173,10 +172,10 @@ class LossScaler:
         """
         if self.local:
             return overflow
-        if self.group is None:
-            self.group = Group(self._process_group)
+        if self._group is None:
+            self._group = Group(self._process_group)
         own, purpose = b"1" if overflow else b"0", "agreeing on an overflow of scaled gradients"
-        answers = self.group.gather_bytes(own, action=purpose)
+        answers = self._group.gather_bytes(own, action=purpose)
         for rank, answer in enumerate(answers):
             if answer not in (b"0", b"1"):
                 raise wrong_call_site(purpose, rank, answer)

@@ -152,7 +152,7 @@ class Parts:
 
     def votes(self) -> list[Group]:
         """Return the groups of what agrees over the ranks beside the exchange."""
-        scaler = None if self.scaler is None else self.scaler.group
+        scaler = None if self.scaler is None else self.scaler._group
         return [self.buffers.group, *([] if scaler is None else [scaler])]
 
     def saved_exchange(self) -> dict[str, Any]:
