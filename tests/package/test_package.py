@@ -74,7 +74,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_no_other() -> None:
         if name.startswith("src/") and Path(name).suffix
     }
     wheel = {name for name in in_the_wheel() if ".dist-info/" not in name}
-    assert {Path(name).suffix for name in sources} >= {".py", ".json", ".css", ".js", ".typed"}
+    assert {Path(name).suffix for name in sources} >= {".py", ".css", ".js", ".typed"}
     assert wheel == sources
 
 
