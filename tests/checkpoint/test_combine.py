@@ -128,6 +128,10 @@ def test_gradients_of_some_ranks_only_are_an_error() -> None:
 def test_codes_come_with_their_scales_from_the_first_rank_that_has_them() -> None:
     first, second = ({"q": torch.tensor([n, 1]), "scale": torch.tensor(float(n))} for n in (2, 4))
     assert same(combine([{"a": {}}, {"a": first}, {"a": second}], {"a*": "whole"}), {"a": first})
+    for other in (first["q"].reshape(1, -1), first["q"].view(torch.uint8)):  # of the same bytes
+        assert same(
+            combine([{"a": first}, {"a": {**second, "q": other}}], {"a*": "whole"}), {"a": first}
+        )
     equal = combine([{"a": first}, {"a": {**second, "q": first["q"]}}], {"a*": "whole"})
     assert same(equal, {"a": {**first, "scale": torch.tensor(3.0)}})
 

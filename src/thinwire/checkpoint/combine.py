@@ -84,8 +84,7 @@ class _Combiner:
         first = present[0] if present else None
         rule = self._rule(path)
         coded = [node for node in present if rule == "whole" and _codes(node)]
-        digests = {tuple(digest(self.read(leaf)) for leaf in _codes(node)) for node in coded}
-        if first is None or rule == "first" or len(digests) > 1:
+        if first is None or rule == "first" or len({*map(self._code_digest, coded)}) > 1:
             return with_tensors(coded[0] if coded else first, self.read)
         if all(is_random_state(node) for node in present):
             return self._random_state(present)
@@ -107,6 +106,9 @@ class _Combiner:
         return next(
             (rule for pattern, rule in self.rules.items() if fnmatchcase(path, pattern)), "mean"
         )
+
+    def _code_digest(self, node: Any) -> tuple[Any, ...]:
+        return tuple((c.dtype, tuple(c.shape), digest(self.read(c))) for c in _codes(node))
 
     def _leaf(self, path: str, present: list[Any], *, absent: int) -> Any:
         rule = self._rule(path)
