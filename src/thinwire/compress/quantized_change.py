@@ -89,13 +89,14 @@ class Quantized(ChangeCompression):
         errors = {name: kept[ERRORS][name] for name in folded}
         numels = tuple(error.numel() for error in errors.values())
         layout = WholeLayout(numels, self.value_bits)
-        step, home = context.step, errors[next(iter(folded))].device
+        first = next(iter(folded))
+        step, home, device = context.step, errors[first].device, part_of(folded, first, 0, 1).device
         plan = chosen_split(self.exchange, layout, context.sources)
         if plan is not None:
             return (yield from _by_shares(context, folded, plan, kept))
 
         def parts(name: str, numel: int) -> Iterator[Tensor]:
-            for span in spans(numel, part_of(folded, name, 0, 1).device):
+            for span in spans(numel, device):
                 yield part_of(folded, name, *span)
 
         message = pack_whole(layout, step, 0, map(parts, errors, numels), home)

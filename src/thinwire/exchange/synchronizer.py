@@ -220,14 +220,13 @@ class Synchronizer:
 
     def _totals(self) -> dict[str, float]:
         """Return the counters of messages and waiting in this process, by name."""
-        sources, between = self.sources, 0
-        if not isinstance(sources, Nodes):
-            between = 0 if sources.size == 1 else sources.bytes_sent
-        elif sources.leaders is not None:
-            between = sources.leaders.bytes_sent
-        if isinstance(sources, Nodes) and self.group is not sources.all_ranks:
+        sources = self.sources
+        if isinstance(sources, Nodes):
+            between = 0 if sources.leaders is None else sources.leaders.bytes_sent
             # votes of other ranks too go over all of them, so they count as traffic between nodes
-            between += self.group.bytes_sent
+            between += 0 if self.group is sources.all_ranks else self.group.bytes_sent
+        else:
+            between = 0 if sources.size == 1 else sources.bytes_sent
         return {
             "bytes_sent": sum(group.bytes_sent for group in self._groups) + self.bytes_of_others,
             "bytes_received": sum(group.bytes_received for group in self._groups),

@@ -393,16 +393,14 @@ class Averaging:
         measurement: p <- p + (S_new rounded - p_measured).
         """
         assert pending.round is not None, "launched"
-        anchors, moved = self.anchors, pending.moved
+        anchors, moved, single = self.anchors, pending.moved, self._single_rank(pending)
         before = None if pending.sketch is None else self._sketch_of(anchors, moved)
         self._squares.zero_()
         for name in moved:
             self._apply(name, pending, (copies or {}).get(name))
         for key, value in pending.extras.items():
             mean = pending.mean_of(f"extra {key}", value)
-            if not (
-                self._single_rank(pending) and torch.equal(mean, value)
-            ):  # do not undo later changes
+            if not (single and torch.equal(mean, value)):  # do not undo later changes
                 overwrite_(real_view(extras[key]), mean)
         if before is not None:
             applied = before - self._sketch_of(anchors, moved)

@@ -454,7 +454,6 @@ class LocalUpdates:
         """Return the traffic and further numbers of `thinwire.core.stats`."""
         averagings, averager = self._when.counters.averagings, self._averager
         found: dict[str, Any] = {"averagings": averagings, "sparsity": 0.0}
-        found["grad_norm"] = grad_norm(self._tensors.trained.values())
         if self._changes is not None and self._compressed:
             found["sparsity"] = self._changes.unsent_share(self.step)
         if averager is None:
@@ -482,6 +481,7 @@ class LocalUpdates:
             k_steps=self.k_steps,
             loss_scale=1.0 if self._scaler is None else self._scaler.scale,
             bytes_dense=4 * numel * self.step,
+            grad_norm=grad_norm(self._tensors.trained.values()),
             **self._counts(),
         )
 

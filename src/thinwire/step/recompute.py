@@ -189,8 +189,7 @@ def matches(model: nn.Module, checkpoints: Iterable[str]) -> tuple[str, ...]:
     modules = dict(model.named_modules(remove_duplicate=False))
     for pattern in checkpoints:
         hits = [n for n in modules if (matches_name(n, pattern) if plain_name(n) else not pattern)]
-        empty = nn.Module.forward  # of containers, unless an instance has its own
-        usable = [n for n in hits if getattr(modules[n].forward, "__func__", None) is not empty]
+        usable = [name for name in hits if _has_forward(modules[name])]
         if not usable:
             raise ValueError(_miss(pattern, hits, modules))
         found.update(dict.fromkeys(usable))
@@ -234,6 +233,10 @@ def _marked() -> Iterator[None]:
         yield
     finally:
         _here.inside = before
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def _is_inside(name: str, outer: Iterable[str]) -> bool:

@@ -492,8 +492,8 @@ class Engine:
           `lost_waiting`, `lost_regrouping`, `lost_joining`, `lost_saving`: shares of the time that
           went to waiting, to forming a new generation of members, to joining and to saving.
         - `grad_norm`: before a clip by global norm, else of `p.grad`; `clipped_share`: share of
-          updates that the clip scaled; `error_norm`: of residuals; `drift`: norm of this rank's
-          change over that of the mean in the last averaging, up to the root of the ranks.
+          updates that the clip scaled; `error_norm`: of residuals; `drift`: norm of what this rank
+          sent in the last averaging over that of the mean: 1 if ranks agree.
 
         Example::
 
@@ -630,8 +630,9 @@ class Engine:
         self.wait_for_save()
         begun_s = time.perf_counter()
         parts, counters, step = self._parts, self._steps.counters(), self._steps.position()
-        how: dict[str, Any] = {"frozen": frozen, "copy": not wait, "only": only}
-        write = checkpoints.save(directory, parts, counters, extra, step, keep, **how)
+        write = checkpoints.save(
+            directory, parts, counters, extra, step, keep, frozen=frozen, copy=not wait, only=only
+        )
         path = next_folder(Path(directory), step)
         if wait:
             path = write(parts.savers)
