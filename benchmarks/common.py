@@ -1,6 +1,7 @@
 """Shared parts of the benchmarks: interleaved contenders, memory bandwidth, command line."""
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -8,8 +9,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -18,7 +20,7 @@ import torch
 
 from thinwire.tools.compare.results import describe_machine
 from thinwire.tools.network.netns import Network
-from thinwire.tools.run.launch import environments, signal_group, start
+from thinwire.tools.run.launch import Events, environments, signal_group, start
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -227,3 +229,27 @@ def save(result: dict[str, object], path: Path | None) -> None:
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def alive(events: Events) -> Iterator[None]:
+    """Write an event now and then: a launch gives up workers that are silent for long."""
+    over = threading.Event()
+
+    def go_on() -> None:
+        while not over.wait(10):
+            events.write("alive")
+
+    thread = threading.Thread(target=go_on, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def sent_bytes() -> int:
+    """Return what all interfaces of this namespace have sent, headers and answers included."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
+    return sum(int(line.partition(":")[2].split()[8]) for line in lines)

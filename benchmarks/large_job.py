@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import thinwire as tw
-from benchmarks.common import parser_for, save, surroundings
+from benchmarks.common import alive, parser_for, save, sent_bytes, surroundings
 from benchmarks.gpt import GPT, batch, loss_of, text
 from thinwire.tools.network.netns import Link, Network, network, why_unavailable
 from thinwire.tools.run.config import Job
@@ -57,7 +56,7 @@ class Run:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         rank, data, folder = dist.get_rank(), text(), self.config["folder"]
-        with self._alive():
+        with alive(self.events):
             with self._timed("start"):
                 model = GPT(self.config["size"]).bfloat16()
                 optimizer = tw.optim.Muon(tw.optim.muon_groups(model), lr=0.01)
@@ -88,33 +87,16 @@ class Run:
 
     @contextlib.contextmanager
     def _timed(self, what: str) -> Iterator[dict[str, Any]]:
-        sent, begin, cpu = _sent(), time.perf_counter(), time.process_time()
+        sent, begin, cpu = sent_bytes(), time.perf_counter(), time.process_time()
         row: dict[str, Any] = {"what": what}
         yield row
         row |= {
             "seconds": round(time.perf_counter() - begin, 2),
             "cpu_seconds": round(time.process_time() - cpu, 2),
-            "megabytes": round((_sent() - sent) / 1e6, 2),
+            "megabytes": round((sent_bytes() - sent) / 1e6, 2),
         }
         self.rows.append(row)
         self.events.write("said", row=row)
-
-    @contextlib.contextmanager
-    def _alive(self) -> Iterator[None]:
-        # a launch gives up workers that are silent for long
-        over = threading.Event()
-
-        def go_on() -> None:
-            while not over.wait(10):
-                self.events.write("alive")
-
-        thread = threading.Thread(target=go_on, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
 
 
 def main() -> None:
@@ -190,12 +172,6 @@ def first_weights(size: str, work: Path) -> Path:
     file = work / "first.safetensors"
     save_file(GPT(size).bfloat16().state_dict(), file)
     return file
-
-
-def _sent() -> int:
-    """Return the bytes that all interfaces of this namespace have sent."""
-    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
-    return sum(int(line.partition(":")[2].split()[8]) for line in lines)
 
 
 if __name__ == "__main__":

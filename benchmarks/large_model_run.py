@@ -1,11 +1,9 @@
 """Worker of `benchmarks.large_model`."""
 
 import gc
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thinwire as tw
+from benchmarks.common import alive, sent_bytes
 from thinwire.tools.run.launch import Events
 
 UPDATES, AVERAGINGS, INTERVAL = 20, 2, 2
@@ -49,7 +48,7 @@ class Run:
     def train(self) -> dict[str, Any]:
         """All parts in order."""
         torch.set_num_threads(1)
-        with self._keeping_in_touch():
+        with alive(self.events):
             model = self._model()
             params = sum(p.numel() for p in model.parameters())
             self._compile()
@@ -110,12 +109,12 @@ class Run:
     def _timed(self, label: str) -> Iterator[Any]:
         """A row of the result: from here to the call of what is given."""
         dist.barrier()
-        sent, begin = _sent_bytes(), time.perf_counter()
+        sent, begin = sent_bytes(), time.perf_counter()
 
         def done() -> None:
             seconds = time.perf_counter() - begin
             self.rows.append(
-                {"what": label, "seconds": round(seconds, 2), "bytes_sent": _sent_bytes() - sent}
+                {"what": label, "seconds": round(seconds, 2), "bytes_sent": sent_bytes() - sent}
             )
 
         yield done
@@ -145,33 +144,6 @@ class Run:
         """A line for whoever waits."""
         self.events.write("said", text=text)
 
-    @contextmanager
-    def _keeping_in_touch(self) -> Iterator[None]:
-        """The command gives up workers that are silent for long; those that copy a large
-        model are.
-        """
-        over = threading.Event()
-
-        def go_on() -> None:
-            while not over.wait(10):
-                self.events.write("alive")
-
-        thread = threading.Thread(target=go_on, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-
 
 def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
-
-
-def _sent_bytes() -> int:
-    """Of all interfaces of this namespace, as the kernel counts them, headers and answers
-    included.
-    """
-    lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
-    return sum(int(line.partition(":")[2].split()[8]) for line in lines)

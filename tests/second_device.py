@@ -2,13 +2,13 @@
 that refuses to compute with others, as CUDA does. The bytes that are held there are counted.
 """
 
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from tests.allocations import Allocations
 
 DEVICE = torch.device("meta")
 _MOVES = ("aten::copy_", "aten::_to_copy")
@@ -64,27 +64,12 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map(lambda t: There(t) if isinstance(t, Tensor) and goes else t, result)
 
 
-class Held(TorchDispatchMode):
+class Held(Allocations):
     """Makes `DEVICE` known to factories, and counts the bytes that new tensors hold there."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.live: dict[int, int] = {}
-        self.peak = 0
+    def run(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return _run(function, args, kwargs)
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        given = {id_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, There)}
-        result = _run(function, args, kwargs or {})
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, There) and id_of(tensor) not in given | self.live.keys():
-                storage = tensor.content.untyped_storage()
-                self.live[id_of(tensor)] = storage.nbytes()
-                self.peak = max(self.peak, sum(self.live.values()))
-                weakref.finalize(storage, self.live.pop, id_of(tensor), None)
-        return result
-
-
-def id_of(tensor: There) -> int:
-    return tensor.content.untyped_storage()._cdata
+    def storages(self, tree: Any) -> list[torch.UntypedStorage]:
+        there = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, There)]
+        return [tensor.content.untyped_storage() for tensor in there]

@@ -3,47 +3,16 @@ comes and goes."""
 
 import gc
 import tracemalloc
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import thinwire as tw
+from tests.allocations import Allocations
 
 NUMEL = 400_000
-
-
-class Allocations(TorchDispatchMode):
-    """The most bytes that large tensors made inside held at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live: dict[int, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        given = {
-            t.untyped_storage()._cdata
-            for t in tree_leaves((args, kwargs))
-            if isinstance(t, torch.Tensor)
-        }
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if not isinstance(tensor, torch.Tensor):
-                continue
-            storage = tensor.untyped_storage()
-            key, nbytes = storage._cdata, storage.nbytes()
-            if key not in given and key not in self.live and nbytes > NUMEL // 5:
-                self.live[key] = nbytes
-                self.peak = max(self.peak, sum(self.live.values()))
-                weakref.finalize(storage, self.live.pop, key, None)
-        return result
 
 
 def words_of_a_step(step: Any) -> float:
@@ -54,7 +23,7 @@ def words_of_a_step(step: Any) -> float:
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
-        with Allocations() as torchs:
+        with Allocations(NUMEL // 5) as torchs:
             step()
         numpys = tracemalloc.get_traced_memory()[1] - before
     finally:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.allocations import Allocations
 from tests.api import export
 from tests.launched import free_port
 from tests.processes import ran, running
@@ -35,29 +35,14 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-class NewBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors that operations of torch make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
-        if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in given:
-            self.total += made.nbytes
-        return made
-
-
 @pytest.mark.parametrize("fields", [(), ("localsgd",), ("dgc", "gradient_merge")], ids=str)
 def test_a_save_that_waits_copies_no_tensor(fields: tuple[str, ...], tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 20000), torch.nn.Linear(20000, 5))
     engine = prepared(model, torch.optim.SGD(model.parameters(), 0.01, 0.9), **settings(fields))
     train(engine, fields, 0, 5)
-    with NewBytes() as waiting:
+    with Allocations() as waiting:
         folder = engine.save(tmp_path)
-    with NewBytes() as beside:
+    with Allocations() as beside:
         engine.save(tmp_path / "beside", wait=False)
     engine.wait_for_save()
     assert waiting.total < 0.01 * size_of(folder) < 0.9 * size_of(folder) < beside.total

@@ -1,0 +1,39 @@
+"""Bytes of the tensors that operations of torch make."""
+
+import weakref
+from typing import Any
+
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of new tensors larger than `above`: all, and the most held at a time."""
+
+    def __init__(self, above: int = 0) -> None:
+        super().__init__()
+        self.above = above
+        self.live: dict[int, int] = {}
+        self.total = self.peak = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = {storage._cdata for storage in self.storages((args, kwargs))}
+        result = self.run(function, args, kwargs or {})
+        for storage in self.storages(result):
+            key, nbytes = storage._cdata, storage.nbytes()
+            if key not in given and key not in self.live and nbytes > self.above:
+                self.live[key] = nbytes
+                self.total += nbytes
+                self.peak = max(self.peak, sum(self.live.values()))
+                weakref.finalize(storage, self.live.pop, key, None)
+        return result
+
+    def run(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return function(*args, **kwargs)
+
+    def storages(self, tree: Any) -> list[UntypedStorage]:
+        """The memory of all tensors that count."""
+        return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
