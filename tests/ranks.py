@@ -8,7 +8,6 @@ import contextlib
 import faulthandler
 import multiprocessing as mp
 import os
-import tempfile
 import time
 import traceback
 import warnings
@@ -55,9 +54,7 @@ class Pool:
         moment they start."""
         self._fresh = fresh
         self._workers: list[tuple[mp.process.BaseProcess, Connection]] = []
-        # For the stores of the groups, as long as the processes live: a store that is collected
-        # late opens its file again and waits minutes for a folder that is gone.
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._server: Any = None  # of the groups' stores; no rank that is stopped can hold it
         self._jobs = 0
 
     def run(
@@ -80,11 +77,11 @@ class Pool:
         """
         count = max(size, 1)
         self._grow(count)
-        self._folder = self._folder or tempfile.TemporaryDirectory()
+        self._server = self._server or _store(0, is_master=True)
         self._jobs += 1
-        store = Path(self._folder.name, f"store-{self._jobs}")
+        store = (self._server.port, f"job {self._jobs}")
         together = together and not expect_errors
-        job = (function, args, size, group, backend, str(store), group_timeout_s, together)
+        job = (function, args, size, group, backend, store, group_timeout_s, together)
         try:
             for rank in range(count):
                 self._workers[rank][1].send((rank, *job))
@@ -164,9 +161,7 @@ class Pool:
         for process, _ in self._workers:
             process.join(10)
         self._workers.clear()
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        self._server = None
 
 
 def say(word: str) -> None:
@@ -192,11 +187,17 @@ def _is_stopped(process: mp.process.BaseProcess) -> bool:
     return False
 
 
-def _met(path: str, rank: int, size: int) -> Any:
-    """The store of a group whose ranks are all there: its time-out counts from here on."""
-    import torch.distributed as dist
+def _store(port: int, *, is_master: bool) -> Any:
+    from torch.distributed import TCPStore
 
-    store = dist.FileStore(path, size)
+    return TCPStore("127.0.0.1", port, None, is_master, _PATIENCE, wait_for_workers=False)
+
+
+def _met(port: int, job: str, rank: int, size: int) -> Any:
+    """The store of a group whose ranks are all there: its time-out counts from here on."""
+    from torch.distributed import PrefixStore
+
+    store = PrefixStore(job, _store(port, is_master=False))
     store.set(f"rank {rank}", "")
     store.wait([f"rank {each}" for each in range(size)], _PATIENCE)
     return store
@@ -211,7 +212,7 @@ def _serve(pipe: Connection) -> None:
     while True:
         try:
             rank, function, args, size, group, *job = pipe.recv()
-            backend, path, group_timeout_s, together = job
+            backend, where, group_timeout_s, together = job
         except (EOFError, OSError):
             return
         with warnings.catch_warnings():
@@ -222,7 +223,7 @@ def _serve(pipe: Connection) -> None:
             try:
                 torch.manual_seed(0)
                 if size and group:
-                    store = _met(path, rank, size)
+                    store = _met(*where, rank, size)
                     dist.init_process_group(
                         backend,
                         store=store,

@@ -49,6 +49,7 @@ def main() -> None:
             loss = model(input_ids=input_ids, labels=input_ids).loss
         losses.append(accelerator.gather_for_metrics(loss.repeat(len(input_ids))))
     accelerator.print(f"val loss {torch.cat(losses).mean().item():.4f}")
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 

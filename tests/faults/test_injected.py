@@ -140,7 +140,7 @@ def test_a_rank_holds_the_lock_of_the_interpreter_for_twice_the_time_out(ranks: 
 def test_all_connections_of_a_rank_are_reset(ranks: Pool) -> None:
     """On whichever rank, it is an error of the library's, and nothing was applied."""
     fault = Fault("reset", 1, 5, "once sent")
-    for answer in ranks.run(train, "dgc", fault, size=3):
+    for answer in ranks.run(train, "dgc", fault, size=3, together=False):
         assert answer.family, answer
         assert answer.error in ("PeerLost", "PeerStalled")
         assert answer.before == answer.after
