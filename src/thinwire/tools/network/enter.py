@@ -4,7 +4,7 @@ The command and its children end with the process that asked for them.
 
 Started by file name and made of the standard library alone, so that it costs milliseconds:
 `python enter.py NAMESPACE_FD PARENT_PID COMMAND ...`; a NAMESPACE_FD of -1 stays in the namespace
-of the caller. `python enter.py forward LATENCY_SECONDS WORKER_FD HUB_FD ...` carries packets.
+of the caller. `python enter.py forward LATENCY_SECONDS LOSS WORKER_FD HUB_FD ...` carries packets.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections import deque
+from random import random
 
 _LARGEST_PACKET_BYTES = 65_536
 _PACKETS_AT_A_TIME = 64
@@ -59,7 +60,7 @@ def enter_network(namespace_fd: int) -> None:
         raise OSError(ctypes.get_errno(), "setns: " + os.strerror(ctypes.get_errno()))
 
 
-def forward(latency_s: float, pairs: list[tuple[int, int]]) -> None:
+def forward(latency_s: float, loss: float, pairs: list[tuple[int, int]]) -> None:
     """Forward packets between pairs of TUN devices; those from the first to the second are
     delayed.
     """
@@ -73,6 +74,8 @@ def forward(latency_s: float, pairs: list[tuple[int, int]]) -> None:
         for end in select.select(readable, [], [], patience_s)[0]:
             for packet in _packets(end):
                 if end in to_hub:
+                    if loss and random() < loss:
+                        continue
                     waiting.append((time.monotonic() + latency_s, to_hub[end], packet))
                 else:
                     _send(to_worker[end], packet)
@@ -99,8 +102,8 @@ def main(arguments: list[str]) -> None:
     parent.
     """
     if arguments[0] == "forward":
-        ends = list(map(int, arguments[2:]))
-        forward(float(arguments[1]), list(zip(ends[::2], ends[1::2], strict=True)))
+        ends = list(map(int, arguments[3:]))
+        forward(float(arguments[1]), float(arguments[2]), list(zip(ends[::2], ends[1::2], strict=True)))
     namespace_fd, parent_pid = int(arguments[0]), int(arguments[1])
     die_with_parent(parent_pid)
     take_group_along()

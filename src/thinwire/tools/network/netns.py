@@ -48,6 +48,8 @@ class Link:
     latency_s: float = 0.0
     emulated: bool = True
     down_bit_s: float | None = None
+    loss: float = 0.0
+    congestion: str | None = None
 
     @classmethod
     def parse(cls, text: str, latency: str = "0ms", *, at_most: float = FASTEST_BIT_S) -> Self:
@@ -282,15 +284,15 @@ def delayed_links(
             stack.callback(os.close, ends[-1])
             ends.append(inside(hub_fd, partial(_hub_end, rank, address, link)))
             stack.callback(os.close, ends[-1])
-        forwarder = _start_forwarder(ends, link.latency_s)
+        forwarder = _start_forwarder(ends, link)
         stack.callback(forwarder.wait)
         stack.callback(forwarder.kill)
         yield
 
 
-def _start_forwarder(ends: list[int], latency_s: float) -> subprocess.Popen[bytes]:
+def _start_forwarder(ends: list[int], link: Link) -> subprocess.Popen[bytes]:
     program = [sys.executable, "-P", enter.__file__]
-    carry = [*program, "forward", repr(latency_s), *map(str, ends)]
+    carry = [*program, "forward", repr(link.latency_s), repr(link.loss), *map(str, ends)]
     return subprocess.Popen(
         [*program, "-1", str(os.getpid()), *carry],
         stdin=subprocess.DEVNULL,
@@ -321,7 +323,8 @@ def _hub_end(rank: int, address: str, link: Link) -> int:
 
 def _mtu(link: Link) -> int:
     slower_bit_s = link.slower_bit_s
-    return _SLOW_MTU if slower_bit_s is not None and slower_bit_s < _SLOW_BIT_S else _MTU
+    slow = slower_bit_s is not None and slower_bit_s < _SLOW_BIT_S
+    return _SLOW_MTU if slow or link.loss else _MTU
 
 
 def _open_tun(name: str) -> int:
@@ -400,7 +403,7 @@ def network(workers: int, link: Link) -> Iterator[Network]:
             stack.callback(os.close, fds[-1])
         hub_fd, worker_fds = fds[0], tuple(fds[1:])
         addresses = tuple(f"{_PREFIX}{rank + 1}" for rank in range(workers))
-        if link.latency_s:
+        if link.latency_s or link.loss:
             stack.enter_context(delayed_links(hub_fd, worker_fds, addresses, link))
         else:
             inside(hub_fd, lambda: _build_bridge(worker_fds, link))
@@ -443,4 +446,7 @@ def _build_worker_side(address: str, link: Link, **wire_settings: int) -> None:
         ip.link("set", index=loopback, state="up")
         ip.addr("add", index=wire, address=address, prefixlen=24)
         ip.link("set", index=wire, state="up", **wire_settings)
+        if link.congestion is not None:
+            route = {"dst": f"{_PREFIX}0/24", "oif": wire, "prefsrc": address, "scope": 253}
+            ip.route("replace", **route, metrics={"cc_algo": link.congestion})
         limit_rate(ip, wire, link)
