@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from typing import ClassVar, Generic, TypeVar
 
 import torch
@@ -103,6 +104,8 @@ class Group:
     """Times that a message for all ranks leaves this one, if `relayed`."""
     node_size = 1
     """Ranks that count as one source: 1 here, see `Nodes`."""
+    streams: int | None = None
+    """Connections to each rank for large messages, the same on all ranks; None: by their number."""
     shards: "Group | None" = None
     """Ranks of this rank's site, on a group of all ranks of sharded models; see `sites_of`."""
     replicas: "Group | None" = None
@@ -261,7 +264,7 @@ class Group:
         if self.size == 1:
             return Pending(lambda: message.unsqueeze(0))
         out = message.new_empty(self.size * message.numel())
-        rows, limit = out.view(self.size, -1), piece_bytes(self.timeout_s)
+        rows, limit = out.view(self.size, -1), piece_bytes(message.numel(), self.timeout_s)
         held = [out, message]
         # gloo's gather hands every message on W - 1 times, a round trip each; this needs one
         at_once = self.size > 2 and not self.relayed and self.device.type == "cpu"
@@ -297,8 +300,9 @@ class Group:
         if self.size == 1:
             return Pending(lambda: parts)
         device, parts = parts.device, parts.to(self._carrier(parts.device))
-        width = max(piece_bytes(self.timeout_s) // self.size, 1)
-        begins = range(0, max(1, *map(max, lengths)), width)
+        longest = max(1, *map(max, lengths))
+        width = max(piece_bytes(self.size * longest, self.timeout_s) // self.size, 1)
+        begins = range(0, longest, width)
         strings = torch.split(parts, list(given))
         gone = [[string[at : at + width] for string in strings] for at in begins]
         came = [[min(max(length - at, 0), width) for length in taken] for at in begins]
@@ -335,7 +339,7 @@ class Group:
             return Pending(lambda: buffer)
         self.bytes_received += buffer.nbytes
         carried = buffer.to(self.device) if buffer.is_cpu else buffer
-        pieces = pieces_of(carried, piece_bytes(self.timeout_s))
+        pieces = pieces_of(carried, piece_bytes(carried.nbytes, self.timeout_s))
         launches = [partial(dist.all_reduce, piece) for piece in pieces]
         wire = (self.copies if self.relayed else 2 * (self.size - 1) / self.size) * buffer.nbytes
         return self._launched(
@@ -348,7 +352,7 @@ class Group:
             return Pending(lambda: buffer)
         self.bytes_sent += buffer.nbytes if self.rank == source else 0
         self.bytes_received += 0 if self.rank == source else buffer.nbytes
-        pieces = pieces_of(buffer, piece_bytes(self.timeout_s))
+        pieces = pieces_of(buffer, piece_bytes(buffer.nbytes, self.timeout_s))
         launches = [partial(dist.broadcast, piece, group_src=source) for piece in pieces]
         share = (self.size - 1) / self.size * buffer.nbytes  # the mean over the ranks
         return self._launched(
@@ -442,13 +446,16 @@ class Group:
         Group.within_sites += wire_bytes * self.one_site
         if control and self._shared is not None:
             group = self._shared.control
-        works = []
-        for launch in launches:
+        works, groups = [], [group]
+        if len(launches) > 1 and self._shared is not None:
+            count = min(self.streams or min(_MOST_STREAMS // self.size or 1, _STREAMS), len(launches))
+            groups = self._shared.streams(count, self.timeout_s)
+        for launch, carrier in zip(launches, cycle(groups), strict=False):
             try:
-                work = launch(group=group, async_op=True)
+                work = launch(group=carrier, async_op=True)
             except RuntimeError as error:
                 raise self._explained(error, action, f"{whole_s(self.timeout_s):g} s") from error
-            keep_alive(group, work, held)
+            keep_alive(carrier, work, held)
             works.append(work)
 
         def finish() -> Tensor:
@@ -578,13 +585,19 @@ class Rate:
 
 _LARGEST_BYTES, _SMALLEST_BYTES = 4 << 20, 64 << 10
 _BYTES_PER_S = 32 << 10
+_STREAMS, _MOST_STREAMS = 16, 64
+"""Default connections to each rank, and to all ranks together."""
+_WHOLE_BYTES = 512 << 10
 
 
-def piece_bytes(timeout_s: float) -> int:
-    """Return the bytes of a piece: two cross a line of 0.5 Mbit/s within the time-out."""
-    # the time-out must be the same on all ranks; pieces above 4 MiB are no faster
+def piece_bytes(nbytes: int, timeout_s: float) -> int:
+    """Return the bytes of a piece of a message: those in flight, two for each of eight streams,
+    cross a line of 0.5 Mbit/s within the time-out.
+    """
+    # the same on all ranks, and for any number of streams: sums are made piece by piece
     wanted = int(min(timeout_s, 1e6)) * _BYTES_PER_S
-    return min(max(wanted, _SMALLEST_BYTES), _LARGEST_BYTES)
+    streams = _STREAMS if nbytes > _WHOLE_BYTES else 1
+    return max(min(wanted, _LARGEST_BYTES) // streams, _SMALLEST_BYTES)
 
 
 def pieces_of(buffer: Tensor, limit_bytes: int) -> Sequence[Tensor]:

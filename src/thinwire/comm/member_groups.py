@@ -105,6 +105,11 @@ class MemberGroups:
         ]
         return data, control
 
+    def streams(self, count: int, timeout_s: float) -> list[ProcessGroup]:
+        """Return the group of data alone."""
+        assert self.group is not None, "not released"
+        return [self.group]
+
     @property
     def lives(self) -> bool:
         """True until `release`."""

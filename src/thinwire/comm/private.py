@@ -8,7 +8,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any, Protocol, TypeVar
 
@@ -53,6 +53,7 @@ class Private:
     def __init__(self, ranks: list[int], timeout_s: float, *, timed: bool = False) -> None:
         self.control = _new_group(ranks, timeout_s)
         self._group: dist.ProcessGroup | None = self.control
+        self._streams: list[dist.ProcessGroup] = []
         self.abandoned: tuple[type[ThinwireError], str] | None = None
         self.heartbeats: HeartbeatThread | None = None
         gloo = _gloo_backends(self._group)
@@ -85,6 +86,7 @@ class Private:
         new._group = new.control = _limited(
             timeout_s, *here, lambda limit_s: gloo_group(store, *here, limit_s)
         )
+        new._streams = []
         new.heartbeats, new.abandoned = self.heartbeats, None
         new.watched, new._registered = frozenset({"cpu"}), False
         released_at_exit(new)
@@ -95,12 +97,24 @@ class Private:
         """Process group; None after `release`."""
         return self._group
 
+    def streams(self, count: int, timeout_s: float) -> list[dist.ProcessGroup]:
+        """Return up to `count` groups over the same ranks; missing ones are made, on all ranks."""
+        assert self._group is not None, "not released"
+        if not self.watched:
+            return [self._group]
+        here, parent = (self._group.rank(), self._group.size()), self._group.get_group_store()
+        while len(self._streams) < count - 1:
+            store = PrefixStore(f"stream/{len(self._streams)}", parent)
+            make = partial(gloo_group, store, *here)
+            self._streams.append(_limited(timeout_s, *here, make))
+        return [self._group, *self._streams][:count]
+
     def disconnect(self) -> None:
         """Close the connections of gloo, which ends every wait for this rank at once."""
         if self._group is None or not self.watched:
             return
         others = set(range(self._group.size())) - {self._group.rank()}
-        for group, peer in product((self._group, self.control), others):
+        for group, peer in product((self._group, self.control, *self._streams), others):
             # gloo closes all connections of a group when a receive of it runs out: not from a peer
             # that has gone, of which it fails at once
             with contextlib.suppress(RuntimeError):
@@ -121,6 +135,7 @@ class Private:
             return
         groups, self._group = dict.fromkeys([self._group, self.control]), None
         del self.control
+        self._streams.clear()  # they end with their last reference, those in flight too
         for group in groups:
             stuck = any(pending[0] is group for pending in _pending.values())
             if not stuck and dist.is_initialized():
