@@ -7,7 +7,7 @@ from collections.abc import Set
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
 from torch.distributed import ProcessGroup
 
 from thinwire.comm.sockets import Connection, Endpoint, connections, listeners
@@ -67,6 +67,11 @@ class _PrefetchingStore(Store):
         return False
 
 
+def prefetching(store: Store, size: int) -> Store:
+    """Return a store for gloo that asks once for what all ranks set; it must live as long."""
+    return _PrefetchingStore(store, size)
+
+
 def listening_device(address: str) -> tuple[Any, Endpoint]:
     """Return a gloo device that listens on an address of this machine, and where."""
     kind: Any = ProcessGroupGloo  # torch has it, its stub not
@@ -79,18 +84,6 @@ def listening_device(address: str) -> tuple[Any, Endpoint]:
                 return device, new.pop()
     text = "times in a row, another thread of this process began to listen at the same time"
     raise RuntimeError(f"{_DEVICES_TRIED} {text}")
-
-
-def gloo_groups(
-    store: Store, rank: int, size: int, timeout_s: float, device: Any
-) -> tuple[Store, ProcessGroup, ProcessGroup]:
-    """Return the gloo groups of data and of control, and the store that must live as long."""
-    prefetching = _PrefetchingStore(store, size)
-    data, control = (
-        gloo_group(PrefixStore(kind, prefetching), rank, size, timeout_s, device)
-        for kind in ("data", "control")
-    )
-    return prefetching, data, control
 
 
 def gloo_group(

@@ -448,8 +448,8 @@ class Group:
             group = self._shared.control
         works, groups = [], [group]
         if len(launches) > 1 and self._shared is not None:
-            count = min(self.streams or min(_MOST_STREAMS // self.size or 1, _STREAMS), len(launches))
-            groups = self._shared.streams(count, self.timeout_s)
+            count = self.streams or min(_MOST_STREAMS // self.size or 1, _STREAMS)
+            groups = self._shared.streams(min(count, len(launches)), self.timeout_s)
         for launch, carrier in zip(launches, cycle(groups), strict=False):
             try:
                 work = launch(group=carrier, async_op=True)

@@ -1,17 +1,19 @@
 """Process groups of members, which reach each other directly or through a relay."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup
 
 from thinwire.comm.direct import (
     connections_between,
     exchange_endpoints,
-    gloo_groups,
+    gloo_group,
     listening_device,
+    prefetching,
 )
 from thinwire.comm.failures import explain_failure
 from thinwire.comm.private import made_within, released_at_exit
@@ -34,81 +36,84 @@ class MemberGroups:
     heartbeats = None
     """Heartbeat thread of `Private`; here members send heartbeats to the store themselves."""
     watched = frozenset({"cpu"})
-    _client: RelayClient | None = None
 
     def __init__(
         self, store: Store, rank: int, size: int, timeout_s: float, endpoint: RelayEndpoint
     ) -> None:
         self.abandoned: tuple[type[ThinwireError], str] | None = None
-        self.relayed, self.copies = False, size - 1
-        self.group: ProcessGroup | None
-        self.control: ProcessGroup | None
-        self._store: Store | None = None
-        """Keeps the store alive: torch holds no reference to a store implemented in Python."""
+        self.group: ProcessGroup | None = None
+        self.control: ProcessGroup | None = None
+        self._rank, self._size, self._endpoint = rank, size, endpoint
+        # torch's store of a run has a prefix and a session, which nobody else has
+        self._room = getattr(store, "room", "")
         self._connections: list[Connection] = []
+        self._clients: list[RelayClient] = []
+        self._streams: list[ProcessGroup] = []
+        self._listening: tuple[Any, Endpoint] | tuple[None, None] = None, None
+        if endpoint.own_address is not None:
+            self._listening = listening_device(endpoint.own_address)
+        self._direct: Mapping[int, Endpoint] = {}
+        """Where ranks listen; empty on a rank that does not listen."""
+
+        def meet() -> list[ProcessGroup]:
+            found = exchange_endpoints(store, rank, size, timeout_s, self._listening[1])
+            self._direct = found if rank in found else {}
+            self._store = prefetching(store, len(found))
+            return self._connect("", (Kind.DATA, Kind.CONTROL), timeout_s)
+
+        self.group, self.control = self._made(meet, timeout_s)
+        self.relayed = len(self._direct) < size
+        self.copies = max(len(self._direct), 1) if self.relayed else size - 1
+        released_at_exit(self)
+
+    def streams(self, count: int, timeout_s: float) -> list[ProcessGroup]:
+        """Return `count` groups for data; missing ones are made, on all ranks."""
+        assert self.group is not None, "not released"
+        while len(self._streams) < count - 1:
+            name = f"stream {len(self._streams)}"
+            make = partial(self._connect, name, [Kind.DATA], timeout_s)
+            self._streams += self._made(make, timeout_s)
+        return [self.group, *self._streams][:count]
+
+    def _made(self, make: Callable[[], list[ProcessGroup]], timeout_s: float) -> list[ProcessGroup]:
         began_s = time.monotonic()
         try:
-            self.group, self.control = made_within(
-                timeout_s, lambda: self._connect(store, rank, size, timeout_s, endpoint)
-            )
+            return made_within(timeout_s, make)
         except RuntimeError as error:
             self.disconnect()
             within = f"{timeout_s:.3g} s ({time.monotonic() - began_s:.1f} s taken)"
-            action = "making a process group"
+            action, rank, size = "making a process group", self._rank, self._size
             raise explain_failure(
                 error, action=action, rank=rank, size=size, within=within
             ) from error
-        released_at_exit(self)
 
-    def _connect(
-        self, store: Store, rank: int, size: int, timeout_s: float, endpoint: RelayEndpoint
-    ) -> tuple[ProcessGroup, ProcessGroup]:
-        device, local = None, None
-        if endpoint.own_address is not None:
-            device, local = listening_device(endpoint.own_address)
-        endpoints = exchange_endpoints(store, rank, size, timeout_s, local)
-        reached = endpoints.keys() - {rank} if rank in endpoints else set()
-        made: tuple[ProcessGroup | None, ProcessGroup | None] = None, None
-        if reached:
-            data, control = made = self._connect_directly(store, rank, endpoints, timeout_s, device)
-            if len(endpoints) == size:
-                return data, control
-        self.relayed, self.copies = True, len(reached) + 1
-        # torch's store of a run has a prefix and a session, which nobody else has
-        room = getattr(store, "room", "")
-        self._client = client = RelayClient(endpoint, room, rank, size, reached)
+    def _connect(self, name: str, kinds: Sequence[Kind], timeout_s: float) -> list[ProcessGroup]:
+        """Return a group for each kind of messages."""
+        direct: list[Any] = [None] * len(kinds)
+        if len(self._direct) > 1:
+            direct = self._connect_directly([f"{name}{kind.name}" for kind in kinds], timeout_s)
+            if len(self._direct) == self._size:
+                return direct
+        reached = self._direct.keys() - {self._rank}
+        client = RelayClient(self._endpoint, self._room + name, self._rank, self._size, reached)
+        self._clients.append(client)
         if not client.wait_for_all(timeout_s):
             raise client.refusal or RuntimeError(f"Timed out{client.outage()}")
-        data, control = (
-            RelayedGroup(client, kind, size, group)
-            for kind, group in zip((Kind.DATA, Kind.CONTROL), made, strict=True)
-        )
-        return data, control
-
-    def _connect_directly(
-        self,
-        store: Store,
-        rank: int,
-        endpoints: Mapping[int, Endpoint],
-        timeout_s: float,
-        device: Any,
-    ) -> tuple[ProcessGroup, ProcessGroup]:
-        before = {connection.inode for connection in connections()}
-        ranks, remote = sorted(endpoints), set(endpoints.values()) - {endpoints[rank]}
-        self._store, data, control = gloo_groups(
-            store, ranks.index(rank), len(ranks), timeout_s, device
-        )
-        self._connections = [
-            connection
-            for connection in connections_between(endpoints[rank], remote)
-            if connection.inode not in before
+        return [
+            RelayedGroup(client, kind, self._size, group)
+            for kind, group in zip(kinds, direct, strict=True)
         ]
-        return data, control
 
-    def streams(self, count: int, timeout_s: float) -> list[ProcessGroup]:
-        """Return the group of data alone."""
-        assert self.group is not None, "not released"
-        return [self.group]
+    def _connect_directly(self, names: Sequence[str], timeout_s: float) -> list[ProcessGroup]:
+        device, local = self._listening
+        assert local is not None, "others reach it"
+        before = {connection.inode for connection in connections()}
+        ranks, remote = sorted(self._direct), set(self._direct.values()) - {local}
+        here = ranks.index(self._rank), len(ranks), timeout_s, device
+        groups = [gloo_group(PrefixStore(name, self._store), *here) for name in names]
+        found = connections_between(local, remote)
+        self._connections += [one for one in found if one.inode not in before]
+        return groups
 
     @property
     def lives(self) -> bool:
@@ -122,10 +127,11 @@ class MemberGroups:
     def _disconnect(self, wait_s: float) -> None:
         for connection in self._connections:
             shut_down(connection)
-        if self._client is not None:
-            self._client.close(wait_s)
+        for client in self._clients:
+            client.close(wait_s)
 
     def release(self) -> None:
         """Close the connections and drop the groups; may be called twice."""
         self._disconnect(_JOIN_S)
         self.group = self.control = None
+        self._streams = []

@@ -103,7 +103,8 @@ def main(arguments: list[str]) -> None:
     """
     if arguments[0] == "forward":
         ends = list(map(int, arguments[3:]))
-        forward(float(arguments[1]), float(arguments[2]), list(zip(ends[::2], ends[1::2], strict=True)))
+        pairs = list(zip(ends[::2], ends[1::2], strict=True))
+        forward(float(arguments[1]), float(arguments[2]), pairs)
     namespace_fd, parent_pid = int(arguments[0]), int(arguments[1])
     die_with_parent(parent_pid)
     take_group_along()
