@@ -123,8 +123,10 @@ class Group:
         self,
         process_group: dist.ProcessGroup | None = None,
         timeout: float | datetime.timedelta | None = None,
+        streams: int | None = None,
     ) -> None:
         self._begin(time_limit_s(process_group, timeout))
+        self.streams = streams
         if is_alone():
             if process_group is not None:
                 raise ValueError(

@@ -52,14 +52,18 @@ def require_mesh(mesh: Any, **besides: object) -> None:
             )
 
 
-def sites_of(mesh: DeviceMesh, timeout: float | datetime.timedelta | None = None) -> Group:
+def sites_of(
+    mesh: DeviceMesh,
+    timeout: float | datetime.timedelta | None = None,
+    streams: int | None = None,
+) -> Group:
     """Return all ranks of this job, with `Group.shards` and `Group.replicas`."""
     # all ranks vote together: a bad message to one shard must stop all ranks
     require_mesh(mesh)
     job = Group(None, timeout)
     job.shards = Group(mesh.get_group("shard"), timeout)
     job.shards.one_site = True
-    job.replicas = Group(mesh.get_group("replicate"), timeout)
+    job.replicas = Group(mesh.get_group("replicate"), timeout, streams)
     shard_of = {rank: i for site in mesh.mesh.tolist() for i, rank in enumerate(site)}
     job.parts = [shard_of[rank] for rank in range(job.size)]
     return job
@@ -87,6 +91,7 @@ class Nodes:
             self.leaders = Group.alone(all_ranks.timeout_s)
             if leaders is not None:
                 self.leaders = Group.over_private(leaders, all_ranks.timeout_s)
+            self.leaders.streams = all_ranks.streams
         self.groups = [g for g in (self.leaders, all_ranks, self.node) if g is not None]
 
     @property

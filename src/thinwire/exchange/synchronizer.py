@@ -70,9 +70,11 @@ class Ranks:
         mesh: DeviceMesh | None = None,
         members: RunMember | None = None,
         node_size: int | None = None,
+        streams: int | None = None,
     ) -> None:
         require_process_group(process_group)
         self.timeout_s = seconds_of(timeout)
+        self.streams = None if streams is None else check.integer("streams", streams, at_least=1)
         if mesh is not None and members is None:
             size = None if node_size == 1 else node_size
             require_mesh(mesh, process_group=process_group, node_size=size)
@@ -81,7 +83,11 @@ class Ranks:
     def fresh(self) -> "Ranks":
         """Return the same ranks with counters at zero."""
         return Ranks(
-            self.process_group, timeout=self.timeout_s, mesh=self.mesh, members=self.members
+            self.process_group,
+            timeout=self.timeout_s,
+            mesh=self.mesh,
+            members=self.members,
+            streams=self.streams,
         )
 
     @cached_property
@@ -91,8 +97,13 @@ class Ranks:
         if self.members is not None:
             return self.members._job
         if self.mesh is not None:
-            return sites_of(self.mesh, self.timeout_s)
-        return Group(self.process_group, self.timeout_s)
+            return sites_of(self.mesh, self.timeout_s, self.streams)
+        return Group(self.process_group, self.timeout_s, self.streams)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Settings of the exchanges, which must be equal on all ranks."""
+        return {"timeout in seconds": self.group.timeout_s, "streams": self.streams}
 
     @property
     def shards(self) -> DeviceMesh | None:

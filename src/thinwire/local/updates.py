@@ -60,6 +60,7 @@ def local_sgd(
     members: Members | None = None,
     plan: Any = None,
     mesh: DeviceMesh | None = None,
+    streams: int | None = None,
 ) -> "LocalUpdates":
     """Train every rank on its own and average the parameters every few steps; a context manager.
 
@@ -94,6 +95,7 @@ def local_sgd(
             where the model was sharded by `fully_shard(model, mesh=mesh["shard"])`: sites train
             independently. Instead of `process_group` and `node_size`. With members: the mesh that
             `thinwire.join` was given, of this site alone.
+        streams: Connections to each other rank for large messages, as in `prepare`.
 
     Returns:
         A context manager. Entering it compares the model over the ranks by name and copies rank 0's
@@ -117,6 +119,7 @@ def local_sgd(
         members=members,
         plan=plan,
         mesh=mesh,
+        streams=streams,
     )
     warn_of_misplaced(model, found._tensors.optimizer)
     return found
@@ -164,14 +167,21 @@ class LocalUpdates:
         members: Members | None = None,
         plan: Any = None,
         mesh: DeviceMesh | None = None,
+        streams: int | None = None,
     ) -> None:
         self._planned = planned_row(plan)
         self._digest_every = check.integer("digest_every", digest_every, at_least=0)
         check.instance("config", config, (LocalSGD, AdaptiveLocalSGD))
         if members is not None:
-            _require_alone(members, mesh, process_group, timeout, config.node_size)
+            given = {"process_group": process_group, "timeout": timeout, "streams": streams}
+            _require_alone(members, mesh, given, config.node_size)
         self._ranks = Ranks(
-            process_group, timeout=timeout, mesh=mesh, members=members, node_size=config.node_size
+            process_group,
+            timeout=timeout,
+            mesh=mesh,
+            members=members,
+            node_size=config.node_size,
+            streams=streams,
         )
         self._members = members
         if compression is not None:
@@ -571,7 +581,7 @@ def _compare(
 ) -> None:
     """Compare the setup over the ranks, and with the run of members; raise where it differs."""
     problem = tensors.difference()
-    facts = {**facts, "timeout in seconds": ranks.group.timeout_s, **arithmetic(tensors.device)}
+    facts = {**facts, **ranks.facts, **arithmetic(tensors.device)}
     facts |= {"user error": problem, **tensors.facts()}
     if members is not None:
         members._require_same_setup("local", facts)
@@ -583,18 +593,17 @@ def _compare(
 def _require_alone(
     members: object,
     mesh: DeviceMesh | None,
-    process_group: object,
-    timeout: object,
+    given: Mapping[str, object],
     node_size: int | None,
 ) -> None:
     """Raise if arguments that choose the ranks are given beside members."""
     check.instance("members", members, Members)
     assert isinstance(members, Members)
-    for name, value in {"process_group": process_group, "timeout": timeout}.items():
+    for name, value in given.items():
         if value is not None:
             raise ValueError(
-                f"{name} and members were both given: members form their own group and use the "
-                f"time-out passed to join; omit {name}"
+                f"{name} and members were both given: members form their own group, and use what "
+                f"join was given; omit {name}"
             )
     if node_size not in (None, 1):
         raise ValueError(

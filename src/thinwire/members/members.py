@@ -107,6 +107,7 @@ class Members:
         self._transfer_context = TransferContext(self._kv, terms.endpoint, terms.timeout_s, key)
         self._membership = self._join_run()
         self._group = ElasticGroup(self._membership)
+        self._group.streams = terms.streams
         self._job = SiteGroup(site, self._group) if isinstance(site, Site) else self._group
         self._donors: list[Donor] = []
         self._incoming_handoffs: list[tuple[Download, float]] = []
@@ -496,6 +497,7 @@ def join(
     mesh: DeviceMesh | None = None,
     relay: bool = False,
     ca: str | Path | None = None,
+    streams: int | None = None,
 ) -> Members:
     """Join a run, or start it together with the other members, without torchrun.
 
@@ -523,6 +525,8 @@ def join(
         ca: File with the CA certificate of the relay, or its own certificate; needed on all members
             of a run with a relay if the host has --cert. Without it the connection to the relay is
             not encrypted.
+        streams: Connections to each other member for large messages, also through the relay, as in
+            `DistributedStrategy.prepare`.
 
     Returns:
         The members, a context manager. If the run has begun, this process is a joiner until it
@@ -556,9 +560,10 @@ def join(
     endpoint = RelayEndpoint(host.host, host.port, relay_key(token), tls, own_address)
     if relay:
         require_relay(endpoint, timeout_s)
-    facts = {"shards of a site": site.size}
+    streams = None if streams is None else check.integer("streams", streams, at_least=1)
+    facts = {"shards of a site": site.size, "streams": streams}
     kv.call(lambda: require_same(kv.store.under("site"), facts))
-    return Members(kv, Terms(endpoint, min_members, start_members, timeout_s), site)
+    return Members(kv, Terms(endpoint, min_members, start_members, timeout_s, streams), site)
 
 
 def _authority(ca: str | Path) -> ssl.SSLContext:

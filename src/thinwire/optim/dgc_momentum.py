@@ -88,6 +88,7 @@ class DGCMomentum(CommonOptimizer):
             momentum that is averaged densely, is found, >= 1; 0 compares nothing.
         timeout: Longest wait for other ranks in one call, in seconds or as a timedelta, the same on
             all ranks; None: the time-out of the process group.
+        streams: Connections to each other rank for large messages, as in `prepare`.
         common: As in all optimizers. `grad_clip` takes `ClipByNorm` only: its c is C for compressed
             tensors and a plain limit for others. `regularizer` is treated as `weight_decay` is.
             `foreach` changes nothing.
@@ -149,6 +150,7 @@ class DGCMomentum(CommonOptimizer):
         mesh: DeviceMesh | None = None,
         digest_every: int = DIGEST_EVERY,
         timeout: float | datetime.timedelta | None = None,
+        streams: int | None = None,
         **common: Unpack[CommonOwn],
     ) -> None:
         _check_clip(common.get("grad_clip"), local_grad_clip_norm, mesh)
@@ -159,7 +161,9 @@ class DGCMomentum(CommonOptimizer):
         if num_trainers is not None:
             self.num_trainers = check.integer("num_trainers", num_trainers, at_least=1)
         self.digest_every = check.integer("digest_every", digest_every, at_least=0)
-        self._ranks = Ranks(process_group, timeout=timeout, mesh=mesh, node_size=node_size)
+        self._ranks = Ranks(
+            process_group, timeout=timeout, mesh=mesh, node_size=node_size, streams=streams
+        )
         self.timeout_s = self._ranks.timeout_s
         values = {
             "momentum": momentum,
@@ -521,7 +525,7 @@ def _facts_of(optimizer: DGCMomentum, params: Mapping[str, Tensor]) -> dict[str,
         ],
         "decay": [optimizer._facts(p).weight_decay for p in params.values()],
         "initial value (CRC-32) of": _initial_values(params, group.shards),
-        "timeout in seconds": group.timeout_s,
+        **ranks.facts,
     }
 
 

@@ -66,6 +66,7 @@ class DistributedStrategy(Fields):
         plan: Any = None,
         members: Members | None = None,
         mesh: DeviceMesh | None = None,
+        streams: int | None = None,
     ) -> Engine:
         """Make the engine that trains `model` under this strategy. All ranks make the same call.
 
@@ -115,6 +116,8 @@ class DistributedStrategy(Fields):
                 only these exchanges and the votes of all ranks cross sites. Norms are over all
                 shards. Works with dgc, localsgd, adaptive_localsgd, gradient_merge, amp and
                 recompute. With members: the mesh given to `thinwire.join`, of this site alone.
+            streams: Connections to each other rank for large messages, >= 1, the same on all ranks;
+                None: by the number of ranks, at most 16. Fills lines that lose packets. Same bits.
 
         Raises:
             StrategyError: The strategy does not go with this model, optimizer or number of ranks;
@@ -135,6 +138,7 @@ class DistributedStrategy(Fields):
             plan=plan,
             members=members,
             mesh=mesh,
+            streams=streams,
         )
         return prepare(setup)
 

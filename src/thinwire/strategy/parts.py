@@ -49,6 +49,7 @@ class Setup:
     plan: Any
     members: Members | None
     mesh: DeviceMesh | None
+    streams: int | None
     planned: Planned | None = field(init=False)
     ranks: Ranks = field(init=False)
     grid: Grid | None = None
@@ -78,6 +79,10 @@ class Setup:
     def replica_group(self) -> dist.ProcessGroup | None:
         """The ranks that exchange with this one; None for all."""
         return None if self.grid is None else self.grid.replica_group
+
+    def replica_ranks(self) -> Group:
+        """Return a new group of these ranks, which counts by itself."""
+        return Group(self.replica_group, self.timeout, self.streams)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -77,7 +77,7 @@ def prepare(setup: Setup) -> Engine:
     """See `DistributedStrategy.prepare`."""
     strategy, model, members, mesh = setup.strategy, setup.model, setup.members, setup.mesh
     if members is not None:
-        require_members_work(strategy, members, setup.timeout)
+        require_members_work(strategy, members, timeout=setup.timeout, streams=setup.streams)
         members._require_mesh(mesh)
     if mesh is not None:
         require_mesh_works(strategy, mesh)
@@ -89,7 +89,7 @@ def prepare(setup: Setup) -> Engine:
     reshard_(model)
     require_shards(dict(named_parameters(model)), None if mesh is None else mesh["shard"])
     setup.digest_every = check.integer("digest_every", setup.digest_every, at_least=0)
-    setup.ranks = Ranks(timeout=setup.timeout, members=members)
+    setup.ranks = Ranks(timeout=setup.timeout, members=members, streams=setup.streams)
     with setup.ranks.deadline():
         return _prepared(setup)
 
@@ -124,7 +124,7 @@ def _form_groups_(setup: Setup) -> None:
     facts = {
         **strategy_facts(strategy),
         "digest_every": setup.digest_every,
-        "timeout in seconds": group.timeout_s,
+        **setup.ranks.facts,
         **_rounding_facts(strategy, setup.model, setup.optimizer),
     }
     if members is not None:
@@ -135,7 +135,8 @@ def _form_groups_(setup: Setup) -> None:
         setup.grid = Grid(strategy.pipeline.stages, setup.timeout)
         setup.replicas = setup.grid.replicas
     if setup.mesh is not None:
-        setup.sites = sites_of(setup.mesh, setup.timeout) if members is None else group
+        own = None if members else sites_of(setup.mesh, setup.timeout, setup.streams)
+        setup.sites = own or group
         setup.replicas = setup.sites.replica_count
     if strategy.expected_replicas not in (None, setup.replicas):
         raise StrategyError(
@@ -190,7 +191,7 @@ def _agreed_plan(setup: Setup) -> Preparation:
     try:
         require_agreement(setup.group, {"problem": reason, **facts}, action="preparing the engine")
         if of_stage:
-            replicas = Group(setup.replica_group, setup.group.timeout_s)
+            replicas = setup.replica_ranks()
             require_agreement(replicas, of_stage, action="comparing the replicas of a stage")
     except BaseException as error:
         if plan is not None:
@@ -267,6 +268,7 @@ def _planned_for(
             scaler=scaler,
             digest_every=setup.digest_every,
             timeout=setup.timeout,
+            streams=setup.streams,
             members=setup.members,
             plan=setup.planned,
             mesh=setup.mesh,
@@ -315,7 +317,7 @@ def _assembled(setup: Setup, plan: Preparation, undo: ExitStack) -> Parts:
         shards=setup.shards,
     )
     members = setup.members
-    peers = Group(setup.replica_group) if members is None else members._group
+    peers = setup.replica_ranks() if members is None else members._group
     buffers = MovingBuffers(plan.stage, peers)
     batches = Batches()
     job = None if grid is None else grid.job
@@ -400,7 +402,7 @@ def _exchange(
     """Return the exchange of gradients."""
     sites, params = setup.sites, Shards(plan.params)
     gradients = gradients_of(
-        Group(setup.replica_group) if sites is None else sites,
+        setup.replica_ranks() if sites is None else sites,
         params,
         compression,
         momentum=momentum,

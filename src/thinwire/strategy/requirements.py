@@ -1,7 +1,5 @@
 """Checks of `prepare` that each rank makes by itself, before anything is changed."""
 
-import datetime
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -54,9 +52,7 @@ def require_mesh_works(strategy: Fields, mesh: DeviceMesh) -> None:
         raise StrategyError(f"mesh= does not work with {'; '.join(problems)}")
 
 
-def require_members_work(
-    strategy: Fields, members: object, timeout: float | datetime.timedelta | None
-) -> None:
+def require_members_work(strategy: Fields, members: object, **of_join: object) -> None:
     """Refuse fields that do not go with ranks that join and leave."""
     check.instance("members", members, Members)
     if strategy.local is None:
@@ -72,11 +68,12 @@ def require_members_work(
             f"members= does not work with {field_of(strategy.compression)}: remove it, and give "
             "localsgd a compression such as tw.Sparse(0.97)"
         )
-    if timeout is not None:
-        raise ValueError(
-            "timeout and members were both given, but members use the time-out given to join: "
-            "omit timeout"
-        )
+    for name, value in of_join.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} and members were both given, but members use that given to join: omit "
+                f"{name}"
+            )
 
 
 def check_kinds(model: object, optimizer: object, loss_fn: object, grad_clip: object) -> None:
