@@ -48,7 +48,7 @@ class MemberGroups:
         self._room = getattr(store, "room", "")
         self._connections: list[Connection] = []
         self._clients: list[RelayClient] = []
-        self._streams: list[ProcessGroup] = []
+        self.more: list[ProcessGroup] = []
         self._listening: tuple[Any, Endpoint] | tuple[None, None] = None, None
         if endpoint.own_address is not None:
             self._listening = listening_device(endpoint.own_address)
@@ -69,11 +69,11 @@ class MemberGroups:
     def streams(self, count: int, timeout_s: float) -> list[ProcessGroup]:
         """Return `count` groups for data; missing ones are made, on all ranks."""
         assert self.group is not None, "not released"
-        while len(self._streams) < count - 1:
-            name = f"stream {len(self._streams)}"
+        while len(self.more) < count - 1:
+            name = f"stream {len(self.more)}"
             make = partial(self._connect, name, [Kind.DATA], timeout_s)
-            self._streams += self._made(make, timeout_s)
-        return [self.group, *self._streams][:count]
+            self.more += self._made(make, timeout_s)
+        return [self.group, *self.more][:count]
 
     def _made(self, make: Callable[[], list[ProcessGroup]], timeout_s: float) -> list[ProcessGroup]:
         began_s = time.monotonic()
@@ -134,4 +134,4 @@ class MemberGroups:
         """Close the connections and drop the groups; may be called twice."""
         self._disconnect(_JOIN_S)
         self.group = self.control = None
-        self._streams = []
+        self.more = []

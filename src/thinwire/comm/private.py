@@ -53,7 +53,8 @@ class Private:
     def __init__(self, ranks: list[int], timeout_s: float, *, timed: bool = False) -> None:
         self.control = _new_group(ranks, timeout_s)
         self._group: dist.ProcessGroup | None = self.control
-        self._streams: list[dist.ProcessGroup] = []
+        self.more: list[dist.ProcessGroup] = []
+        """Further groups for data, of `streams`."""
         self.abandoned: tuple[type[ThinwireError], str] | None = None
         self.heartbeats: HeartbeatThread | None = None
         gloo = _gloo_backends(self._group)
@@ -86,7 +87,7 @@ class Private:
         new._group = new.control = _limited(
             timeout_s, *here, lambda limit_s: gloo_group(store, *here, limit_s)
         )
-        new._streams = []
+        new.more = []
         new.heartbeats, new.abandoned = self.heartbeats, None
         new.watched, new._registered = frozenset({"cpu"}), False
         released_at_exit(new)
@@ -103,18 +104,18 @@ class Private:
         if not self.watched:
             return [self._group]
         here, parent = (self._group.rank(), self._group.size()), self._group.get_group_store()
-        while len(self._streams) < count - 1:
-            store = PrefixStore(f"stream/{len(self._streams)}", parent)
+        while len(self.more) < count - 1:
+            store = PrefixStore(f"stream/{len(self.more)}", parent)
             make = partial(gloo_group, store, *here)
-            self._streams.append(_limited(timeout_s, *here, make))
-        return [self._group, *self._streams][:count]
+            self.more.append(_limited(timeout_s, *here, make))
+        return [self._group, *self.more][:count]
 
     def disconnect(self) -> None:
         """Close the connections of gloo, which ends every wait for this rank at once."""
         if self._group is None or not self.watched:
             return
         others = set(range(self._group.size())) - {self._group.rank()}
-        for group, peer in product((self._group, self.control, *self._streams), others):
+        for group, peer in product((self._group, self.control, *self.more), others):
             # gloo closes all connections of a group when a receive of it runs out: not from a peer
             # that has gone, of which it fails at once
             with contextlib.suppress(RuntimeError):
@@ -135,7 +136,7 @@ class Private:
             return
         groups, self._group = dict.fromkeys([self._group, self.control]), None
         del self.control
-        self._streams.clear()  # they end with their last reference, those in flight too
+        self.more.clear()  # they end with their last reference, those in flight too
         for group in groups:
             stuck = any(pending[0] is group for pending in _pending.values())
             if not stuck and dist.is_initialized():
@@ -188,9 +189,9 @@ def forget(work: dist.Work) -> None:
     _pending.pop(id(work), None)
 
 
-def in_flight(group: dist.ProcessGroup | None) -> bool:
-    """Return True while a large exchange of this group is kept and has not ended."""
-    own = [(work, held) for owner, work, held in list(_pending.values()) if owner is group]
+def in_flight(groups: Sequence[dist.ProcessGroup | None]) -> bool:
+    """Return True while a large exchange of one of these groups is kept and has not ended."""
+    own = [(work, held) for owner, work, held in list(_pending.values()) if owner in groups]
     large = [work for work, held in own if sum(tensor.nbytes for tensor in held) > _SMALL_BYTES]
     return not all(work.is_completed() for work in large)
 

@@ -68,7 +68,7 @@ class ElasticGroup(Group):
                 callback()
 
     def is_exchanging(self) -> bool:
-        return self._shared is not None and in_flight(self._shared.group)
+        return self._shared is not None and in_flight([self._shared.group, *self._shared.more])
 
     @contextmanager
     def one_attempt(self) -> Iterator[None]:
