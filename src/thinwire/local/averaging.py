@@ -420,7 +420,7 @@ class Averaging:
         for (start, end), change in zip(parts, changes, strict=True):
             with _moved(device, *(_part(t, start, end) for t in own)) as (s, *buffer):
                 step = outer_step_(change, buffer[0] if buffer else None, self._outer)
-                target = s - step
+                target = s - step if single or pending.delayed else s.sub_(step)
                 if single or pending.delayed:
                     before = widened(_part(measured, start, end).to(device))
                     held = widened(s.to(measured.dtype))
