@@ -69,8 +69,8 @@ class Averager(Synchronizer):
         """Averaging in flight."""
         self.last: PendingAveraging | None = None
         """Last applied averaging, kept while a joiner needs it."""
-        self._unwatched: int | None = None
-        """Optimizers that have not stepped since the first averaging of this process."""
+        self._unwatched = len(tensors.optimizers)
+        """Optimizers whose first step after an averaging is still to come."""
         self._watching, self._overwritten = ExitStack(), set[str]()
         self.weight = 1.0
         self._members, self._after_averaging, self._scaler = members, after_averaging, scaler
@@ -154,7 +154,7 @@ class Averager(Synchronizer):
     def observed(self, *, dropped: bool = False) -> None:
         """Handle the moment before an optimizer steps, when the loss is known."""
         self.interval.before_step(self.counters.step + 1, dropped=dropped)
-        if self._unwatched and not dropped:
+        if self._unwatched and self.counters.averagings and not dropped:
             self._unwatched -= 1
             self._watching.enter_context(overwritten(self.tensors.params, self._overwritten))
 
@@ -171,9 +171,9 @@ class Averager(Synchronizer):
             return None
         return (
             f"{kinds_of(self.tensors.optimizer)} writes {len(unknown)} parameters without reading "
-            f"them, such as {unknown[0]}: from weights of its own, which were not found, so that "
-            "averagings would be undone. Keep them in its state or attributes, one tensor for each "
-            "parameter or a flat one in the order of its groups"
+            f"them, such as {unknown[0]}, from weights of its own, which would undo averagings. "
+            "Keep these in its state or attributes, one tensor for each parameter or a flat one in "
+            "the order of its groups"
         )
 
     def after_step(self) -> None:
@@ -412,8 +412,6 @@ class Averager(Synchronizer):
         self.tensors.made_common(pending.extras)
         self.written = None
         self.counters.averagings += 1
-        if self._unwatched is None:
-            self._unwatched = len(self.tensors.optimizers)
         if self._members is not None:
             self._members._receive_reports([report.get("members", {}) for report in answers])
             self.last = pending if self._members._has_joiners else None

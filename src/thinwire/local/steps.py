@@ -92,14 +92,12 @@ class _Accesses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.read, self.written = set[int](), set[int]()
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if not function.is_view:
-            copies = function.name() in ("aten::copy_", "aten::_foreach_copy_")
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not op.is_view:
+            copies = op.name() in ("aten::copy_", "aten::_foreach_copy_")
             self.written |= _addresses(args[:copies])
             self.read |= _addresses(args[copies:])
-        return function(*args, **(kwargs or {}))
+        return op(*args, **(kwargs or {}))
 
 
 def _addresses(tree: Any) -> set[int]:
