@@ -171,7 +171,7 @@ class LocalModel:
             states = [opt.state[p] for p in own if p in opt.state]
             keys = dict.fromkeys(key for state in states for key in state)
             values = [[state.get(key) for state in states] for key in keys]
-            values += [value for key, value in vars(opt).items() if key != "state"]
+            values += [v for key, v in vars(opt).items() if key not in ("state", "param_groups")]
             for value in values:
                 pairs = _copied([p for p in own if names[p] not in found], value)
                 # momentum of a parameter that stays zero equals it too
