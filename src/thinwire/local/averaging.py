@@ -442,24 +442,23 @@ class Averaging:
     ) -> Iterator[Tensor]:
         """Yield each part of the mean of all sent changes; what is not sent stays as residual."""
         assert pending.round is not None, "launched"
-        arrived, device = pending.round.arrived[name], self.devices[name]
-        if name not in pending.moved.compressed:
-            whole = pending.mean_of(name, self.anchors[name]).reshape(-1)
-            for start, end in parts:
-                mean = whole[start:end].to(device)
-                self._note(pending.moved.part(name, start, end), mean)
-                yield mean
-            return
-        assert isinstance(arrived, MeanChange), "compressed"
-        folded = pending.moved.only([name], arrived.node_means)
-        if not arrived.has_parts:
-            whole = arrived.take_mean_(name, self._home(folded[name]), self.kept).reshape(-1)
+        arrived, device, sent = pending.round.arrived[name], self.devices[name], pending.moved
+        codes = arrived if name in sent.compressed else None
+        assert codes is None or isinstance(codes, MeanChange), "compressed"
+        if codes is None:
+            whole = arrived.mean(name, self.anchors[name]).reshape(-1)
+        else:
+            sent = sent.only([name], codes.node_means)
+            if not codes.has_parts:
+                whole = codes.take_mean_(name, self._home(sent[name]), self.kept).reshape(-1)
         for start, end in parts:
-            if arrived.has_parts:
+            if codes is not None and codes.has_parts:
                 with _moved(device, self.errors[name].view(-1)[start:end]) as (error,):
-                    part = folded.part(name, start, end)
-                    mean = arrived.take_part_(name, start, part, error)
+                    part = sent.part(name, start, end)
+                    mean = codes.take_part_(name, start, part, error)
                     self._note(part.sub_(error), mean)
             else:
                 mean = whole[start:end].to(device)
+                if codes is None:
+                    self._note(sent.part(name, start, end), mean)
             yield mean if pending.share == 1 else mean / pending.share

@@ -164,18 +164,19 @@ class LocalModel:
 
     def weight_copies(self) -> dict[str, Tensor]:
         """Return the optimizer's own copy of each parameter, such as a float32 master."""
-        names = {p: name for name, p in self.trained.items()}
+        names: dict[Tensor, str] = {p: name for name, p in self.trained.items()}
         found: dict[str, Tensor] = {}
         for opt in all_of(self.optimizer):
             own = [p for group in opt.param_groups for p in group["params"] if p in names]
-            stepped = [p for p in own if p in opt.state]
-            keys = dict.fromkeys(key for p in stepped for key in opt.state[p])
-            lists = [[(p, opt.state[p].get(key)) for p in stepped] for key in keys]
-            lists += [_matched(own, value) for key, value in vars(opt).items() if key != "state"]
-            for pairs in lists:
+            states = [opt.state[p] for p in own if p in opt.state]
+            keys = dict.fromkeys(key for state in states for key in state)
+            values = [[state.get(key) for state in states] for key in keys]
+            values += [v for key, v in vars(opt).items() if key not in ("state", "param_groups")]
+            for value in values:
+                pairs = _copied([p for p in own if names[p] not in found], value)
                 # momentum of a parameter that stays zero equals it too
-                if all(_is_copy(t, p) for p, t in pairs) and any(bool(p.any()) for p, _ in pairs):
-                    found |= {names[p]: shard_of(t) for p, t in pairs}
+                if any(bool(p.any()) for p, _ in pairs):
+                    found |= {names[p]: copy for p, copy in pairs}
         return found
 
     def copy_from_first(self, group: Group) -> None:
@@ -205,19 +206,38 @@ def _is_copy(tensor: Any, param: Tensor) -> bool:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return False
     ours, theirs = shard_of(param).detach(), shard_of(tensor).detach()
-    return ours.data_ptr() != theirs.data_ptr() and torch.equal(theirs.to(ours.dtype), ours)
+    # most others differ in the first row
+    rows = (slice(1), slice(None)) if ours.dim() else ((),)
+    same = all(torch.equal(theirs[row].to(ours), ours[row]) for row in rows)
+    return same and ours.data_ptr() != theirs.data_ptr()
 
 
-def _matched(params: Sequence[Tensor], value: Any) -> list[tuple[Tensor, Any]]:
-    """Return an attribute's tensors, each with the parameter that it copies; [] if one has none."""
-    left, pairs = list(params), []
+def _copied(params: Sequence[Tensor], value: Any) -> list[tuple[Tensor, Tensor]]:
+    """Return the parameters that tensors copy, with the copies; [] if a tensor copies none."""
+    left, pairs = list(params), list[tuple[Tensor, Tensor]]()
     for tensor in _tensors_in(value):
-        param = next((p for p in left if _is_copy(tensor, p)), None)
-        if param is None:
+        first = next((at for at in range(len(left)) if _parts(tensor, left[at:])), None)
+        if first is None:
             return []
-        left = [p for p in left if p is not param]
-        pairs.append((param, tensor))
+        parts = _parts(tensor, left[first:])
+        pairs += zip(left[first:], parts, strict=False)
+        del left[first : first + len(parts)]
     return pairs
+
+
+def _parts(tensor: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
+    """Return parts of a tensor that copy the first of these parameters; [] if it has others."""
+    if tensor.shape == params[0].shape or tensor.dim() != 1:
+        return [shard_of(tensor).detach()] if _is_copy(tensor, params[0]) else []
+    flat, parts, at = shard_of(tensor).detach(), list[Tensor](), 0
+    for shard in (shard_of(param).detach() for param in params):
+        part = flat[at : at + shard.numel()]
+        if part.numel() < shard.numel() or not _is_copy(part.view_as(shard), shard):
+            break
+        parts.append(part.view_as(shard))
+        at += shard.numel()
+    # zeros may fill a flat one up
+    return [] if flat[at:].any() else parts
 
 
 def _tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
