@@ -1,14 +1,12 @@
 """Average parameters when it is due: measure, agree, send, verify, apply."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from thinwire.comm import Group, Pending, Regrouped
 from thinwire.comm.private import forget_ended
-from thinwire.core.several import kinds_of
 from thinwire.errors import Mismatch, NonFinite, PayloadCorrupt
 from thinwire.exchange.agreement import Answers
 from thinwire.exchange.digest import RollingDigest
@@ -17,7 +15,6 @@ from thinwire.local.averaging import Averaging, PendingAveraging, widened
 from thinwire.local.config import AdaptiveLocalSGD, fragments_of
 from thinwire.local.interval import Due, Stage, Timetable
 from thinwire.local.model import LocalModel, OtherBuffers, refuse_scaler
-from thinwire.local.steps import overwritten
 from thinwire.local.work import of_site, weights_of
 from thinwire.members.members import Members
 
@@ -69,9 +66,6 @@ class Averager(Synchronizer):
         """Averaging in flight."""
         self.last: PendingAveraging | None = None
         """Last applied averaging, kept while a joiner needs it."""
-        self._unwatched = len(tensors.optimizers)
-        """Optimizers whose first step after an averaging is still to come."""
-        self._watching, self._overwritten = ExitStack(), set[str]()
         self.weight = 1.0
         self._members, self._after_averaging, self._scaler = members, after_averaging, scaler
         self._parts = fragments_of(tensors.trained, self.config)
@@ -150,31 +144,6 @@ class Averager(Synchronizer):
         if (digest := self.averaging.written()) is not None:
             self.averaging.anchor_()
             self.written = digest if self.group.shards is None else "a shard"  # shards differ
-
-    def observed(self, *, dropped: bool = False) -> None:
-        """Handle the moment before an optimizer steps, when the loss is known."""
-        self.interval.before_step(self.counters.step + 1, dropped=dropped)
-        if self._unwatched and self.counters.averagings and not dropped:
-            self._unwatched -= 1
-            self._watching.enter_context(overwritten(self.tensors.params, self._overwritten))
-
-    def stepped(self) -> None:
-        """End what `observed` began; may be called twice."""
-        self._watching.close()
-
-    def _undone(self, copies: Iterable[str]) -> str | None:
-        """Describe parameters that are written from unknown weights, which averagings miss."""
-        averaged = self._overwritten if self.config.average_state else ()
-        known = {*copies, *(name for name in averaged if self.tensors.state([name]))}
-        unknown = sorted(self._overwritten - known)
-        if not unknown:
-            return None
-        return (
-            f"{kinds_of(self.tensors.optimizer)} writes {len(unknown)} parameters without reading "
-            f"them, such as {unknown[0]}, from weights of its own, which would undo averagings. "
-            "Keep these in its state or attributes, one tensor for each parameter or a flat one in "
-            "the order of its groups"
-        )
 
     def after_step(self) -> None:
         """Count a local step and do what follows from it."""
@@ -312,7 +281,6 @@ class Averager(Synchronizer):
             own = {copy.data_ptr() for copy in copies.values()}
             states = self.tensors.state(names).items()
             state = {key: tensor for key, tensor in states if tensor.data_ptr() not in own}
-        problem = self._undone(copies)
         values = {**self.tensors.params, **copies}
         others = self.tensors.parameters() if written else {}
         changed = self.tensors.changed_buffers() | dict.fromkeys(others, True)

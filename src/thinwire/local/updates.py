@@ -260,8 +260,7 @@ class LocalUpdates:
         self._steps = FollowedSteps(
             tensors.optimizers if follow else [],
             before=averager.before_step,
-            observed=averager.observed,
-            stepped=averager.stepped,
+            observed=lambda: self._when.interval.before_step(self.step + 1),
             after=lambda: self._follow(averager.after_step),
         )
         warner = tensors.model.register_forward_pre_hook(_warn_of_evaluation)
@@ -330,7 +329,6 @@ class LocalUpdates:
         self._hooks = []
         if self._averager is not None:
             self._averager.pending = None
-            self._averager.stepped()
             forget_ended()
         _open[:] = [other for other in _open if other is not self]
 
@@ -397,12 +395,11 @@ class LocalUpdates:
         """Make a local step by calling `step`, or drop it; average if that is due."""
         averager = self._open_averager()
         averager.before_step()
-        averager.observed(dropped=step is None)
+        self._when.interval.before_step(self.step + 1, dropped=step is None)
         if step is None:
             self._skipped += 1
         else:
             step()
-        averager.stepped()
         self._follow(averager.after_step)
 
     def end_round(self) -> None:
