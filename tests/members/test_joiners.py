@@ -23,10 +23,6 @@ from tests.waiting import PATIENCE_S, time_out, until
 EVERY_4 = tw.LocalSGD(4, begin_step=0)
 
 
-def state(value: float) -> StateMessage:
-    return StateMessage("state", {}, {"w": torch.full((9,), value)})
-
-
 def change(value: float) -> StateMessage:
     return StateMessage("round", {}, {"w": torch.full((9,), value)})
 
@@ -34,8 +30,8 @@ def change(value: float) -> StateMessage:
 def test_a_round_may_take_longer_than_the_time_out() -> None:
     limit_s = time_out(2.0)
     donor, recipient = both_ends(limit_s)
-    donor.enqueue(state(0))
-    assert recipient.receive(1 << 20).kind == "state"
+    donor.enqueue(change(0))
+    assert recipient.receive(1 << 20).kind == "round"
     later = threading.Timer(1.5 * limit_s, lambda: donor.enqueue(change(1)))
     later.start()
     assert recipient.receive(1 << 20).kind == "round"

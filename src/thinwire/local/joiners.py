@@ -60,6 +60,11 @@ class JoinerState:
         buffers = copied(self._averager.tensors.other_buffers())
         return StateMessage("state", self._averager.when.state(), buffers)
 
+    @property
+    def averagings(self) -> int:
+        """Number of the last averaging; see `SharedState`."""
+        return self._averager.counters.averagings
+
     def last_update(self) -> StateMessage:
         """Return the messages received in the last averaging; see `SharedState`."""
         pending = self._averager.last

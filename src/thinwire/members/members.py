@@ -8,6 +8,7 @@ import secrets
 import socket
 import ssl
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -41,6 +42,8 @@ from thinwire.members.transfer import (
 _TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _NEWS_S = 10.0
+_KEPT_TIMEOUTS, _MOST_KEPT = 3, 0.5
+"""Time that rounds are kept once a donor has ended; and their most bytes, in states."""
 _LEAVE_S = 2.0
 """Longest time in seconds for the announcement of a member that leaves."""
 _log = logging.getLogger("thinwire")
@@ -55,6 +58,10 @@ class SharedState(Protocol):
 
     def counters(self) -> StateMessage:
         """Return a copy of all other state that is equal then."""
+
+    @property
+    def averagings(self) -> int:
+        """Number of the last round that the state holds."""
 
     def last_update(self) -> StateMessage:
         """Return the changes that the last round made."""
@@ -109,6 +116,9 @@ class Members:
         self._group = ElasticGroup(self._membership)
         self._job = SiteGroup(site, self._group) if isinstance(site, Site) else self._group
         self._donors: list[Donor] = []
+        self._kept: deque[tuple[int, StateMessage]] = deque()
+        self._keeps_until_s = 0.0
+        """Time until which rounds are kept for a joiner that has lost a donor."""
         self._incoming_handoffs: list[tuple[Download, float]] = []
         self._download: Download | None = None
         self._leaving = self._has_state = self.left = False
@@ -225,10 +235,10 @@ class Members:
                 download = Download(self._transfer_context, number, 1, {}, state.max_bytes)
                 self._incoming_handoffs.append((download, factor))
             if leaving_id == self.id:
-                donor = Donor(self._transfer_context, number, remaining[0], Part(0, 1, ""), {})
-                own, self._outgoing_handoff = state.own_state(), donor
-                own = own or StateMessage("own", {}, {})
-                donor.enqueue(replace(own, plain={"of": self.id}, last=True))
+                own = state.own_state() or StateMessage("own", {}, {})
+                own = replace(own, plain={"of": self.id}, last=True)
+                where = self._transfer_context, number, remaining[0], Part(0, 1, "")
+                self._outgoing_handoff = Donor(*where, {}, [own])
 
     def close(self) -> None:
         """Leave the run at once. The others continue without this member. May be called twice."""
@@ -337,14 +347,15 @@ class Members:
 
     def _fetch_from_donor(self, state: SharedState) -> None:
         site, problem = self._site, None
-        number = self._membership.shared.say_hello(self._kv) if site.rank == 0 else 0
+        shared, has, earlier = self._membership.shared, state.averagings, self._download
+        number = shared.say_hello(self._kv, has=has) if site.rank == 0 else 0
         number = site.broadcast_value("asking for admission", number)
         message = None
         try:
             try:
                 parts = self._wait_for_donor(number)
                 where = self._transfer_context, number, parts
-                self._download = Download(*where, state.tensors(), state.max_bytes)
+                self._download = Download(*where, state.tensors(), state.max_bytes, earlier)
                 # until it has caught up: the others wait for it from then on
                 while (message := self._download.next(wait=False)) is not None:
                     state.apply(message)
@@ -355,7 +366,7 @@ class Members:
             assert self._download is not None, "received"
             self._has_state = True
             if site.rank == 0:
-                self._kv.put(f"ready/{number}", {"id": self._membership.shared.own_id})
+                self._kv.put(f"ready/{number}", {"id": shared.own_id})
             while message is None or not message.last:
                 message = self._download.next(wait=True)
                 assert message is not None, "waited for"
@@ -416,17 +427,17 @@ class Members:
         if not goes_on:
             self._redistribute_samples([*remaining, *admitted])
         self._donors = [donor for donor in self._donors if donor.alive]
-        first = [donor for donor in self._donors if donor.part.index == 0]
-        update = state.last_update() if first else None
-        for donor in first:
-            assert update is not None, "somebody listens"
-            last = donor.joiner in admitted
-            plain = {**update.plain, **(self._sampler_facts() if last else {})}
-            donor.enqueue(replace(update, plain=plain, last=last))
-        for number, joiner in agreed.get("assign", []):
+        update = self._kept_update(state)
+        for donor in self._donors:
+            if donor.part.index == 0:
+                assert update is not None, "somebody listens"
+                last = donor.joiner in admitted
+                plain = {**update.plain, **(self._sampler_facts() if last else {})}
+                donor.enqueue(replace(update, plain=plain, last=last))
+        for number, joiner, has in agreed.get("assign", []):
             with self._membership.shared.changed:
                 self._membership.shared.donor_assigned_s[number] = time.monotonic()
-            self._donate(state, number, joiner, remaining)
+            self._donate(state, number, joiner, has, remaining)
         for handoff in [one for one in self._incoming_handoffs if not one[0].alive]:
             self._incoming_handoffs.remove(handoff)
             try:
@@ -446,8 +457,22 @@ class Members:
                 return
             self._group.pending_after = now.number  # the next one connects while this member trains
 
+    def _kept_update(self, state: SharedState) -> StateMessage | None:
+        """Return the changes of the round that ended, and keep them for joiners that come again."""
+        if self._donors:
+            self._keeps_until_s = time.monotonic() + _KEPT_TIMEOUTS * self._timeout_s
+        update = state.last_update() if self._has_joiners else None
+        if update is None:
+            self._kept.clear()
+            return None
+        self._kept.append((state.averagings, update))
+        most = _MOST_KEPT * sum(tensor.nbytes for tensor in state.tensors().values())
+        while sum(kept.nbytes for _, kept in self._kept) > most:
+            self._kept.popleft()
+        return update
+
     def _donate(
-        self, state: SharedState, number: int, joiner: str, remaining: Sequence[str]
+        self, state: SharedState, number: int, joiner: str, has: int, remaining: Sequence[str]
     ) -> None:
         first = number % max(len(remaining), 1)
         donors = [*remaining[first:], *remaining[:first]][:MOST_DONORS]
@@ -455,14 +480,17 @@ class Members:
             counters = state.counters()
             part = Part(donors.index(self.id), len(donors), json.dumps(counters.plain))
             busy = self._group.is_exchanging
+            since = [update for at, update in self._kept if at > has]
+            if len(since) != state.averagings - has:  # the rest would be of no use
+                since = []
             where = self._transfer_context, number, joiner
-            donor = Donor(*where, part, state.tensors(), busy)
-            donor.enqueue(counters)
-            self._donors.append(donor)
+            self._donors.append(Donor(*where, part, state.tensors(), [*since, counters], busy))
 
     @property
     def _has_joiners(self) -> bool:
-        return any(donor.alive and donor.part.index == 0 for donor in self._donors)
+        if time.monotonic() < self._keeps_until_s:
+            return True
+        return any(donor.alive for donor in self._donors)
 
 
 def _meet(membership: Membership, site: SingleRank) -> None:

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ _ALIVE, _BEATS_PER_TIMEOUT = "alive", 4
 """Kind of the message that says that nothing waits, and the number of them within one time-out."""
 _ROUNDS, _JUDGED_S = 3, 10.0
 """Rounds and seconds after which the line is compared with what the rounds need."""
-_MAX_PLAIN_BYTES, _BATCH_BYTES = 64 << 20, 4 << 20
+_MAX_PLAIN_BYTES, _BATCH_BYTES, _BLOCK_BYTES = 64 << 20, 4 << 20, 256 << 10
 _POLL_S, _JOIN_S = 0.1, 2.0
 _log = logging.getLogger("thinwire")
 _Tensors = Mapping[str, Tensor]
@@ -84,16 +84,17 @@ class Part:
     """Counters of the round, as text, the same in all parts."""
 
     def views(self, flat: _Tensors) -> list[Tensor]:
-        """Return the bytes of this part, as views of flat tensors."""
+        """Return the bytes of this part in blocks, as views of flat tensors."""
         nbytes = sum(tensor.nbytes for tensor in flat.values())
         limits = [nbytes * at // self.count for at in (self.index, self.index + 1)]
-        found, before = [], 0
+        found: list[Tensor] = []
+        before = 0
         for tensor in flat.values():
             size = tensor.element_size()
             ends = (-(-(limit - before) // size) for limit in limits)
             start, end = (min(max(at, 0), len(tensor)) for at in ends)
             if start < end:
-                found.append(tensor[start:end].view(torch.uint8))
+                found += torch.split(tensor[start:end].view(torch.uint8), _BLOCK_BYTES)
             before += tensor.nbytes
         return found
 
@@ -104,7 +105,9 @@ def flattened(tensors: _Tensors) -> dict[str, Tensor]:
 
 
 class Donor:
-    """Thread that sends a part of a state, and then messages in order, to one recipient."""
+    """Thread that sends to one recipient, in order: rounds up to a state and its counters, a part
+    of that state, and the rounds since.
+    """
 
     def __init__(
         self,
@@ -113,13 +116,14 @@ class Donor:
         joiner: str,
         part: Part,
         tensors: _Tensors,
+        first: Iterable[StateMessage],
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
         # `tensors` change later: this part of them is copied
         self.number, self.joiner, self.part = number, joiner, part
         self._context, self._busy = context, busy
         self._copies = [view.to("cpu", copy=True) for view in part.views(flattened(tensors))]
-        self._messages: deque[StateMessage | None] = deque()
+        self._messages: deque[StateMessage | None] = deque(first)
         self._changed = threading.Condition()
         self._began_s, self._rounds, self._round_bytes, self._needed = time.monotonic(), 0, 0, 0.0
         self._line: Line | None = None
@@ -157,8 +161,9 @@ class Donor:
                 context.kv.put(f"donor/{self.number}", part.count)
             line = self._line = context.line(self.number, part.index, lambda: self._needed)
             try:
+                ended = part.index > 0 or self._send_messages(line)
                 self._send_state(line)
-                if part.index == 0:
+                if not ended:
                     self._send_messages(line)
             finally:
                 line.close()
@@ -169,13 +174,15 @@ class Donor:
         copies = self._copies
         digests = [_digest(copy) for copy in copies]
         line.send(json.dumps({"state": self.part.state, "digests": digests}).encode())
-        missing = json.loads(line.receive(_MAX_PLAIN_BYTES))
+        while (missing := json.loads(line.receive(_MAX_PLAIN_BYTES))) is None:
+            pass  # rounds are repeated there
         copies[:] = [copies[index] for index in missing][::-1]
         nbytes = sum(copy.nbytes for copy in copies)
         line.stream((copies.pop().numpy().data for _ in missing), nbytes, self._busy)
 
-    def _send_messages(self, line: Line) -> None:
-        idle, ended = True, False
+    def _send_messages(self, line: Line) -> bool:
+        """Send messages up to the counters of a state, or all; return True if these were all."""
+        idle, ended, message = True, False, None
         while not ended:
             batch: list[StateMessage] = []
             with self._changed:
@@ -184,7 +191,7 @@ class Donor:
                 while self._messages and not ended and sum(m.nbytes for m in batch) < _BATCH_BYTES:
                     message = self._messages.popleft()
                     batch += [] if message is None else [message]
-                    ended = message is None or message.last
+                    ended = message is None or message.last or message.kind == "state"
             idle = not batch and not ended
             if idle:  # also said where there is none for long: a round may exceed the time-out
                 batch = [StateMessage(_ALIVE, {}, {})]
@@ -195,6 +202,7 @@ class Donor:
                 for content in (plain, safetensors.torch.save(tensors)):
                     contents += [LENGTH.pack(len(content)), content]
             line.stream(map(memoryview, contents), sum(map(len, contents)), self._busy)
+        return message is None or message.last
 
 
 def _digest(view: Tensor) -> str:
@@ -205,21 +213,27 @@ class Recipient:
     """Receiving end of one donor's transfer."""
 
     def __init__(self, context: TransferContext, number: int, part: int = 0) -> None:
-        self.line = context.line(number, part)
+        self.line, self._beat_s = context.line(number, part), context.timeout_s / _BEATS_PER_TIMEOUT
         self.idle = False
         """True if all that the donor had when it last said so has been received."""
         self.wanted_bytes: int | None = None
-        """Bytes of the donor's part that differ here, once they are known."""
+        """Bytes up to the end of the donor's part, once those that differ are known."""
 
-    def receive_state(self, part: Part, flat: _Tensors) -> str:
-        """Write the donor's part into flat tensors, where it differs; return its counters."""
+    def receive_state(
+        self, part: Part, flat: _Tensors, ready: Callable[[float], bool] = bool
+    ) -> str:
+        """Write the donor's part into flat tensors, where it differs once they are `ready`; return
+        its counters.
+        """
         views = part.views(flat)
         header = json.loads(self.line.receive(_MAX_PLAIN_BYTES))
+        while not ready(self._beat_s):
+            self.line.send(b"null")
         digests: Sequence[str] = header["digests"]
         if len(digests) != len(views):
-            raise PayloadCorrupt(f"a member sends {len(digests)} tensors instead of {len(views)}")
+            raise PayloadCorrupt(f"a member sends {len(digests)} blocks instead of {len(views)}")
         missing = [at for at, view in enumerate(views) if digests[at] != _digest(view)]
-        self.wanted_bytes = sum(views[at].nbytes for at in missing)
+        self.wanted_bytes = self.line.nbytes + sum(views[at].nbytes for at in missing)
         self.line.send(json.dumps(missing).encode())
         self.line.fill(views[at] for at in missing)
         return str(header["state"])
@@ -239,24 +253,40 @@ class Download:
     """State of a round, from several donors at once, and the message of each round since."""
 
     def __init__(
-        self, context: TransferContext, number: int, count: int, tensors: _Tensors, max_bytes: int
+        self,
+        context: TransferContext,
+        number: int,
+        count: int,
+        tensors: _Tensors,
+        max_bytes: int,
+        earlier: "Download | None" = None,
     ) -> None:
         self._tensors, self._flat = tensors, flattened(tensors)
         self._recipients: list[Recipient | None] = [None] * count
         self._arrived: queue.SimpleQueue[StateMessage | str | Exception] = queue.SimpleQueue()
         self._messages: deque[StateMessage] = deque()
         self._states: list[str] = []
-        self._max_bytes, self._closed = max_bytes, False
+        self._max_bytes, self._closed, self._at_state = max_bytes, False, False
+        self._ready = threading.Event()
+        """Set where the tensors hold the averagings before the state, and are compared with it."""
+        if not tensors:
+            self._ready.set()
         self._progress: Progress | None = None
         self._since: tuple[float, int] | None = None
         names = "joining_bytes", "joining_total_bytes", "joining_bit_s", "joining_left_s"
         self.stats: dict[str, float] = dict.fromkeys(names, 0.0)
+        self._earlier_bytes = 0 if earlier is None else earlier.received_bytes
         """Bytes of the state received, and of all that differed here; rate; seconds left."""
         runs = [partial(self._run, context, number, Part(n, count, "")) for n in range(count)]
         name = "thinwire-recipient"
         self._threads = [threading.Thread(target=run, name=name, daemon=True) for run in runs]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes received from all donors, rounds and those of an earlier attempt included."""
+        return self._earlier_bytes + sum(one.line.nbytes for one in self._recipients if one)
 
     @property
     def alive(self) -> bool:
@@ -270,25 +300,37 @@ class Download:
             try:
                 if self._closed:  # while it connected: the state may be copied anew by now
                     return
-                self._arrived.put(recipient.receive_state(part, self._flat))
-                last = part.index > 0
-                while not last and not self._closed:
-                    message = recipient.receive(self._max_bytes)
-                    self._arrived.put(message)
-                    last = message.last
+                last = part.index > 0 or self._receive(recipient)
+                self._arrived.put(recipient.receive_state(part, self._flat, self._ready.wait))
+                if not last:
+                    self._receive(recipient)
             finally:
                 recipient.line.close()
         except (ThinwireError, RuntimeError) as error:
             self._arrived.put(error)
 
+    def _receive(self, recipient: Recipient) -> bool:
+        """Receive messages up to the counters of a state, or all; return True if these were all."""
+        goes_on = last = True
+        while goes_on and not self._closed:
+            message = recipient.receive(self._max_bytes)
+            self._arrived.put(message)
+            last = message.last
+            goes_on = not last and message.kind != "state"
+        return last
+
     def next(self, *, wait: bool) -> StateMessage | None:
         """Return the next message to apply; without `wait` None if the donor has no other one."""
+        if self._at_state:  # the caller has applied its counters, and all rounds before
+            self._ready.set()
         while True:
             complete = len(self._states) == len(self._recipients)
             first = self._recipients[0]
             idle = first is not None and first.idle and self._arrived.empty()
-            if complete and self._messages:
-                return self._messages.popleft()
+            if self._messages and (complete or not self._ready.is_set()):
+                message = self._messages.popleft()
+                self._at_state = message.kind == "state"
+                return message
             if complete and idle and not wait:
                 return None
             if not wait:
@@ -318,11 +360,11 @@ class Download:
         wanted = [one.wanted_bytes for one in connected if one.wanted_bytes is not None]
         if len(wanted) < len(self._recipients):
             return
-        received, needed = sum(one.line.nbytes for one in connected), connected[0].line.needed
+        received, needed = self.received_bytes, connected[0].line.needed
         began_s, before = self._since = self._since or (now, received)
         rate = (received - before) / max(now - began_s, 1e-6)
         if len(self._states) < len(self._recipients):
-            total = sum(wanted)
+            total = self._earlier_bytes + sum(wanted)
             here = min(received, total)  # the first donor may send rounds already
             left_s = (total - here) / rate if rate else 0.0
             self._progress = self._progress or Progress("receiving the state of the run", total)
@@ -341,6 +383,7 @@ class Download:
     def close(self) -> None:
         """Close the connections, which ends the threads."""
         self._closed = True
+        self._ready.set()
         for recipient, thread in zip(self._recipients, self._threads, strict=True):
             if recipient is not None:
                 recipient.line.close()
