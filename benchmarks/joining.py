@@ -4,15 +4,16 @@ takes for the state, and how much the rounds of the others slow down meanwhile.
     python -m benchmarks.joining --out benchmarks/results/joining.json
 
 Needs root: two members, the joiner and the host are processes in network namespaces, each behind a
-line of that rate in both directions; the host has 1 Gbit/s. The last row has rounds that send more
-than the line carries: the joiner ends with the error that is printed.
+line of that rate in both directions; the host has 1 Gbit/s. Peaks are of resident memory while the
+state is copied, less the peak of rounds without a join, in states. The last row has rounds that
+send more than the line carries: the joiner ends with the error that is printed.
 """
 
 import contextlib
 import multiprocessing as mp
 import os
 import queue
-import resource
+import re
 import statistics
 import sys
 import tempfile
@@ -69,7 +70,11 @@ QUICK = [Case("5mbit", 1600, 1.0, light(1600**2)), CASES[-1]]
 
 
 def peak_bytes() -> int:
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """Most resident memory of this process since this was called before."""
+    found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    Path("/proc/self/clear_refs").write_text("5")
+    assert found is not None
+    return 1024 * int(found[1])
 
 
 def train(rank: int, case: Case, namespace: int, place: Any, flag: str, answers: Any) -> None:
@@ -80,12 +85,13 @@ def train(rank: int, case: Case, namespace: int, place: Any, flag: str, answers:
     while rank == FOUNDERS and not Path(flag).exists():
         time.sleep(0.05)
     address, token_file = place
+    torch.manual_seed(max(rank, FOUNDERS - 1))
     net = torch.nn.Linear(case.width, case.width, bias=False)
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
     config = tw.LocalSGD(1, begin_step=0, outer_momentum=0.9, compression=case.compression)
     options: dict[str, Any] = {"token_file": token_file, "start_members": FOUNDERS}
-    begun_s, rounds, sizes, before = time.monotonic(), list[float](), list[int](), 0
-    seen: list[dict[str, float]] = []
+    begun_s, rounds, sizes = time.monotonic(), list[float](), list[int]()
+    peaks, seen = dict[str, int](), list[dict[str, float]]()
     found: dict[str, Any] = {"rank": rank}
     try:
         with tw.join(address, run="joining", timeout=PATIENCE_S, **options) as members:
@@ -93,11 +99,15 @@ def train(rank: int, case: Case, namespace: int, place: Any, flag: str, answers:
             watching = threading.Thread(target=watch, args=(sync, seen, begun_s), daemon=True)
             if rank == FOUNDERS:
                 watching.start()
-                before = peak_bytes()
             with sync:
-                found["entered_s"] = time.monotonic() - begun_s
-                found |= {"stats": sync.stats(), "grown": peak_bytes() - before}
-                last = None
+                if rank < FOUNDERS:  # all of the momentum changes in every round
+                    state = sync.state_dict()
+                    for tensor in state["outer_momentum"].values():
+                        tensor.copy_(net.weight.detach().mul(1e-6))
+                    sync.load_state_dict(state)
+                    del state
+                found |= {"entered_s": time.monotonic() - begun_s, "stats": sync.stats()}
+                peaks["join"], last = peak_bytes(), None
                 while not members.left and (last is None or sync.step < last):
                     time.sleep(case.round_s)
                     net.weight.grad = torch.full_like(net.weight, 1e-3 * (1 + rank))
@@ -105,20 +115,21 @@ def train(rank: int, case: Case, namespace: int, place: Any, flag: str, answers:
                     optimizer.step()
                     rounds.append(time.perf_counter() - begin_s + case.round_s)
                     sizes.append(members.size)
-                    if len(rounds) == LEAST_ROUNDS:
+                    if len(rounds) == LEAST_ROUNDS and rank < FOUNDERS:
+                        peaks["rounds"] = peak_bytes()
                         Path(flag).touch()
-                        before = before or peak_bytes()
                     if members.size > FOUNDERS and last is None:
                         last = sync.step + AFTER
+                        peaks["join" if rank < FOUNDERS else "start"] = peak_bytes()
                     if Path(flag + ".end").exists():
                         members.leave()
     except ThinwireError as error:
         found["error"] = f"{type(error).__name__}: {error}"
         found["entered_s"] = time.monotonic() - begun_s
         Path(flag + ".end").touch()
-    if rank < FOUNDERS:
-        found["grown"] = peak_bytes() - before
+    peaks.setdefault("join" if rank < FOUNDERS else "rounds", peak_bytes())
     found |= {"rounds": rounds, "sizes": sizes, "seen": seen}
+    found["grown"] = peaks.get("join", 0) - peaks.get("rounds", 0)
     answers.put(found)
 
 
@@ -179,16 +190,21 @@ def judged(case: Case, link: Link, found: list[Any]) -> dict[str, Any]:
         beside = together[LEAST_ROUNDS + 1 : -1]
         slower.append(statistics.mean(beside) / statistics.mean(alone) if beside else 1.0)
     copied = joiner.get("stats", {}).get("joining_bytes", 0.0)
+    moving = [one["seconds"] for one in joiner["seen"] if 0 < one["joining_left_s"]] or [0.0]
+    start_s, end_s = moving[0], moving[-1]
     return {
         **{key: value for key, value in asdict(case).items() if key != "compression"},
         "state_mb": round(case.state_bytes / 1e6, 2),
         "line_s": round(line_s, 1),
         "first_step_s": round(joiner["entered_s"], 1),
         "ratio": round(joiner["entered_s"] / line_s, 3),
+        "start_s": start_s,
+        "copy_s": round(end_s - start_s, 1),
+        "repeat_s": round(joiner["entered_s"] - end_s, 1),
         "received_states": round(copied / case.state_bytes, 3),
         "rounds_slower": round(max(slower), 3),
-        "grown_states": [round(one.get("grown", 0) / case.state_bytes, 2) for one in found],
-        "state_s": [one["seconds"] for one in joiner["seen"] if one["joining_left_s"]][-1:],
+        "sender_states": max(round(one["grown"] / case.state_bytes, 2) for one in found[:-1]),
+        "joiner_states": round(joiner["grown"] / case.state_bytes, 2),
         "rate_bit_s": round(joiner.get("stats", {}).get("joining_bit_s", 0.0)),
         "error": joiner.get("error", ""),
     }

@@ -15,7 +15,15 @@ import thinwire as tw
 from tests.api import JoinerState, StateMessage, next_identity
 from tests.members.places import TOKEN, meeting_place, met
 from tests.members.test_transfer import both_ends
-from tests.members.training import MOST_STEPS, TIMEOUT_S, digest, in_run, member, wait_for
+from tests.members.training import (
+    MOST_STEPS,
+    TIMEOUT_S,
+    digest,
+    faulty,
+    in_run,
+    member,
+    wait_for,
+)
 from tests.ranks import Pool
 from tests.toys import descend, engine_of
 from tests.waiting import PATIENCE_S, time_out, until
@@ -131,6 +139,50 @@ def test_one_member_alone_takes_another_in(ranks: Pool, tmp_path: Path, config: 
     assert later
     assert later.items() <= rounds.items()
     assert 0 < stats["joining_total_bytes"] <= stats["joining_bytes"]
+
+
+MOVING = tw.LocalSGD(4, begin_step=0, outer_momentum=0.9, compression=tw.Sparse(0.999))
+"""Every number of the state changes at each averaging, and little is sent."""
+
+
+def large(rank: int) -> torch.nn.Module:
+    torch.manual_seed(rank)
+    return torch.nn.Linear(1024, 1024, bias=False)
+
+
+def losing_a_donor(rank: int, size: int, address: str, flag: str, victim: int) -> Any:
+    """The state in bytes, what a joiner received, and the digests after averagings."""
+    wait_for(flag if rank == 3 else "")
+    net, rounds = large(rank), dict[int, str]()
+    fault = {"rank": victim, "phase": "giving", "at": 9}
+    options = {"start_members": 3}
+    with faulty(rank, fault), in_run(address, net, MOVING, **options) as (members, sync, optimizer):
+        end = MOST_STEPS
+        while sync.step < end:
+            net.weight.grad = torch.randn_like(net.weight)
+            optimizer.step()
+            time.sleep(0.05)
+            if sync.synced:
+                rounds[sync.step] = digest(sync)
+                if rank < 3 and members.size == 3 and members.generation > 1:
+                    end = min(end, sync.step + 8)
+                if rank == 3:
+                    end = min(end, sync.step + 8)
+            if rank == 0 and sync.step == 8:
+                Path(flag).touch()
+        state = sum(t.nbytes for t in JoinerState(sync._averager, None).tensors().values())
+        return state, sync.stats()["joining_bytes"], rounds
+
+
+@pytest.mark.fault("a donor dies while it sends")
+@pytest.mark.parametrize("part", [0, 1])
+def test_the_others_send_the_rest_of_a_lost_donor(ranks: Pool, tmp_path: Path, part: int) -> None:
+    found = met(ranks, losing_a_donor, str(tmp_path / "go"), part, size=4, errors=True)
+    state, received, rounds = found[3]
+    assert received < 1.1 * state
+    assert rounds
+    survivor = found[1 - part]
+    assert rounds.items() <= survivor[2].items()
 
 
 def flushing(rank: int, size: int, address: str, flag: str) -> Any:

@@ -460,7 +460,7 @@ class Members:
     def _kept_update(self, state: SharedState) -> StateMessage | None:
         """Return the changes of the round that ended, and keep them for joiners that come again."""
         if self._donors:
-            self._keeps_until_s = time.monotonic() + _KEPT_TIMEOUTS * self._timeout_s
+            self._keep_rounds()
         update = state.last_update() if self._has_joiners else None
         if update is None:
             self._kept.clear()
@@ -471,9 +471,13 @@ class Members:
             self._kept.popleft()
         return update
 
+    def _keep_rounds(self) -> None:
+        self._keeps_until_s = time.monotonic() + _KEPT_TIMEOUTS * self._timeout_s
+
     def _donate(
         self, state: SharedState, number: int, joiner: str, has: int, remaining: Sequence[str]
     ) -> None:
+        self._keep_rounds()
         first = number % max(len(remaining), 1)
         donors = [*remaining[first:], *remaining[:first]][:MOST_DONORS]
         if self.id in donors:

@@ -29,7 +29,7 @@ _ALIVE, _BEATS_PER_TIMEOUT = "alive", 4
 """Kind of the message that says that nothing waits, and the number of them within one time-out."""
 _ROUNDS, _JUDGED_S = 3, 10.0
 """Rounds and seconds after which the line is compared with what the rounds need."""
-_MAX_PLAIN_BYTES, _BATCH_BYTES, _BLOCK_BYTES = 64 << 20, 4 << 20, 256 << 10
+_MAX_PLAIN_BYTES, _BATCH_BYTES, _BLOCK_BYTES = 64 << 20, 4 << 20, 64 << 10
 _POLL_S, _JOIN_S = 0.1, 2.0
 _log = logging.getLogger("thinwire")
 _Tensors = Mapping[str, Tensor]
