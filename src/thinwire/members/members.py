@@ -8,7 +8,6 @@ import secrets
 import socket
 import ssl
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -42,8 +41,8 @@ from thinwire.members.transfer import (
 _TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _NEWS_S = 10.0
-_KEPT_TIMEOUTS, _MOST_KEPT = 3, 0.5
-"""Time that rounds are kept once a donor has ended; and their most bytes, in states."""
+_MOST_KEPT = 0.1
+"""Most bytes of the rounds that are kept for joiners, in states."""
 _LEAVE_S = 2.0
 """Longest time in seconds for the announcement of a member that leaves."""
 _log = logging.getLogger("thinwire")
@@ -63,8 +62,8 @@ class SharedState(Protocol):
     def averagings(self) -> int:
         """Number of the last round that the state holds."""
 
-    def last_update(self) -> StateMessage:
-        """Return the changes that the last round made."""
+    def last_update(self) -> StateMessage | None:
+        """Return the changes that the last round made; None if they were not recorded."""
 
     def apply(self, message: StateMessage) -> None:
         """Apply the counters of a state whose tensors are here, or an update, from a donor."""
@@ -116,9 +115,8 @@ class Members:
         self._group = ElasticGroup(self._membership)
         self._job = SiteGroup(site, self._group) if isinstance(site, Site) else self._group
         self._donors: list[Donor] = []
-        self._kept: deque[tuple[int, StateMessage]] = deque()
-        self._keeps_until_s = 0.0
-        """Time until which rounds are kept for a joiner that has lost a donor."""
+        self._kept: list[tuple[int, StateMessage]] = []
+        """Latest rounds with their numbers, for a joiner that has the state of one of them."""
         self._incoming_handoffs: list[tuple[Download, float]] = []
         self._download: Download | None = None
         self._leaving = self._has_state = self.left = False
@@ -347,15 +345,15 @@ class Members:
 
     def _fetch_from_donor(self, state: SharedState) -> None:
         site, problem = self._site, None
-        shared, has, earlier = self._membership.shared, state.averagings, self._download
-        number = shared.say_hello(self._kv, has=has) if site.rank == 0 else 0
+        shared = self._membership.shared
+        number = shared.say_hello(self._kv, has=state.averagings) if site.rank == 0 else 0
         number = site.broadcast_value("asking for admission", number)
         message = None
         try:
             try:
                 parts = self._wait_for_donor(number)
                 where = self._transfer_context, number, parts
-                self._download = Download(*where, state.tensors(), state.max_bytes, earlier)
+                self._download = Download(*where, state.tensors(), state.max_bytes)
                 # until it has caught up: the others wait for it from then on
                 while (message := self._download.next(wait=False)) is not None:
                     state.apply(message)
@@ -427,7 +425,11 @@ class Members:
         if not goes_on:
             self._redistribute_samples([*remaining, *admitted])
         self._donors = [donor for donor in self._donors if donor.alive]
-        update = self._kept_update(state)
+        update = state.last_update()
+        self._kept = [] if update is None else [*self._kept, (state.averagings, update)]
+        most = _MOST_KEPT * sum(tensor.nbytes for tensor in state.tensors().values())
+        while sum(kept.nbytes for _, kept in self._kept) > most:
+            del self._kept[0]
         for donor in self._donors:
             if donor.part.index == 0:
                 assert update is not None, "somebody listens"
@@ -457,27 +459,9 @@ class Members:
                 return
             self._group.pending_after = now.number  # the next one connects while this member trains
 
-    def _kept_update(self, state: SharedState) -> StateMessage | None:
-        """Return the changes of the round that ended, and keep them for joiners that come again."""
-        if self._donors:
-            self._keep_rounds()
-        update = state.last_update() if self._has_joiners else None
-        if update is None:
-            self._kept.clear()
-            return None
-        self._kept.append((state.averagings, update))
-        most = _MOST_KEPT * sum(tensor.nbytes for tensor in state.tensors().values())
-        while sum(kept.nbytes for _, kept in self._kept) > most:
-            self._kept.popleft()
-        return update
-
-    def _keep_rounds(self) -> None:
-        self._keeps_until_s = time.monotonic() + _KEPT_TIMEOUTS * self._timeout_s
-
     def _donate(
         self, state: SharedState, number: int, joiner: str, has: int, remaining: Sequence[str]
     ) -> None:
-        self._keep_rounds()
         first = number % max(len(remaining), 1)
         donors = [*remaining[first:], *remaining[:first]][:MOST_DONORS]
         if self.id in donors:
@@ -490,11 +474,9 @@ class Members:
             where = self._transfer_context, number, joiner
             self._donors.append(Donor(*where, part, state.tensors(), [*since, counters], busy))
 
-    @property
-    def _has_joiners(self) -> bool:
-        if time.monotonic() < self._keeps_until_s:
-            return True
-        return any(donor.alive for donor in self._donors)
+    def _records(self, *, compressed: bool) -> bool:
+        """Return True if a round's messages are to be kept: somebody listens, or they are short."""
+        return (compressed and self.size > 1) or any(donor.alive for donor in self._donors)
 
 
 def _meet(membership: Membership, site: SingleRank) -> None:

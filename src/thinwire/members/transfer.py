@@ -253,13 +253,7 @@ class Download:
     """State of a round, from several donors at once, and the message of each round since."""
 
     def __init__(
-        self,
-        context: TransferContext,
-        number: int,
-        count: int,
-        tensors: _Tensors,
-        max_bytes: int,
-        earlier: "Download | None" = None,
+        self, context: TransferContext, number: int, count: int, tensors: _Tensors, max_bytes: int
     ) -> None:
         self._tensors, self._flat = tensors, flattened(tensors)
         self._recipients: list[Recipient | None] = [None] * count
@@ -275,18 +269,12 @@ class Download:
         self._since: tuple[float, int] | None = None
         names = "joining_bytes", "joining_total_bytes", "joining_bit_s", "joining_left_s"
         self.stats: dict[str, float] = dict.fromkeys(names, 0.0)
-        self._earlier_bytes = 0 if earlier is None else earlier.received_bytes
         """Bytes of the state received, and of all that differed here; rate; seconds left."""
         runs = [partial(self._run, context, number, Part(n, count, "")) for n in range(count)]
         name = "thinwire-recipient"
         self._threads = [threading.Thread(target=run, name=name, daemon=True) for run in runs]
         for thread in self._threads:
             thread.start()
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes received from all donors, rounds and those of an earlier attempt included."""
-        return self._earlier_bytes + sum(one.line.nbytes for one in self._recipients if one)
 
     @property
     def alive(self) -> bool:
@@ -311,13 +299,12 @@ class Download:
 
     def _receive(self, recipient: Recipient) -> bool:
         """Receive messages up to the counters of a state, or all; return True if these were all."""
-        goes_on = last = True
-        while goes_on and not self._closed:
+        while not self._closed:
             message = recipient.receive(self._max_bytes)
             self._arrived.put(message)
-            last = message.last
-            goes_on = not last and message.kind != "state"
-        return last
+            if message.last or message.kind == "state":
+                return message.last
+        return True
 
     def next(self, *, wait: bool) -> StateMessage | None:
         """Return the next message to apply; without `wait` None if the donor has no other one."""
@@ -360,11 +347,11 @@ class Download:
         wanted = [one.wanted_bytes for one in connected if one.wanted_bytes is not None]
         if len(wanted) < len(self._recipients):
             return
-        received, needed = self.received_bytes, connected[0].line.needed
+        received, needed = sum(one.line.nbytes for one in connected), connected[0].line.needed
         began_s, before = self._since = self._since or (now, received)
         rate = (received - before) / max(now - began_s, 1e-6)
         if len(self._states) < len(self._recipients):
-            total = self._earlier_bytes + sum(wanted)
+            total = sum(wanted)
             here = min(received, total)  # the first donor may send rounds already
             left_s = (total - here) / rate if rate else 0.0
             self._progress = self._progress or Progress("receiving the state of the run", total)
