@@ -197,6 +197,42 @@ def test_the_others_send_the_rest_of_a_lost_donor(ranks: Pool, tmp_path: Path, p
     assert rounds.items() <= survivor[2].items()
 
 
+def coming_back(rank: int, size: int, address: str, flag: str, path: str) -> Any:
+    """Bytes that a joiner received, of how many, and the digests after averagings."""
+    wait_for(flag if rank == 2 else "")
+    net, rounds, options = large(rank), dict[int, str](), {"start_members": 2, "timeout": TIMEOUT_S}
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    with tw.join(address, run="test", **options) as members:
+        sync = tw.local_sgd(net, optimizer, MOVING, members=members)
+        if rank == 2:
+            sync.load_state_dict(torch.load(path))
+        with sync:
+            end = MOST_STEPS
+            while sync.step < end:
+                net.weight.grad = torch.randn_like(net.weight)
+                optimizer.step()
+                time.sleep(0.05)
+                if sync.synced:
+                    rounds[sync.step] = digest(sync)
+                    if members.size == 3:
+                        end = min(end, sync.step + 8)
+                if rank == 0 and sync.step == 8:
+                    torch.save(sync.state_dict(), path)
+                    Path(flag).touch()
+            state = sum(t.nbytes for t in JoinerState(sync._averager, None).tensors().values())
+            return state, sync.stats()["joining_bytes"], rounds
+
+
+def test_a_joiner_with_the_state_of_an_averaging_receives_what_differs(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    found = met(ranks, coming_back, str(tmp_path / "go"), str(tmp_path / "state"), size=3)
+    state, received, rounds = found[2]
+    assert 0 < received < 0.2 * state
+    assert rounds
+    assert rounds.items() <= found[0][2].items()
+
+
 def flushing(rank: int, size: int, address: str, flag: str) -> Any:
     wait_for(flag if rank == 1 else "")
     net, config = layer_of(rank), tw.LocalSGD(6, begin_step=0, delay=3)

@@ -195,6 +195,8 @@ class LocalUpdates:
         self._when = Timetable(config, optimizer)
         self._skipped, self._looked = 0, False
         self._averager: Averager | None = None
+        self._start: Mapping[str, Any] | None = None
+        """State from which a joiner starts."""
         self._hooks: list[Any] = []
         self._entered_once = False
 
@@ -248,6 +250,8 @@ class LocalUpdates:
         if members is not None:
             members._step = lambda: self.step
             if members._joiner:
+                if self._start is not None:
+                    saving.load(self._start, averager)
                 joining_s = receive_state(averager, members)
         first = ranks.rank_and_size[0] == 0
         averager.pace = Pace(self._planned if first else None)
@@ -501,7 +505,8 @@ class LocalUpdates:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue bit for bit from a `state_dict` of the same rank; inside the block, on all
-        ranks. No communication.
+        ranks. No communication. Before the block it is for a joiner, which then starts from it
+        and receives what differs.
 
         Warns:
             UserWarning: It was saved by another rank and holds that rank's own parameters or
@@ -513,6 +518,9 @@ class LocalUpdates:
         """
         provenance = Provenance.read(state.get(PROVENANCE)) if isinstance(state, Mapping) else None
         state = without_provenance(state)
+        if self._members is not None and not self._entered_once:
+            self._start = state
+            return
         saving.load(state, self._open_averager())
         own = saving.own_checksum(state)
         if provenance is not None and (provenance.checksum or own):
