@@ -100,12 +100,8 @@ def train(rank: int, case: Case, namespace: int, place: Any, flag: str, answers:
             if rank == FOUNDERS:
                 watching.start()
             with sync:
-                if rank < FOUNDERS:  # all of the momentum changes in every round
-                    state = sync.state_dict()
-                    for tensor in state["outer_momentum"].values():
-                        tensor.copy_(net.weight.detach().mul(1e-6))
-                    sync.load_state_dict(state)
-                    del state
+                if rank < FOUNDERS:
+                    set_momentum(sync, 1e-6 * net.weight.detach())
                 found |= {"entered_s": time.monotonic() - begun_s, "stats": sync.stats()}
                 peaks["join"], last = peak_bytes(), None
                 while not members.left and (last is None or sync.step < last):
@@ -131,6 +127,14 @@ def train(rank: int, case: Case, namespace: int, place: Any, flag: str, answers:
     found |= {"rounds": rounds, "sizes": sizes, "seen": seen}
     found["grown"] = peaks.get("join", 0) - peaks.get("rounds", 0)
     answers.put(found)
+
+
+def set_momentum(sync: tw.LocalUpdates, value: torch.Tensor) -> None:
+    """Give all of the outer momentum a value, so that the whole state changes in every round."""
+    state = sync.state_dict()
+    for tensor in state["outer_momentum"].values():
+        tensor.copy_(value)
+    sync.load_state_dict(state)
 
 
 def watch(sync: tw.LocalUpdates, seen: list[dict[str, float]], begun_s: float) -> None:
@@ -190,7 +194,7 @@ def judged(case: Case, link: Link, found: list[Any]) -> dict[str, Any]:
         beside = together[LEAST_ROUNDS + 1 : -1]
         slower.append(statistics.mean(beside) / statistics.mean(alone) if beside else 1.0)
     copied = joiner.get("stats", {}).get("joining_bytes", 0.0)
-    moving = [one["seconds"] for one in joiner["seen"] if 0 < one["joining_left_s"]] or [0.0]
+    moving = [one["seconds"] for one in joiner["seen"] if one["joining_left_s"] > 0] or [0.0]
     start_s, end_s = moving[0], moving[-1]
     return {
         **{key: value for key, value in asdict(case).items() if key != "compression"},

@@ -439,7 +439,10 @@ class Members:
         for number, joiner, has in agreed.get("assign", []):
             with self._membership.shared.changed:
                 self._membership.shared.donor_assigned_s[number] = time.monotonic()
-            self._donate(state, number, joiner, has, remaining)
+            first = number % max(len(remaining), 1)
+            donors = [*remaining[first:], *remaining[:first]][:MOST_DONORS]
+            if self.id in donors:
+                self._donate(state, number, joiner, has, donors)
         for handoff in [one for one in self._incoming_handoffs if not one[0].alive]:
             self._incoming_handoffs.remove(handoff)
             try:
@@ -460,19 +463,14 @@ class Members:
             self._group.pending_after = now.number  # the next one connects while this member trains
 
     def _donate(
-        self, state: SharedState, number: int, joiner: str, has: int, remaining: Sequence[str]
+        self, state: SharedState, number: int, joiner: str, has: int, donors: Sequence[str]
     ) -> None:
-        first = number % max(len(remaining), 1)
-        donors = [*remaining[first:], *remaining[:first]][:MOST_DONORS]
-        if self.id in donors:
-            counters = state.counters()
-            part = Part(donors.index(self.id), len(donors), json.dumps(counters.plain))
-            busy = self._group.is_exchanging
-            since = [update for at, update in self._kept if at > has]
-            if len(since) != state.averagings - has:  # the rest would be of no use
-                since = []
-            where = self._transfer_context, number, joiner
-            self._donors.append(Donor(*where, part, state.tensors(), [*since, counters], busy))
+        counters, since = state.counters(), [update for at, update in self._kept if at > has]
+        if has == 0 or len(since) != state.averagings - has:  # they would be of no use
+            since = []
+        part = Part(donors.index(self.id), len(donors), json.dumps(counters.plain))
+        where = self._transfer_context, number, joiner, part, state.tensors()
+        self._donors.append(Donor(*where, [*since, counters], self._group.is_exchanging))
 
     def _records(self, *, compressed: bool) -> bool:
         """Return True if a round's messages are to be kept: somebody listens, or they are short."""

@@ -76,27 +76,17 @@ class TransferContext(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """Position of a donor's part of the state of a round."""
+    """Which of the parts of the state of a round a donor sends."""
 
     index: int
     count: int
     state: str
     """Counters of the round, as text, the same in all parts."""
 
-    def views(self, flat: _Tensors) -> list[Tensor]:
+    def blocks(self, flat: _Tensors) -> list[Tensor]:
         """Return the bytes of this part in blocks, as views of flat tensors."""
-        nbytes = sum(tensor.nbytes for tensor in flat.values())
-        limits = [nbytes * at // self.count for at in (self.index, self.index + 1)]
-        found: list[Tensor] = []
-        before = 0
-        for tensor in flat.values():
-            size = tensor.element_size()
-            ends = (-(-(limit - before) // size) for limit in limits)
-            start, end = (min(max(at, 0), len(tensor)) for at in ends)
-            if start < end:
-                found += torch.split(tensor[start:end].view(torch.uint8), _BLOCK_BYTES)
-            before += tensor.nbytes
-        return found
+        whole = (tensor.view(torch.uint8) for tensor in flat.values() if tensor.numel())
+        return [b for t in whole for b in torch.split(t, _BLOCK_BYTES)][self.index :: self.count]
 
 
 def flattened(tensors: _Tensors) -> dict[str, Tensor]:
@@ -122,7 +112,7 @@ class Donor:
         # `tensors` change later: this part of them is copied
         self.number, self.joiner, self.part = number, joiner, part
         self._context, self._busy = context, busy
-        self._copies = [view.to("cpu", copy=True) for view in part.views(flattened(tensors))]
+        self._copies = [one.to("cpu", copy=True) for one in part.blocks(flattened(tensors))]
         self._messages: deque[StateMessage | None] = deque(first)
         self._changed = threading.Condition()
         self._began_s, self._rounds, self._round_bytes, self._needed = time.monotonic(), 0, 0, 0.0
@@ -174,8 +164,9 @@ class Donor:
         copies = self._copies
         digests = [_digest(copy) for copy in copies]
         line.send(json.dumps({"state": self.part.state, "digests": digests}).encode())
-        while (missing := json.loads(line.receive(_MAX_PLAIN_BYTES))) is None:
-            pass  # rounds are repeated there
+        missing = None
+        while missing is None:  # as long as rounds are repeated there
+            missing = json.loads(line.receive(_MAX_PLAIN_BYTES))
         copies[:] = [copies[index] for index in missing][::-1]
         nbytes = sum(copy.nbytes for copy in copies)
         line.stream((copies.pop().numpy().data for _ in missing), nbytes, self._busy)
@@ -219,23 +210,18 @@ class Recipient:
         self.wanted_bytes: int | None = None
         """Bytes up to the end of the donor's part, once those that differ are known."""
 
-    def receive_state(
-        self, part: Part, flat: _Tensors, ready: Callable[[float], bool] = bool
-    ) -> str:
-        """Write the donor's part into flat tensors, where it differs once they are `ready`; return
-        its counters.
-        """
-        views = part.views(flat)
+    def receive_state(self, blocks: Sequence[Tensor], ready: Callable[[float], bool]) -> str:
+        """Write the donor's part where it differs, once all is `ready`; return its counters."""
         header = json.loads(self.line.receive(_MAX_PLAIN_BYTES))
         while not ready(self._beat_s):
             self.line.send(b"null")
         digests: Sequence[str] = header["digests"]
-        if len(digests) != len(views):
-            raise PayloadCorrupt(f"a member sends {len(digests)} blocks instead of {len(views)}")
-        missing = [at for at, view in enumerate(views) if digests[at] != _digest(view)]
-        self.wanted_bytes = self.line.nbytes + sum(views[at].nbytes for at in missing)
+        if len(digests) != len(blocks):
+            raise PayloadCorrupt(f"a member sends {len(digests)} blocks instead of {len(blocks)}")
+        missing = [at for at, block in enumerate(blocks) if digests[at] != _digest(block)]
+        self.wanted_bytes = self.line.nbytes + sum(blocks[at].nbytes for at in missing)
         self.line.send(json.dumps(missing).encode())
-        self.line.fill(views[at] for at in missing)
+        self.line.fill(blocks[at] for at in missing)
         return str(header["state"])
 
     def receive(self, max_bytes: int) -> StateMessage:
@@ -262,9 +248,7 @@ class Download:
         self._states: list[str] = []
         self._max_bytes, self._closed, self._at_state = max_bytes, False, False
         self._ready = threading.Event()
-        """Set where the tensors hold the averagings before the state, and are compared with it."""
-        if not tensors:
-            self._ready.set()
+        """Set once the tensors may be compared with the state: all rounds before are repeated."""
         self._progress: Progress | None = None
         self._since: tuple[float, int] | None = None
         names = "joining_bytes", "joining_total_bytes", "joining_bit_s", "joining_left_s"
@@ -289,7 +273,9 @@ class Download:
                 if self._closed:  # while it connected: the state may be copied anew by now
                     return
                 last = part.index > 0 or self._receive(recipient)
-                self._arrived.put(recipient.receive_state(part, self._flat, self._ready.wait))
+                self._arrived.put(
+                    recipient.receive_state(part.blocks(self._flat), self._ready.wait)
+                )
                 if not last:
                     self._receive(recipient)
             finally:
