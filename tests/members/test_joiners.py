@@ -13,7 +13,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 import thinwire as tw
-from tests.api import Download, JoinerState, StateMessage, next_identity
+from tests.api import Channel, Download, JoinerState, StateMessage, next_identity
 from tests.members.places import TOKEN, meeting_place, met
 from tests.members.test_transfer import both_ends
 from tests.members.training import (
@@ -155,9 +155,13 @@ def losing_a_donor(rank: int, size: int, address: str, flag: str, victim: int) -
     """The state in bytes, what a joiner received, and the digests after averagings."""
     wait_for(flag if rank == 3 else "")
     net, rounds = large(rank), dict[int, str]()
-    fault = {"rank": victim, "phase": "giving", "at": 9}
+    fault = {"rank": victim, "phase": "giving", "at": 30}
     options = {"start_members": 3}
-    received, close = 0, Download.close
+    received, close, send = 0, Download.close, Channel.send
+
+    def slow(channel: Channel, content: Any, then_bytes: int = 0) -> None:
+        time.sleep(len(content) / 5e5)
+        send(channel, content, then_bytes)
 
     def counted(download: Download) -> None:
         nonlocal received
@@ -165,8 +169,9 @@ def losing_a_donor(rank: int, size: int, address: str, flag: str, victim: int) -
         received += sum(one.line.nbytes for one in download._recipients if one)
 
     with (
+        patch.multiple(Channel, send=slow),
+        patch.multiple(Download, close=counted),
         faulty(rank, fault),
-        patch.object(Download, "close", counted),
         in_run(address, net, MOVING, **options) as (members, sync, optimizer),
     ):
         end = MOST_STEPS
@@ -186,6 +191,7 @@ def losing_a_donor(rank: int, size: int, address: str, flag: str, victim: int) -
         return state, received, rounds
 
 
+@pytest.mark.slow
 @pytest.mark.fault("a donor dies while it sends")
 @pytest.mark.parametrize("part", [0, 1])
 def test_the_others_send_the_rest_of_a_lost_donor(ranks: Pool, tmp_path: Path, part: int) -> None:

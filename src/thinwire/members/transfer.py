@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import safetensors.torch
@@ -85,8 +86,10 @@ class Part:
 
     def blocks(self, flat: _Tensors) -> list[Tensor]:
         """Return the bytes of this part in blocks, as views of flat tensors."""
+        # an anchor and its momentum together: one without the other cannot be brought up to date
         whole = (tensor.view(torch.uint8) for tensor in flat.values() if tensor.numel())
-        return [b for t in whole for b in torch.split(t, _BLOCK_BYTES)][self.index :: self.count]
+        found = [row for t in whole for row in enumerate(torch.split(t, _BLOCK_BYTES))]
+        return [b for at, b in sorted(found, key=itemgetter(0)) if at % self.count == self.index]
 
 
 def flattened(tensors: _Tensors) -> dict[str, Tensor]:
@@ -151,10 +154,7 @@ class Donor:
                 context.kv.put(f"donor/{self.number}", part.count)
             line = self._line = context.line(self.number, part.index, lambda: self._needed)
             try:
-                ended = part.index > 0 or self._send_messages(line)
-                self._send_state(line)
-                if not ended:
-                    self._send_messages(line)
+                (self._send_messages if part.index == 0 else self._send_state)(line)
             finally:
                 line.close()
         except (ThinwireError, RuntimeError) as error:
@@ -171,18 +171,20 @@ class Donor:
         nbytes = sum(copy.nbytes for copy in copies)
         line.stream((copies.pop().numpy().data for _ in missing), nbytes, self._busy)
 
-    def _send_messages(self, line: Line) -> bool:
-        """Send messages up to the counters of a state, or all; return True if these were all."""
-        idle, ended, message = True, False, None
+    def _send_messages(self, line: Line) -> None:
+        idle, ended = True, False
         while not ended:
-            batch: list[StateMessage] = []
+            batch, at_state = list[StateMessage](), False
             with self._changed:
                 if not self._messages and idle:
                     self._changed.wait(self._context.timeout_s / _BEATS_PER_TIMEOUT)
-                while self._messages and not ended and sum(m.nbytes for m in batch) < _BATCH_BYTES:
+                while self._messages and sum(m.nbytes for m in batch) < _BATCH_BYTES:
                     message = self._messages.popleft()
                     batch += [] if message is None else [message]
-                    ended = message is None or message.last or message.kind == "state"
+                    ended = message is None or message.last
+                    at_state = message is not None and message.kind == "state"
+                    if ended or at_state:
+                        break
             idle = not batch and not ended
             if idle:  # also said where there is none for long: a round may exceed the time-out
                 batch = [StateMessage(_ALIVE, {}, {})]
@@ -193,7 +195,8 @@ class Donor:
                 for content in (plain, safetensors.torch.save(tensors)):
                     contents += [LENGTH.pack(len(content)), content]
             line.stream(map(memoryview, contents), sum(map(len, contents)), self._busy)
-        return message is None or message.last
+            if at_state:
+                self._send_state(line)
 
 
 def _digest(view: Tensor) -> str:
@@ -270,27 +273,20 @@ class Download:
             recipient = Recipient(context.cloned(), number, part.index)
             self._recipients[part.index] = recipient
             try:
-                if self._closed:  # while it connected: the state may be copied anew by now
-                    return
-                last = part.index > 0 or self._receive(recipient)
-                self._arrived.put(
-                    recipient.receive_state(part.blocks(self._flat), self._ready.wait)
-                )
-                if not last:
-                    self._receive(recipient)
+                take = partial(recipient.receive_state, part.blocks(self._flat), self._ready.wait)
+                last = part.index > 0
+                if last and not self._closed:  # while it connected: another may copy the state now
+                    self._arrived.put(take())
+                while not (last or self._closed):
+                    message = recipient.receive(self._max_bytes)
+                    self._arrived.put(message)
+                    last = message.last
+                    if message.kind == "state":
+                        self._arrived.put(take())
             finally:
                 recipient.line.close()
         except (ThinwireError, RuntimeError) as error:
             self._arrived.put(error)
-
-    def _receive(self, recipient: Recipient) -> bool:
-        """Receive messages up to the counters of a state, or all; return True if these were all."""
-        while not self._closed:
-            message = recipient.receive(self._max_bytes)
-            self._arrived.put(message)
-            if message.last or message.kind == "state":
-                return message.last
-        return True
 
     def next(self, *, wait: bool) -> StateMessage | None:
         """Return the next message to apply; without `wait` None if the donor has no other one."""
