@@ -169,7 +169,9 @@ class LocalUpdates:
         self._digest_every = check.integer("digest_every", digest_every, at_least=0)
         check.instance("config", config, (LocalSGD, AdaptiveLocalSGD))
         if members is not None:
-            _require_alone(members, mesh, process_group, timeout, config.node_size)
+            node_size = None if config.node_size == 1 else config.node_size
+            given = {"process_group": process_group, "timeout": timeout, "node_size": node_size}
+            _require_alone(members, mesh, **given)
         self._ranks = Ranks(
             process_group, timeout=timeout, mesh=mesh, members=members, node_size=config.node_size
         )
@@ -196,7 +198,6 @@ class LocalUpdates:
         self._skipped, self._looked = 0, False
         self._averager: Averager | None = None
         self._start: Mapping[str, Any] | None = None
-        """State from which a joiner starts."""
         self._hooks: list[Any] = []
         self._entered_once = False
 
@@ -249,9 +250,9 @@ class LocalUpdates:
         joining_s = 0.0
         if members is not None:
             members._step = lambda: self.step
+            if self._start is not None:
+                saving.load(self._start, averager)
             if members._joiner:
-                if self._start is not None:
-                    saving.load(self._start, averager)
                 joining_s = receive_state(averager, members)
         first = ranks.rank_and_size[0] == 0
         averager.pace = Pace(self._planned if first else None)
@@ -505,8 +506,7 @@ class LocalUpdates:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue bit for bit from a `state_dict` of the same rank; inside the block, on all
-        ranks. No communication. Before the block it is for a joiner, which then starts from it
-        and receives what differs.
+        ranks. No communication. With members also before it: a joiner then receives what differs.
 
         Warns:
             UserWarning: It was saved by another rank and holds that rank's own parameters or
@@ -588,25 +588,14 @@ def _compare(
         raise RuntimeError(problem)
 
 
-def _require_alone(
-    members: object,
-    mesh: DeviceMesh | None,
-    process_group: object,
-    timeout: object,
-    node_size: int | None,
-) -> None:
+def _require_alone(members: object, mesh: DeviceMesh | None, **given: object) -> None:
     """Raise if arguments that choose the ranks are given beside members."""
     check.instance("members", members, Members)
     assert isinstance(members, Members)
-    for name, value in {"process_group": process_group, "timeout": timeout}.items():
+    for name, value in given.items():
         if value is not None:
             raise ValueError(
-                f"{name} and members were both given: members form their own group and use the "
-                f"time-out passed to join; omit {name}"
+                f"{name} and members were both given: members form their own group, in which each "
+                f"counts on its own, and use the time-out passed to join; omit {name}"
             )
-    if node_size not in (None, 1):
-        raise ValueError(
-            f"node_size={node_size} and members were both given: members join and leave "
-            "individually, so each counts on its own; omit node_size"
-        )
     members._require_mesh(mesh)

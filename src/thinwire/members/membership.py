@@ -115,9 +115,7 @@ class Shared:
             _log.info("could not announce at the meeting place that this member leaves: %s", error)
 
     def say_hello(self, kv: KeyValueView, first_generation: int | None = None, has: int = 0) -> int:
-        """Ask for admission, with the state of averaging `has`, or to found `first_generation`;
-        return the number of the request.
-        """
+        """Ask for admission, or to found `first_generation`; return the number of the request."""
         number = max(self.next_own_hello, kv.get_verified(_HELLOS) or 0)
         while True:
             key = f"hello/{number}"
@@ -255,8 +253,8 @@ class Membership:
         shared = self.shared
         with shared.changed:
             found = [shared.hellos[n]["id"] for n in sorted(shared.ready) if n in shared.hellos]
-            found = [member for member in found if member not in shared.past_members]
-        return [member for member in dict.fromkeys(found) if shared.is_alive(member)]
+        found = [member for member in dict.fromkeys(found) if member not in shared.past_members]
+        return [member for member in found if shared.is_alive(member)]
 
     def close(self) -> None:
         """End the thread. May be called twice."""

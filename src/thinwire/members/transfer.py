@@ -98,9 +98,7 @@ def flattened(tensors: _Tensors) -> dict[str, Tensor]:
 
 
 class Donor:
-    """Thread that sends to one recipient, in order: rounds up to a state and its counters, a part
-    of that state, and the rounds since.
-    """
+    """Thread that sends one recipient rounds up to a state, a part of it, and rounds since."""
 
     def __init__(
         self,
@@ -164,9 +162,8 @@ class Donor:
         copies = self._copies
         digests = [_digest(copy) for copy in copies]
         line.send(json.dumps({"state": self.part.state, "digests": digests}).encode())
-        missing = None
-        while missing is None:  # as long as rounds are repeated there
-            missing = json.loads(line.receive(_MAX_PLAIN_BYTES))
+        while (missing := json.loads(line.receive(_MAX_PLAIN_BYTES))) is None:
+            continue  # rounds are repeated there
         copies[:] = [copies[index] for index in missing][::-1]
         nbytes = sum(copy.nbytes for copy in copies)
         line.stream((copies.pop().numpy().data for _ in missing), nbytes, self._busy)
