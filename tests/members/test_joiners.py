@@ -112,7 +112,7 @@ def one_after_the_other(rank: int, size: int, address: str, config: Any, flag: s
     wait_for(flag if rank == 1 else "")
     rounds: dict[int, str] = {}
     with tw.join(address, run="test", timeout=TIMEOUT_S) as members:
-        before = members.rank, members.size
+        before = members.rank, members.size, members.step, 7 % members.size
         net = layer_of(rank)
         optimizer = torch.optim.SGD(net.parameters(), 0.01)
         with tw.local_sgd(net, optimizer, config, members=members) as sync:
@@ -136,7 +136,7 @@ def test_one_member_alone_takes_another_in(ranks: Pool, tmp_path: Path, config: 
     (first, rounds, _), (joiner, later, stats) = met(
         ranks, one_after_the_other, config, str(tmp_path / "go"), size=2
     )
-    assert (first, joiner) == ((0, 1), (-1, 1))
+    assert (first, joiner) == ((0, 1, 0, 0), (-1, 1, 0, 0))
     assert later
     assert later.items() <= rounds.items()
     assert 0 < stats["joining_total_bytes"] <= stats["joining_bytes"]
@@ -229,7 +229,7 @@ def coming_back(rank: int, size: int, address: str, flag: str, path: str) -> Any
             return state, sync.stats()["joining_bytes"], rounds
 
 
-def test_a_joiner_with_the_state_of_an_averaging_receives_what_differs(
+def test_a_joiner_with_an_earlier_state_receives_the_difference(
     ranks: Pool, tmp_path: Path
 ) -> None:
     found = met(ranks, coming_back, str(tmp_path / "go"), str(tmp_path / "state"), size=3)

@@ -216,16 +216,16 @@ class Members:
         self._leaving = True
 
     def _hand_over(
-        self, state: SharedState, leaving_id: str, heir: str, now: Generation, factor: float
+        self, state: SharedState, leaving_id: str, successor: str, now: Generation, factor: float
     ) -> None:
         number = (1 << 40) + (now.number << 20) + now.ids.index(leaving_id)  # joiners count from 0
-        if heir == self.id:
+        if successor == self.id:
             download = Download(self._transfer_context, number, 1, {}, state.max_bytes)
             self._incoming_handoffs.append((download, factor))
         if leaving_id == self.id:
             own = state.own_state() or StateMessage("own", {}, {})
             own = replace(own, plain={"of": self.id}, last=True)
-            where = self._transfer_context, number, heir, Part(0, 1, "")
+            where = self._transfer_context, number, successor, Part(0, 1, "")
             self._outgoing_handoff = Donor(*where, {}, [own])
 
     def close(self) -> None:
