@@ -159,6 +159,20 @@ def test_joiner_that_never_catches_up_is_given_both_rates(monkeypatch: pytest.Mo
     download.close()
 
 
+def test_joiner_is_not_judged_by_rounds_that_have_become_rare(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    download, _ = copied(["round 7"], rounds=12)
+    while download.next(wait=False) is not None:
+        pass
+    monkeypatch.setattr(transfer, "_JUDGED_S", 0.2)
+    (first,) = download._recipients
+    assert first is not None
+    first.idle = False  # until the donor says again that there is none
+    assert download.next(wait=False) is None
+    download.close()
+
+
 def taken(
     monkeypatch: pytest.MonkeyPatch, change: Any, *, key: bytes = b"k" * 32, number: int = 4
 ) -> list[StateMessage]:

@@ -38,8 +38,7 @@ from thinwire.members.transfer import (
     TransferContext,
 )
 
-_TIMEOUT_S = 60.0
-_POLL_S, _NEWS_S = 0.1, 10.0
+_TIMEOUT_S, _POLL_S, _NEWS_S = 60.0, 0.1, 10.0
 _MOST_KEPT = 0.1
 _LEAVE_S = 2.0
 """Longest time in seconds for the announcement of a member that leaves."""

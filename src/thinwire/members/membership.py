@@ -17,8 +17,7 @@ from thinwire.errors import Evicted, PayloadCorrupt, PeerStalled, QuorumLost, Th
 from thinwire.members.generation import Decision, Generation, next_decision, packed
 from thinwire.members.kv import KeyValueView, no_answer_message
 
-_POLL_S = 0.2
-_STEP_S = 0.02
+_POLL_S, _STEP_S = 0.2, 0.02
 _ANNOUNCE_S = 2.0
 """Time for members to announce themselves after a break; each does so within `_POLL_S`."""
 _ALIVE_S = 3.0

@@ -150,7 +150,9 @@ class Donor:
             context, part = self._context.cloned(), self.part
             if part.index == 0:
                 context.kv.put(f"donor/{self.number}", part.count)
-            line = self._line = context.line(self.number, part.index, lambda: self._needed)
+            line = self._line = context.line(
+                self.number, part.index, lambda: self._needed if self._messages else 0.0
+            )
             try:
                 (self._send_messages if part.index == 0 else self._send_state)(line)
             finally:
