@@ -12,6 +12,7 @@ send more than the line carries: the joiner ends with the error that is printed.
 """
 
 import contextlib
+import importlib
 import json
 import multiprocessing as mp
 import os
@@ -27,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # its import belongs to no join
 
 import thinwire as tw
 from benchmarks.common import markdown, parser_for, save, surroundings
@@ -221,6 +221,8 @@ def main() -> int:
     parser = parser_for(__doc__)
     parser.add_argument("--case", type=int, nargs="+")
     given = parser.parse_args()
+    importlib.import_module("torch._dynamo")  # its import belongs to no join
+
     reason = why_unavailable()
     if reason is not None:
         parser.error(f"the lines cannot be emulated here: network namespaces {reason}")
