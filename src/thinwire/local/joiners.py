@@ -124,8 +124,7 @@ class JoinerState:
             for kind in self._own_kinds()
             for name, tensor in kept[kind].items()
         }
-        some = any(bool(tensor.any()) for tensor in found.values())
-        return StateMessage("own", {}, found) if some else None
+        return StateMessage("own", {}, found) if any(map(torch.any, found.values())) else None
 
     @torch.no_grad()
     def add_handoff(self, given: StateMessage, factor: float) -> None:
@@ -146,7 +145,6 @@ class JoinerState:
         with self._group.as_if(about["rank"], about["size"]):
             targets = {**tensors.buffers(), **self._state_targets(about["extras"])}
             targets |= tensors.parameters()
-            # what this rank would have sent was sent by nobody
             own = {name: tensors.params[name] for name in about["moved"]}
             pending = PendingAveraging(
                 about["step"],
@@ -156,6 +154,7 @@ class JoinerState:
                 about["delayed"],
                 share=about["share"],
             )
+            pending.moved.unsent = True
             averaging.replay(pending, received)
             averaging.commit_(pending, targets)
             if not tensors.parameters().keys().isdisjoint(about["extras"]):
