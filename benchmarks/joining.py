@@ -261,7 +261,9 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
                 f"{one['ratio']:.2f}",
                 f"{one['start_s']:.0f}, {one['copy_s']:.0f}, {one['repeat_s']:.0f} s",
                 f"{1e-6 * one['rate_bit_s']:.2f} Mbit/s",
-                f"{100 * (one['rounds_slower'] - 1):+.0f} %",
+                f"{100 * (one['rounds_slower'] - 1):.0f} % slower"
+                if one["rounds_slower"] > 1.005
+                else "not slower",
                 f"{one['sender_states']:+.1f} states",
                 f"{one['joiner_states']:+.1f} states",
             ]
