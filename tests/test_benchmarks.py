@@ -2,12 +2,13 @@
 repository."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import report
+from benchmarks import joining, report
 from benchmarks.__main__ import SUITE
 from benchmarks.limits import LIMITS
 from tests.processes import ran
@@ -64,3 +65,12 @@ def test_quick_figures_do_not_overwrite_full_ones() -> None:
     done = ran([*BENCHMARKS, "--quick"], cwd=ROOT)
     assert done.returncode == 2
     assert "name another --folder" in done.stderr
+
+
+def test_page_tells_the_joins_that_were_measured() -> None:
+    page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    rows = json.loads((report.RESULTS / "joining.json").read_text())["rows"]
+    assert "\n".join(joining.table(rows)) in page
+    (slow,) = (row for row in rows if row["error"])
+    for rate in re.findall(r"[\d.]+ Mbit/s", slow["error"]):
+        assert rate in page

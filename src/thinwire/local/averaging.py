@@ -76,13 +76,15 @@ class Changes(Computed):
         """The parameters, or copies of them."""
         self.compressed = compressed
         """Parameters whose change is compressed; all others are sent densely."""
-        self.weight = 1.0
-        """Weight of new work."""
+        self.weight, self.unsent = 1.0, False
+        """Weight of new work; True on a joiner, whose residuals do not count."""
         self.node_means: Mapping[str, Tensor] = {}
         """Means over a node, which are sent instead."""
 
     def __getitem__(self, name: str) -> Tensor:
         anchor = self._anchors[name]
+        if self.unsent and name in self._errors:
+            return self._errors[name]
         return self.part(name, 0, anchor.numel()).view_as(anchor)
 
     def spans(self, name: str, numel: int | None = None) -> list[tuple[int, int]]:
