@@ -185,7 +185,7 @@ class LocalModel:
         copies = self.weight_copies()
         make_models_equal_(params, self.buffers() | self.other_buffers(), group)
         for name, copy in copies.items():
-            if not _is_copy(copy, self.params[name]):
+            if not _is_copy(copy, self.params[name].detach()):
                 copy.copy_(self.params[name].detach())
         self.made_common()
 
@@ -199,45 +199,37 @@ class LocalModel:
         return None
 
 
-def _is_copy(tensor: Any, param: Tensor) -> bool:
-    """Return True if another tensor holds the parameter's values, before rounding."""
-    if not isinstance(tensor, Tensor) or tensor.shape != param.shape or tensor is param:
+def _is_copy(theirs: Tensor, ours: Tensor) -> bool:
+    """Return True if another tensor holds a parameter's values, before rounding."""
+    if theirs.shape != ours.shape or theirs.data_ptr() == ours.data_ptr():
         return False
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return False
-    ours, theirs = shard_of(param).detach(), shard_of(tensor).detach()
     # most others differ in the first row
     rows = (slice(1), slice(None)) if ours.dim() else ((),)
-    same = all(torch.equal(theirs[row].to(ours), ours[row]) for row in rows)
-    return same and ours.data_ptr() != theirs.data_ptr()
+    real = theirs.is_floating_point() or theirs.is_complex()
+    return real and all(torch.equal(theirs[row].to(ours), ours[row]) for row in rows)
 
 
-def _copied(params: Sequence[Tensor], value: Any) -> list[tuple[Tensor, Tensor]]:
-    """Return the parameters that tensors copy, with the copies; [] if a tensor copies none."""
+def _copied(params: Iterable[Tensor], value: Any) -> list[tuple[Tensor, Tensor]]:
+    """Return parameters with their copies, in this order, one tensor for each or flat and perhaps
+    with zeros after them; [] if a tensor holds others.
+    """
     left, pairs = list(params), list[tuple[Tensor, Tensor]]()
     for tensor in _tensors_in(value):
-        first = next((at for at in range(len(left)) if _parts(tensor, left[at:])), None)
-        if first is None:
+        theirs, at = shard_of(tensor).detach(), 0
+        while left and at < theirs.numel():
+            ours = shard_of(left[0]).detach()
+            end = at + ours.numel()
+            flat = theirs.dim() == 1 and end <= theirs.numel()
+            part = theirs[at:end].view_as(ours) if flat else theirs
+            if _is_copy(part, ours):
+                pairs.append((left[0], part))
+                at = end
+            elif at:
+                break
+            del left[0]
+        if not at or theirs.flatten()[at:].any():
             return []
-        parts = _parts(tensor, left[first:])
-        pairs += zip(left[first:], parts, strict=False)
-        del left[first : first + len(parts)]
     return pairs
-
-
-def _parts(tensor: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-    """Return parts of a tensor that copy the first of these parameters; [] if it has others."""
-    if tensor.shape == params[0].shape or tensor.dim() != 1:
-        return [shard_of(tensor).detach()] if _is_copy(tensor, params[0]) else []
-    flat, parts, at = shard_of(tensor).detach(), list[Tensor](), 0
-    for shard in (shard_of(param).detach() for param in params):
-        part = flat[at : at + shard.numel()]
-        if part.numel() < shard.numel() or not _is_copy(part.view_as(shard), shard):
-            break
-        parts.append(part.view_as(shard))
-        at += shard.numel()
-    # zeros may fill a flat one up
-    return [] if flat[at:].any() else parts
 
 
 def _tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
