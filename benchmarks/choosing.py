@@ -351,8 +351,7 @@ def filled(page: str, lines: Sequence[Mapping[str, Any]]) -> str:
         elif kind == "track":
             text = track(lines, float(words[0]))
         elif kind == "large":
-            which, dtype, *sizes = words
-            text = large.TABLES[which](dtype, sizes)
+            text = large.tables()
         elif kind == "lag":
             size, workers, steps = words
             text = lag.table(json_lines(lag.RESULTS), size, int(workers), int(steps))

@@ -42,8 +42,9 @@ RESULTS = Path(__file__).parent / "results" / "large.jsonl"
 RANKS, ROWS, LENGTH, TIMES, LARGEST = 2, 2, 8, 2, "350M"
 SELDOM = 1000
 """Steps between averagings: those that are measured are asked for by `flush`."""
-PEAKS = ("step", "averaging", "save", "load")
-TIMED = ("save", "load", "join")
+PEAKS = ("step", "averaging")
+TIMED = ("start", "step", "save", "load", "join")
+FLAGSHIP = "muon-local"
 Optimizer = torch.optim.Optimizer
 
 
@@ -199,10 +200,8 @@ def measured(cell: Cell, folder: str) -> dict[str, Any]:
     costs.of("start", trained.start)
     if averages:
         costs.of("first averaging", trained.engine.flush)  # it makes what stays
-    rest, params = (
-        settled_bytes() - costs.before,
-        sum(p.numel() for p in trained.model.parameters()),
-    )
+    rest = settled_bytes() - costs.before
+    params = sum(p.numel() for p in trained.model.parameters())
     for _ in range(TIMES if cell.size != LARGEST else 1):
         costs.of("step", trained.step)
         if averages:
@@ -210,6 +209,7 @@ def measured(cell: Cell, folder: str) -> dict[str, Any]:
     costs.of("save", partial(trained.save, folder))
     if trained.engine is not None:
         trained.engine.close()
+    if cell.method == FLAGSHIP:
         trained = Trained(cell)
         trained.prepare()
         costs.of("load", partial(trained.engine.load, f"{folder}/checkpoint"))
@@ -256,7 +256,7 @@ def of_join(cell: Cell) -> dict[str, Any]:
         config = tw.LocalSGD(1, begin_step=0, compression=tw.Quantized(1))
         return model, METHODS[cell.method].make(model), config
 
-    plan = joining.Plan(made, founders=1, rounds=2, after=2, timeout_s=900.0)
+    plan = joining.Plan(made, founders=1, rounds=1, after=1, timeout_s=900.0)
     first, joiner = joining.joined(plan, "127.0.0.1:0", [-1] * 3)
     if error := first.get("error") or joiner.get("error"):
         raise RuntimeError(f"{cell}: {error}")
@@ -277,8 +277,7 @@ def line_of(cell: Cell) -> dict[str, Any]:
     return {**found, **surroundings(TIMES)}
 
 
-COMPUTED = {"1 billion": 1e9, "7 billion": 7e9}
-FLAGSHIP = "muon-local"
+COMPUTED = (1e9, 7e9)
 
 
 def lines_of(kind: str, dtype: str, sizes: Sequence[str]) -> list[dict[str, Any]]:
@@ -293,15 +292,19 @@ def method_of(line: Mapping[str, Any]) -> Method:
 
 
 def exchange_of(line: Mapping[str, Any]) -> Sequence[float]:
-    """Return seconds and processor seconds of an averaging, or of what a step has in addition."""
+    """Return seconds and processor seconds of an averaging; of an exchange processor seconds."""
     if "averaging" in line:
-        found: Sequence[float] = line["averaging"]
+        found: Sequence[float] = line["averaging"][:2]
         return found
-    return [max(0.0, a - b) for a, b in zip(line["step"][:2], line["alone"][:2], strict=True)]
+    return [max(0.0, line["step"][1] - line["alone"][1])]
 
 
 def pair(seconds: Sequence[float] | None) -> str:
-    return "" if seconds is None else f"{seconds[0]:.1f} ({seconds[1]:.1f})"
+    """Show seconds with processor seconds in brackets, or these alone."""
+    if seconds is None:
+        return ""
+    *before, processor_s = seconds[:2]
+    return " ".join([*(f"{s:.1f}" for s in before), f"({processor_s:.1f})"])
 
 
 def memory_table(dtype: str, sizes: Sequence[str]) -> list[str]:
@@ -314,7 +317,7 @@ def memory_table(dtype: str, sizes: Sequence[str]) -> list[str]:
         method = method_of(line)
         seconds = pair(exchange_of(line))
         rows.append([size + method.title, *bytes_each, method.on_host or "", seconds])
-    titles = [f"{', '.join(sizes)} {dtype}", "at rest", *PEAKS, "host", "averaging or exchange, s"]
+    titles = [f"{', '.join(sizes)} {dtype}", "at rest", *PEAKS, "host", "averaging, s"]
     return markdown(titles, rows)
 
 
@@ -329,28 +332,44 @@ def time_table(dtype: str, sizes: Sequence[str]) -> list[str]:
             if line["cell"]["method"] == FLAGSHIP
             for name, figures in line.items()
         }
-        shown = [pair(found.get(name)) for name in ("start", "step", "averaging", *TIMED)]
-        rows.append([f"{size} {dtype}", *shown, f"{found['saved'] / RANKS / 1e9:.1f}"])
-    titles = ["`muon-local`, s", "start", "step", "averaging", *TIMED, "GB of a save on each rank"]
+        shown = [pair(found.get(name)) for name in TIMED]
+        rows.append([f"{size} {dtype}", *shown, f"{found.get('saved', 0) / RANKS / 1e9:.1f}"])
+    titles = ["seconds", *TIMED, "GB a rank"]
     return markdown(titles, rows)
 
 
 def computed_table(dtype: str, sizes: Sequence[str]) -> list[str]:
     """Return what the figures of a size are for more parameters, in proportion."""
     rows = []
-    for title, params in COMPUTED.items():
-        for line in lines_of("method", dtype, sizes):
-            method, factor = method_of(line), params / line["params"]
-            peak = line.get("averaging", line["step"])[2]
-            gigabytes = [line["rest"] * factor, peak * factor, method.on_host * params]
-            seconds = [exchange_of(line)[1], line["save"][1], line.get("load", [0, 0])[1]]
-            shown = [n / 1e9 for n in gigabytes] + [s * factor for s in seconds]
-            rows.append([f"{title}, {method.title}", *(f"{n:,.0f}" if n else "" for n in shown)])
-    titles = [f"computed, {dtype}", "GB at rest", "in an averaging", "on the host"]
-    return markdown([*titles, "processor s of an averaging", "save", "load"], rows)
+    for line in lines_of("method", dtype, sizes):
+        peak = max(line[kind][2] for kind in PEAKS if kind in line)
+        each = [line["rest"] / 1e9, peak / 1e9, exchange_of(line)[-1], line["save"][1]]
+        each = [method_of(line).on_host * line["params"] / 1e9, *each]
+        host, *rest = (
+            ", ".join(f"{n * params / line['params']:,.0f}" for params in COMPUTED) for n in each
+        )
+        rows.append([method_of(line).title, *rest, host if each[0] else ""])
+    titles = [f"computed from {', '.join(sizes)}: 1 billion, 7 billion", "GB at rest", "peak"]
+    return markdown([*titles, "averaging, processor s", "save", "GB on the host"], rows)
 
 
-TABLES = {"memory": memory_table, "time": time_table, "computed": computed_table}
+def saves() -> str:
+    """Tell what a save that waits adds at most."""
+    lines = [line for line in json_lines(RESULTS) if line["cell"]["kind"] == "method"]
+    more = max((line["save"][2] - line["rest"]) / line["params"] for line in lines)
+    return f"A save that waits adds {more:.1f} bytes at most. Of `muon-local`:"
+
+
+def tables() -> list[str]:
+    """Return the tables of docs/choosing.md: what is measured, then what is computed."""
+    shown = [
+        memory_table("float32", ["124M"]),
+        memory_table("bfloat16", ["350M"]),
+        [saves()],
+        time_table("bfloat16", ["124M", "350M"]),
+        computed_table("bfloat16", ["350M"]),
+    ]
+    return [line for one in shown for line in ["", *one]][1:]
 
 
 def main() -> None:
