@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +44,7 @@ SELDOM = 1000
 PEAKS = ("step", "averaging")
 TIMED = ("start", "step", "save", "load", "join")
 FLAGSHIP = "muon-local"
+COMPUTED = (1e9, 7e9)
 Optimizer = torch.optim.Optimizer
 
 
@@ -277,13 +277,10 @@ def line_of(cell: Cell) -> dict[str, Any]:
     return {**found, **surroundings(TIMES)}
 
 
-COMPUTED = (1e9, 7e9)
-
-
-def lines_of(kind: str, dtype: str, sizes: Sequence[str]) -> list[dict[str, Any]]:
-    """Return what was measured of these sizes, in the order of `METHODS`."""
+def lines_of(kind: str, size: str, dtype: str) -> list[dict[str, Any]]:
+    """Return what was measured, in the order of `METHODS`."""
     lines = {Cell(**line["cell"]): line for line in json_lines(RESULTS)}
-    cells = [Cell(kind, name, size, dtype) for size in sizes for name in METHODS]
+    cells = [Cell(kind, name, size, dtype) for name in METHODS]
     return [lines[cell] for cell in cells if cell in lines]
 
 
@@ -307,67 +304,61 @@ def pair(seconds: Sequence[float] | None) -> str:
     return " ".join([*(f"{s:.1f}" for s in before), f"({processor_s:.1f})"])
 
 
-def memory_table(dtype: str, sizes: Sequence[str]) -> list[str]:
+def memory_table(size: str, dtype: str) -> list[str]:
     """Return bytes a parameter, and the seconds of an averaging or exchange."""
     rows = []
-    for line in lines_of("method", dtype, sizes):
+    for line in lines_of("method", size, dtype):
         found = [line["rest"], *(line[kind][2] if kind in line else None for kind in PEAKS)]
         bytes_each = ["" if n is None else f"{n / line['params']:.1f}" for n in found]
-        size = f"{line['cell']['size']}, " if len(sizes) > 1 else ""
         method = method_of(line)
-        seconds = pair(exchange_of(line))
-        rows.append([size + method.title, *bytes_each, method.on_host or "", seconds])
-    titles = [f"{', '.join(sizes)} {dtype}", "at rest", *PEAKS, "host", "averaging, s"]
+        rows.append([method.title, *bytes_each, method.on_host or "", pair(exchange_of(line))])
+    titles = [f"{size} {dtype}", "at rest", *PEAKS, "host", "averaging, exchange, s"]
     return markdown(titles, rows)
 
 
-def time_table(dtype: str, sizes: Sequence[str]) -> list[str]:
+def time_table(sizes: Sequence[str], dtype: str) -> list[str]:
     """Return seconds and processor seconds of `muon-local`, and what a save has on the disk."""
     rows = []
     for size in sizes:
-        kinds = [lines_of(kind, dtype, [size]) for kind in ("method", "join")]
-        found = {
-            name: figures
-            for line in chain(*kinds)
-            if line["cell"]["method"] == FLAGSHIP
-            for name, figures in line.items()
-        }
+        lines = lines_of("method", size, dtype) + lines_of("join", size, dtype)
+        found: dict[str, Any] = {}
+        for line in lines:
+            found |= line if line["cell"]["method"] == FLAGSHIP else {}
         shown = [pair(found.get(name)) for name in TIMED]
         rows.append([f"{size} {dtype}", *shown, f"{found.get('saved', 0) / RANKS / 1e9:.1f}"])
     titles = ["seconds", *TIMED, "GB a rank"]
     return markdown(titles, rows)
 
 
-def computed_table(dtype: str, sizes: Sequence[str]) -> list[str]:
+def computed_table(size: str, dtype: str) -> list[str]:
     """Return what the figures of a size are for more parameters, in proportion."""
     rows = []
-    for line in lines_of("method", dtype, sizes):
-        peak = max(line[kind][2] for kind in PEAKS if kind in line)
-        each = [line["rest"] / 1e9, peak / 1e9, exchange_of(line)[-1], line["save"][1]]
-        each = [method_of(line).on_host * line["params"] / 1e9, *each]
-        host, *rest = (
-            ", ".join(f"{n * params / line['params']:,.0f}" for params in COMPUTED) for n in each
-        )
-        rows.append([method_of(line).title, *rest, host if each[0] else ""])
-    titles = [f"computed from {', '.join(sizes)}: 1 billion, 7 billion", "GB at rest", "peak"]
-    return markdown([*titles, "averaging, processor s", "save", "GB on the host"], rows)
+    for line in lines_of("method", size, dtype):
+        method, peak = method_of(line), max(line[kind][2] for kind in PEAKS if kind in line)
+        host = method.on_host * line["params"]
+        each = [line["rest"] / 1e9, peak / 1e9, host / 1e9]
+        each += [exchange_of(line)[-1], line["save"][1]]
+        shown = [[n * params / line["params"] for params in COMPUTED] if n else [] for n in each]
+        rows.append([method.title, *(", ".join(f"{n:,.0f}" for n in both) for both in shown)])
+    titles = [f"computed from {size}: 1 billion, 7 billion", "GB at rest", "peak", "on the host"]
+    return markdown([*titles, "averaging, processor s", "save"], rows)
 
 
-def saves() -> str:
+def saves(lines: Sequence[Mapping[str, Any]]) -> str:
     """Tell what a save that waits adds at most."""
-    lines = [line for line in json_lines(RESULTS) if line["cell"]["kind"] == "method"]
     more = max((line["save"][2] - line["rest"]) / line["params"] for line in lines)
     return f"A save that waits adds {more:.1f} bytes at most. Of `muon-local`:"
 
 
 def tables() -> list[str]:
     """Return the tables of docs/choosing.md: what is measured, then what is computed."""
+    float32, bfloat16 = ("124M", "float32"), ("350M", "bfloat16")
     shown = [
-        memory_table("float32", ["124M"]),
-        memory_table("bfloat16", ["350M"]),
-        [saves()],
-        time_table("bfloat16", ["124M", "350M"]),
-        computed_table("bfloat16", ["350M"]),
+        memory_table(*float32),
+        memory_table(*bfloat16),
+        [saves(lines_of("method", *float32) + lines_of("method", *bfloat16))],
+        time_table(["124M", "350M"], "bfloat16"),
+        computed_table(*bfloat16),
     ]
     return [line for one in shown for line in ["", *one]][1:]
 
