@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,29 @@ from thinwire.tools.network.enter import enter_network
 from thinwire.tools.network.netns import Link, network, why_unavailable
 
 FOUNDERS = 2
-PATIENCE_S = 60.0
-AFTER = 6
-"""Rounds that the joiner makes with the others."""
 LEAST_ROUNDS = 8
+Made = tuple[torch.nn.Module, torch.optim.Optimizer, tw.LocalSGD]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What founders and a joiner train.
+
+    Attributes:
+        make: Makes model, optimizer and settings.
+        founders: Members that start together.
+        rounds: Rounds that they make before the joiner comes.
+        after: Rounds that the joiner makes with the others.
+        round_s: Seconds of a round beside those of its step.
+        timeout_s: Of each round.
+    """
+
+    make: Callable[[], Made]
+    founders: int = FOUNDERS
+    rounds: int = LEAST_ROUNDS
+    after: int = 6
+    round_s: float = 0.0
+    timeout_s: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -57,6 +77,11 @@ class Case:
     def state_bytes(self) -> int:
         """Bytes of anchors and outer momentum."""
         return 8 * self.width**2
+
+    def made(self) -> Made:
+        net = torch.nn.Linear(self.width, self.width, bias=False)
+        config = tw.LocalSGD(1, begin_step=0, outer_momentum=0.9, compression=self.compression)
+        return net, torch.optim.SGD(net.parameters(), 0.01), config
 
 
 def light(parameters: int) -> Any:
@@ -80,63 +105,65 @@ def peak_bytes() -> int:
     return 1024 * int(found[1])
 
 
-def train(rank: int, case: Case, namespace: int, place: Any, flag: str, answers: Any) -> None:
+def train(rank: int, plan: Plan, namespace: int, place: Any, flag: str, answers: Any) -> None:
     """Train as a founder or the joiner, and put what was seen into `answers`."""
-    enter_network(namespace)
+    if namespace >= 0:
+        enter_network(namespace)
 
     torch.set_num_threads(1)
-    while rank == FOUNDERS and not Path(flag).exists():
+    while rank == plan.founders and not Path(flag).exists():
         time.sleep(0.05)
     address, token_file = place
-    torch.manual_seed(max(rank, FOUNDERS - 1))
-    net = torch.nn.Linear(case.width, case.width, bias=False)
-    optimizer = torch.optim.SGD(net.parameters(), 0.01)
-    config = tw.LocalSGD(1, begin_step=0, outer_momentum=0.9, compression=case.compression)
-    options: dict[str, Any] = {"token_file": token_file, "start_members": FOUNDERS}
-    begun_s, rounds, sizes = time.monotonic(), list[float](), list[int]()
+    torch.manual_seed(max(rank, plan.founders - 1))
+    net, optimizer, config = plan.make()
+    options: dict[str, Any] = {"token_file": token_file, "start_members": plan.founders}
+    begun_s, begun_processor_s = time.monotonic(), time.process_time()
+    rounds, sizes = list[float](), list[int]()
     peaks, seen = dict[str, int](), list[dict[str, float]]()
     found: dict[str, Any] = {"rank": rank}
     try:
-        with tw.join(address, run="joining", timeout=PATIENCE_S, **options) as members:
+        with tw.join(address, run="joining", timeout=plan.timeout_s, **options) as members:
             sync = tw.local_sgd(net, optimizer, config, members=members)
             watching = threading.Thread(target=watch, args=(sync, seen, begun_s), daemon=True)
-            if rank == FOUNDERS:
+            if rank == plan.founders:
                 watching.start()
             with sync:
-                if rank < FOUNDERS:
-                    set_momentum(sync, 1e-6 * net.weight.detach())
+                if rank < plan.founders:
+                    set_momentum(sync)
                 found |= {"entered_s": time.monotonic() - begun_s, "stats": sync.stats()}
+                found["processor_s"] = time.process_time() - begun_processor_s
                 peaks["join"], last = peak_bytes(), None
                 while not members.left and (last is None or sync.step < last):
-                    time.sleep(case.round_s)
-                    net.weight.grad = torch.full_like(net.weight, 1e-3 * (1 + rank))
+                    time.sleep(plan.round_s)
+                    for param in net.parameters():
+                        param.grad = torch.full_like(param, 1e-3 * (1 + rank))
                     begin_s = time.perf_counter()
                     optimizer.step()
-                    rounds.append(time.perf_counter() - begin_s + case.round_s)
+                    rounds.append(time.perf_counter() - begin_s + plan.round_s)
                     sizes.append(members.size)
-                    if len(rounds) == LEAST_ROUNDS and rank < FOUNDERS:
+                    if len(rounds) == plan.rounds and rank < plan.founders:
                         peaks["rounds"] = peak_bytes()
                         Path(flag).touch()
-                    if members.size > FOUNDERS and last is None:
-                        last = sync.step + AFTER
-                        peaks["join" if rank < FOUNDERS else "start"] = peak_bytes()
+                    if members.size > plan.founders and last is None:
+                        last = sync.step + plan.after
+                        peaks["join" if rank < plan.founders else "start"] = peak_bytes()
                     if Path(flag + ".end").exists():
                         members.leave()
     except ThinwireError as error:
         found["error"] = f"{type(error).__name__}: {error}"
         found["entered_s"] = time.monotonic() - begun_s
         Path(flag + ".end").touch()
-    peaks.setdefault("join" if rank < FOUNDERS else "rounds", peak_bytes())
+    peaks.setdefault("join" if rank < plan.founders else "rounds", peak_bytes())
     found |= {"rounds": rounds, "sizes": sizes, "seen": seen}
     found["grown"] = peaks.get("join", 0) - peaks.get("rounds", 0)
     answers.put(found)
 
 
-def set_momentum(sync: tw.LocalUpdates, value: torch.Tensor) -> None:
+def set_momentum(sync: tw.LocalUpdates) -> None:
     """Give all of the outer momentum a value, so that the whole state changes in every round."""
     state = sync.state_dict()
-    for tensor in state["outer_momentum"].values():
-        tensor.copy_(value)
+    for name, tensor in state["outer_momentum"].items():
+        tensor.copy_(1e-6 * state["anchors"][name])
     sync.load_state_dict(state)
 
 
@@ -150,25 +177,20 @@ def watch(sync: tw.LocalUpdates, seen: list[dict[str, float]], begun_s: float) -
         time.sleep(1.0)
 
 
-def row(case: Case) -> dict[str, Any]:
-    """Run a case."""
+def joined(plan: Plan, bind: str, namespaces: Sequence[int]) -> list[dict[str, Any]]:
+    """Run a plan: what founders and joiner saw; the first namespace is the host's."""
     context = mp.get_context("fork")
     answers = context.Queue()
-    link = Link.parse(case.link, "10ms")
-    with network(2 + FOUNDERS, link) as net, tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         token_file = Path(folder, "token")
         token_file.write_bytes(TOKEN)
         token_file.chmod(0o600)
-        bind = f"{net.addresses[0]}:{PORT}"
         host = ["--bind", bind, "--token-file", str(token_file)]
-        with host_command(*host, namespace=net.namespace_fds[0]):
-            place = f"tcp://{bind}", str(token_file)
-            arguments = place, str(Path(folder, "flag")), answers
+        with host_command(*host, namespace=namespaces[0]) as (_, address):
+            arguments = (address, str(token_file)), str(Path(folder, "flag")), answers
             processes = [
-                context.Process(
-                    target=train, args=(rank, case, net.namespace_fds[1 + rank], *arguments)
-                )
-                for rank in range(FOUNDERS + 1)
+                context.Process(target=train, args=(rank, plan, namespace, *arguments))
+                for rank, namespace in enumerate(namespaces[1:])
             ]
             for process in processes:
                 process.start()
@@ -180,7 +202,17 @@ def row(case: Case) -> dict[str, Any]:
                     raise RuntimeError("a member failed; what it said is above")
             for process in processes:
                 process.join()
-    return judged(case, link, sorted(found, key=lambda one: one["rank"]))
+    return sorted(found, key=lambda one: int(one["rank"]))
+
+
+def row(case: Case) -> dict[str, Any]:
+    """Run a case."""
+    link = Link.parse(case.link, "10ms")
+    with network(2 + FOUNDERS, link) as net:
+        plan = Plan(case.made, round_s=case.round_s)
+        return judged(
+            case, link, joined(plan, f"{net.addresses[0]}:{PORT}", list(net.namespace_fds))
+        )
 
 
 def judged(case: Case, link: Link, found: list[Any]) -> dict[str, Any]:

@@ -46,6 +46,19 @@ def test_the_benchmark_of_a_gpu_runs_on_a_cpu(tmp_path: Path) -> None:
     assert "| thinwire local Muon, 1 bit |" in table.stdout
 
 
+@pytest.mark.slow
+def test_the_benchmark_of_large_models_measures_methods_and_a_join(tmp_path: Path) -> None:
+    out = tmp_path / "large.jsonl"
+    command = [sys.executable, "-m", "benchmarks.large", "--sizes", "tiny"]
+    command += ["--methods", "dgc", "muon-local", "--kinds", "method", "join"]
+    done = ran([*command, "--results", str(out)], cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    dgc, muon, join = map(json.loads, out.read_text().splitlines())
+    assert {"rest", "alone", "start", "step", "save"} <= dgc.keys()
+    assert {"rest", "averaging", "load"} <= muon.keys()
+    assert join["received"] > join["params"]  # its tensors; equal ones are not sent
+
+
 def test_every_benchmark_has_its_section_and_every_limit_its_benchmark() -> None:
     assert list(report.SECTIONS) == list(SUITE)
     assert {limit.benchmark for limit in LIMITS} <= set(SUITE)
