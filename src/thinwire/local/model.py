@@ -4,6 +4,7 @@ import hashlib
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from traceback import walk_stack
 from typing import Any
 
@@ -252,12 +253,11 @@ def _check_kinds(model: object, optimizer: object) -> None:
     check.instance("optimizer", optimizer, torch.optim.Optimizer)
     assert isinstance(optimizer, torch.optim.Optimizer)
     for opt in all_of(optimizer):
-        if not getattr(opt, "exchanges_gradients", False):
-            continue
-        raise TypeError(
-            f"optimizer is {type(opt).__name__}, which exchanges gradients in every step: "
-            "use a local one such as thinwire.optim.SGD, and compression=Sparse(...) to send less"
-        )
+        if getattr(opt, "exchanges_gradients", False):
+            raise TypeError(
+                f"optimizer is {type(opt).__name__}, which exchanges gradients in every step: use "
+                "a local one such as thinwire.optim.SGD, and compression=Sparse(...) to send less"
+            )
 
 
 def _layout(model: nn.Module, *, every: bool = False) -> Iterator[tuple[str, str]]:
@@ -295,13 +295,12 @@ def warn_of_others(
             "requires_grad_(False) on the remaining parameters"
         )
     for opt in all_of(optimizer) if own_state else ():
-        if not all(callable(getattr(opt, name, None)) for name in ("train", "eval")):
-            continue
-        warn_user(
-            f"{type(opt).__name__}.eval() seems to compute the model's parameters from optimizer "
-            "state, which differs between ranks: pass average_state=True to LocalSGD or "
-            "AdaptiveLocalSGD"
-        )
+        if all(callable(getattr(opt, name, None)) for name in ("train", "eval")):
+            warn_user(
+                f"{type(opt).__name__}.eval() seems to compute the model's parameters from "
+                "optimizer state, which differs between ranks: pass average_state=True to LocalSGD "
+                "or AdaptiveLocalSGD"
+            )
 
 
 def warn_of_misplaced(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -340,13 +339,11 @@ def changed_since(before: Mapping[str, Tensor | None], now: Mapping[str, Tensor]
     return [name for name, flag in zip(now, flags_on_host, strict=True) if flag]
 
 
+_kind = attrgetter("shape", "dtype", "device")
+
+
 def _differs(now: Tensor, before: Tensor | None) -> Tensor:
-    if (
-        before is None
-        or before.shape != now.shape
-        or before.dtype != now.dtype
-        or before.device != now.device
-    ):
+    if before is None or _kind(before) != _kind(now):
         return torch.ones((), dtype=torch.bool, device=now.device)
     # NumPy compares bits in a seventh of the time
     if now.is_cpu and np.array_equal(flat_bytes(now), flat_bytes(before)):
