@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 import thinwire as tw
-from benchmarks import gaps, lag
+from benchmarks import gaps, lag, large
 from benchmarks.common import json_lines, markdown
 from benchmarks.evidence import (
     LINKS,
@@ -350,6 +350,8 @@ def filled(page: str, lines: Sequence[Mapping[str, Any]]) -> str:
             text = gaps.fit_table(gaps.measured())
         elif kind == "track":
             text = track(lines, float(words[0]))
+        elif kind == "large":
+            text = large.tables()
         elif kind == "lag":
             size, workers, steps = words
             text = lag.table(json_lines(lag.RESULTS), size, int(workers), int(steps))

@@ -1,20 +1,28 @@
-"""Bytes a parameter that each method keeps, adds in an averaging, and adds in a save.
+"""Memory and time of each method at the size that users bring: bytes a parameter, seconds and
+processor seconds of an averaging or exchange, save, load, start and join.
 
-    python -m benchmarks.large --out benchmarks/results/large.json
-    python -m benchmarks.large table benchmarks/results/large.json
+    python -m benchmarks.large --sizes 34M 124M
+    python -m benchmarks.large --sizes 124M 350M --dtype bfloat16 --methods muon-local adamw diloco
+    python -m benchmarks.large --sizes 124M --dtype bfloat16 --kinds join
 
-Two gloo ranks of one thread on this machine, fresh processes for every method; resident memory of
-rank 0 beyond a process that has trained a tiny model. Peaks are those of a local step, of a step
-with its averaging (or exchange), and of a save that waits. Not part of `make bench`.
+Two gloo ranks of one thread on this machine train `benchmarks.gpt`, in fresh processes for every
+method; figures are those of rank 0. Memory is what is resident beyond a process that has trained a
+tiny model, as settled bytes at rest and as peaks of a local step, an averaging, a save that waits,
+and a load. A join is that of one more member of `muon-local` on loopback (`benchmarks.joining`).
+Every measurement is a line of the results; what is there already is not made again. The tables are
+written by `python -m benchmarks.choosing --write`. Not part of `make bench`.
 """
 
 import ctypes
 import gc
 import json
 import multiprocessing
+import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +32,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from benchmarks.common import markdown, parser_for, save, surroundings
-from benchmarks.large_model_run import Model, loss_of
+from benchmarks import joining
+from benchmarks.common import Results, bare_parser, json_lines, markdown, surroundings
+from benchmarks.gpt import GPT, SIZES, loss_of
 from benchmarks.memory import reset_peak, resident_bytes
 
-SHAPES = {
-    "quick": {"vocabulary": 500, "width": 64, "blocks": 2},
-    "34M": {"vocabulary": 8192, "width": 512, "blocks": 14},
-    "124M": {"vocabulary": 50257, "width": 768, "blocks": 18},
-}
-RANKS, K_STEPS, ROWS, LENGTH = 2, 3, 2, 8
+RESULTS = Path(__file__).parent / "results" / "large.jsonl"
+RANKS, ROWS, LENGTH, TIMES, LARGEST = 2, 2, 8, 2, "350M"
+SELDOM = 1000
+"""Steps between averagings: those that are measured are asked for by `flush`."""
+PEAKS = ("step", "averaging")
+TIMED = ("start", "step", "save", "load", "join")
+FLAGSHIP = "muon-local"
+COMPUTED = (1e9, 7e9)
 Optimizer = torch.optim.Optimizer
 
 
@@ -50,7 +61,7 @@ def muon(model: nn.Module) -> Optimizer:
 
 
 def local(**options: Any) -> dict[str, Any]:
-    return {"localsgd": tw.LocalSGD(K_STEPS, begin_step=0, **options)}
+    return {"localsgd": tw.LocalSGD(SELDOM, begin_step=0, **options)}
 
 
 @dataclass(frozen=True)
@@ -58,11 +69,13 @@ class Method:
     """A strategy with its optimizer; without fields DistributedDataParallel.
 
     Attributes:
+        title: Its name in the tables.
         make: Makes the optimizer.
         fields: Of `DistributedStrategy`.
         on_host: Bytes a parameter that `state_device="cpu"` moves to the host: a computed figure.
     """
 
+    title: str
     make: Callable[[nn.Module], Optimizer]
     fields: Mapping[str, Any] | None
     on_host: int = 0
@@ -70,19 +83,26 @@ class Method:
 
 OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True}
 METHODS = {
-    "DDP, AdamW": Method(adamw, None),
-    "dense, AdamW": Method(adamw, {}),
-    "1 bit, Muon (`muon-local`)": Method(muon, local(compression=tw.Quantized(1)), 8),
-    "4 bits, AdamW": Method(adamw, local(compression=tw.Quantized(4)), 8),
-    "local SGD, AdamW": Method(adamw, local(), 4),
-    "DiLoCo, AdamW": Method(adamw, local(**OUTER), 8),
-    "largest tenth, AdamW": Method(adamw, local(compression=tw.Sparse(0.9)), 8),
-    "DGC, SGD with momentum": Method(sgd, {"dgc": tw.DGC()}),
-    "low rank, SGD with momentum": Method(sgd, {"low_rank": tw.LowRank(begin_step=0)}),
+    "adamw": Method("DDP, AdamW", adamw, None),
+    "dense": Method("dense, AdamW", adamw, {}),
+    "muon-local": Method("`muon-local`", muon, local(compression=tw.Quantized(1)), 8),
+    "quantized-local": Method("4 bits, AdamW", adamw, local(compression=tw.Quantized(4)), 8),
+    "localsgd": Method("local SGD, AdamW", adamw, local(), 4),
+    "diloco": Method("DiLoCo", adamw, local(**OUTER), 8),
+    "sparse-local": Method("sparse, AdamW", adamw, local(compression=tw.Sparse(0.9)), 8),
+    "dgc": Method("`dgc`, SGD", sgd, {"dgc": tw.DGC()}),
+    "low-rank": Method("`low_rank`, SGD", sgd, {"low_rank": tw.LowRank(begin_step=0)}),
 }
-COMPUTED = {"torchft's DiLoCo, AdamW": (16, 4 + 4, 4)}
-"""Bytes a parameter by its rules: weights, gradients and moments; backup and outer momentum, of
-which so many are on the host."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one line of the results is about."""
+
+    kind: str
+    method: str
+    size: str
+    dtype: str
 
 
 def settled_bytes() -> int:
@@ -92,128 +112,270 @@ def settled_bytes() -> int:
     return resident_bytes("VmRSS")
 
 
-def peak_of(work: Callable[[], object]) -> int:
-    """Return the most that is resident during a call."""
-    settled_bytes()
-    reset_peak()
-    work()
-    return resident_bytes("VmHWM")
+@dataclass
+class Costs:
+    """Figures of this rank by name.
+
+    Attributes:
+        before: Resident bytes that are not the model's.
+        found: Seconds, processor seconds and the peak of bytes beyond `before`, by name.
+    """
+
+    before: int
+    found: dict[str, list[float]]
+
+    def of(self, name: str, work: Callable[[], object]) -> None:
+        """Run `work` and note it; of a name that comes again the least counts."""
+        settled_bytes()
+        dist.barrier()
+        reset_peak()
+        begun_s, processor_s = time.perf_counter(), time.process_time()
+        work()
+        seconds = time.perf_counter() - begun_s, time.process_time() - processor_s
+        new = [*seconds, float(resident_bytes("VmHWM") - self.before)]
+        self.found[name] = [*map(min, new, self.found.get(name, new))]
 
 
 class Trained:
     """A model of one method, its steps and its save."""
 
-    def __init__(self, method: Method, shape: Mapping[str, int]) -> None:
+    def __init__(self, cell: Cell) -> None:
         torch.manual_seed(0)
-        self.model = Model(**shape)
-        self.numel = sum(p.numel() for p in self.model.parameters())
-        self.optimizer = method.make(self.model)
-        self.vocabulary, self.engine = shape["vocabulary"], None
-        if method.fields is None:
+        self.method = METHODS[cell.method]
+        self.model = GPT(cell.size).to(getattr(torch, cell.dtype))
+        self.vocabulary = SIZES[cell.size][0]
+        self.engine: Any = None
+        self.ddp: nn.Module = self.model
+
+    def alone(self, costs: Costs) -> None:
+        """Note a step without an exchange, which the exchange of others is the rest of."""
+        optimizer = self.method.make(self.model)
+        for _ in range(TIMES):
+            costs.of("alone", lambda: self.plain_step(self.model, optimizer))
+
+    def prepare(self) -> None:
+        self.optimizer = self.method.make(self.model)
+        if self.method.fields is None:
             self.ddp = DistributedDataParallel(self.model)
         else:
-            strategy = tw.DistributedStrategy(**method.fields)
+            strategy = tw.DistributedStrategy(**self.method.fields)
             self.engine = strategy.prepare(self.model, self.optimizer, loss_of)
+
+    def start(self) -> None:
+        self.prepare()
         torch.manual_seed(1 + dist.get_rank())
+        self.step()
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randint(self.vocabulary, (ROWS, LENGTH + 1))
+        return x[:, :-1], x[:, 1:]
+
+    def plain_step(self, model: nn.Module, optimizer: Optimizer) -> None:
+        inputs, targets = self.batch()
+        loss_of(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
 
     def step(self) -> None:
-        x = torch.randint(self.vocabulary, (ROWS, LENGTH + 1))
-        if self.engine is not None:
-            self.engine.train_step(x[:, :-1], x[:, 1:])
-            return
-        loss_of(self.ddp(x[:, :-1]), x[:, 1:]).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)
+        if self.engine is None:
+            self.plain_step(self.ddp, self.optimizer)
+        else:
+            self.engine.train_step(*self.batch())
 
     def save(self, folder: str) -> None:
         if self.engine is not None:
             self.engine.save(f"{folder}/checkpoint")
         elif dist.get_rank() == 0:
             state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-            torch.save(state, f"{folder}/checkpoint")
+            Path(folder, "checkpoint").mkdir()
+            torch.save(state, f"{folder}/checkpoint/state")
 
 
-def measured(method: Method, shape: Mapping[str, int], folder: str) -> dict[str, float]:
-    """Return bytes a parameter of this rank."""
-    warm = Trained(method, SHAPES["quick"])
-    for _ in range(2 * K_STEPS):
-        warm.step()
-    warm.save(f"{folder}/warm")
-    if warm.engine is not None:
-        warm.engine.close()
-    del warm
-    before = settled_bytes()
-    trained = Trained(method, shape)
-    for _ in range(K_STEPS):  # the first averaging makes what stays
-        trained.step()
-    figures = {"rest": float(settled_bytes())}
-    figures["step"] = peak_of(trained.step)
-    for _ in range(K_STEPS - 2):
-        trained.step()
-    figures["averaging"] = peak_of(trained.step)
-    figures["save"] = peak_of(lambda: trained.save(folder))
-    found = {kind: (value - before) / trained.numel for kind, value in figures.items()}
-    return found | {"params": trained.numel}
+def measured(cell: Cell, folder: str) -> dict[str, Any]:
+    """Train, save and resume; return the figures of this rank."""
+    costs, trained = Costs(settled_bytes(), {}), Trained(cell)
+    averages = trained.method.on_host > 0
+    if not averages:
+        trained.alone(costs)
+    costs.of("start", trained.start)
+    if averages:
+        costs.of("first averaging", trained.engine.flush)  # it makes what stays
+    rest = settled_bytes() - costs.before
+    params = sum(p.numel() for p in trained.model.parameters())
+    for _ in range(TIMES if cell.size != LARGEST else 1):
+        costs.of("step", trained.step)
+        if averages:
+            costs.of("averaging", trained.engine.flush)
+    costs.of("save", partial(trained.save, folder))
+    if trained.engine is not None:
+        trained.engine.close()
+    if cell.method == FLAGSHIP:
+        trained = Trained(cell)
+        trained.prepare()
+        costs.of("load", partial(trained.engine.load, f"{folder}/checkpoint"))
+        trained.engine.close()
+    saved = [f.stat().st_size for f in Path(folder, "checkpoint").rglob("*") if f.is_file()]
+    return {"params": params, "rest": rest, "saved": sum(saved), **costs.found}
 
 
-def work(name: str, size: str, rank: int, folder: str) -> None:
+def work(cell: Cell, rank: int, folder: str) -> None:
     """One rank of one method."""
     torch.set_num_threads(1)
-    Path(folder, "warm").mkdir(exist_ok=True)
     address = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
-    found = measured(METHODS[name], SHAPES[size], folder)
+    warm = Path(folder, "warm")
+    warm.mkdir(exist_ok=True)
+    measured(replace(cell, size="tiny"), str(warm))
+    found = measured(cell, folder)
     Path(folder, f"{rank}.json").write_text(json.dumps(found), encoding="ascii")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def row_of(name: str, size: str) -> dict[str, Any]:
-    """Measure one method on fresh processes."""
+def of_method(cell: Cell) -> dict[str, Any]:
+    """Measure a method on fresh processes."""
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        workers = [
-            context.Process(target=work, args=(name, size, rank, folder)) for rank in range(RANKS)
-        ]
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        workers = [context.Process(target=work, args=(cell, r, folder)) for r in range(RANKS)]
         for worker in workers:
             worker.start()
         for worker in workers:
             worker.join()
         if codes := [worker.exitcode for worker in workers if worker.exitcode]:
-            raise RuntimeError(f"{name}: the ranks ended with {codes}")
-        found = json.loads(Path(folder, "0.json").read_text(encoding="ascii"))
-    return {"name": name, "on_host": METHODS[name].on_host, **found}
+            raise RuntimeError(f"{cell}: the ranks ended with {codes}")
+        found: dict[str, Any] = json.loads(Path(folder, "0.json").read_text(encoding="ascii"))
+    return found
 
 
-def table(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the lines of the table: measured, then computed."""
-    kinds = ("rest", "step", "averaging", "save")
-    lines = [
-        [row["name"], *(f"{row[kind]:.1f}" for kind in kinds), row["on_host"] or ""] for row in rows
+def of_join(cell: Cell) -> dict[str, Any]:
+    """Measure the join of a second member beside the first, which trains on."""
+
+    def made() -> joining.Made:
+        torch.manual_seed(os.getpid())
+        model = GPT(cell.size).to(getattr(torch, cell.dtype))
+        config = tw.LocalSGD(1, begin_step=0, compression=tw.Quantized(1))
+        return model, METHODS[cell.method].make(model), config
+
+    plan = joining.Plan(made, founders=1, rounds=1, after=1, timeout_s=900.0)
+    first, joiner = joining.joined(plan, "127.0.0.1:0", [-1] * 3)
+    if error := first.get("error") or joiner.get("error"):
+        raise RuntimeError(f"{cell}: {error}")
+    beside = [s for s, size in zip(first["rounds"], first["sizes"], strict=True) if size == 1]
+    return {
+        "params": sum(p.numel() for p in made()[0].parameters()),
+        "join": [joiner["entered_s"], joiner["processor_s"], joiner["grown"]],
+        "received": joiner["stats"]["joining_bytes"],
+        "rounds_s": beside,
+        "given": first["grown"],
+    }
+
+
+def line_of(cell: Cell) -> dict[str, Any]:
+    """Measure a cell; the line has the circumstances too."""
+    found = {"method": of_method, "join": of_join}[cell.kind](cell)
+    print(json.dumps(found), flush=True)
+    return {**found, **surroundings(TIMES)}
+
+
+def lines_of(kind: str, size: str, dtype: str) -> list[dict[str, Any]]:
+    """Return what was measured, in the order of `METHODS`."""
+    lines = {Cell(**line["cell"]): line for line in json_lines(RESULTS)}
+    cells = [Cell(kind, name, size, dtype) for name in METHODS]
+    return [lines[cell] for cell in cells if cell in lines]
+
+
+def method_of(line: Mapping[str, Any]) -> Method:
+    return METHODS[line["cell"]["method"]]
+
+
+def exchange_of(line: Mapping[str, Any]) -> Sequence[float]:
+    """Return seconds and processor seconds of an averaging; of an exchange processor seconds."""
+    if "averaging" in line:
+        found: Sequence[float] = line["averaging"][:2]
+        return found
+    return [max(0.0, line["step"][1] - line["alone"][1])]
+
+
+def pair(seconds: Sequence[float] | None) -> str:
+    """Show seconds with processor seconds in brackets, or these alone."""
+    if seconds is None:
+        return ""
+    *before, processor_s = seconds[:2]
+    return " ".join([*(f"{s:.1f}" for s in before), f"({processor_s:.1f})"])
+
+
+def memory_table(size: str, dtype: str) -> list[str]:
+    """Return bytes a parameter, and the seconds of an averaging or exchange."""
+    rows = []
+    for line in lines_of("method", size, dtype):
+        found = [line["rest"], *(line[kind][2] if kind in line else None for kind in PEAKS)]
+        bytes_each = ["" if n is None else f"{n / line['params']:.1f}" for n in found]
+        method = method_of(line)
+        rows.append([method.title, *bytes_each, method.on_host or "", pair(exchange_of(line))])
+    titles = [f"{size} {dtype}", "at rest", *PEAKS, "host", "averaging, exchange, s"]
+    return markdown(titles, rows)
+
+
+def time_table(sizes: Sequence[str], dtype: str) -> list[str]:
+    """Return seconds and processor seconds of `muon-local`, and what a save has on the disk."""
+    rows = []
+    for size in sizes:
+        lines = lines_of("method", size, dtype) + lines_of("join", size, dtype)
+        found: dict[str, Any] = {}
+        for line in lines:
+            found |= line if line["cell"]["method"] == FLAGSHIP else {}
+        shown = [pair(found.get(name)) for name in TIMED]
+        rows.append([f"{size} {dtype}", *shown, f"{found.get('saved', 0) / RANKS / 1e9:.1f}"])
+    titles = ["seconds", *TIMED, "GB a rank"]
+    return markdown(titles, rows)
+
+
+def computed_table(size: str, dtype: str) -> list[str]:
+    """Return what the figures of a size are for more parameters, in proportion."""
+    rows = []
+    for line in lines_of("method", size, dtype):
+        method, peak = method_of(line), max(line[kind][2] for kind in PEAKS if kind in line)
+        host = method.on_host * line["params"]
+        each = [line["rest"] / 1e9, peak / 1e9, host / 1e9]
+        each += [exchange_of(line)[-1], line["save"][1]]
+        shown = [[n * params / line["params"] for params in COMPUTED] if n else [] for n in each]
+        rows.append([method.title, *(", ".join(f"{n:,.0f}" for n in both) for both in shown)])
+    titles = [f"computed from {size}: 1 billion, 7 billion", "GB at rest", "peak", "on the host"]
+    return markdown([*titles, "averaging, processor s", "save"], rows)
+
+
+def saves(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Tell what a save that waits adds at most."""
+    more = max((line["save"][2] - line["rest"]) / line["params"] for line in lines)
+    return f"A save that waits adds {more:.1f} bytes at most. Of `muon-local`:"
+
+
+def tables() -> list[str]:
+    """Return the tables of docs/choosing.md: what is measured, then what is computed."""
+    float32, bfloat16 = ("124M", "float32"), ("350M", "bfloat16")
+    shown = [
+        memory_table(*float32),
+        memory_table(*bfloat16),
+        [saves(lines_of("method", *float32) + lines_of("method", *bfloat16))],
+        time_table(["124M", "350M"], "bfloat16"),
+        computed_table(*bfloat16),
     ]
-    for name, (training, more, on_host) in COMPUTED.items():
-        lines.append([f"{name}: computed", training + more, "", "", "", on_host])
-    titles = ["bytes a parameter", "at rest", "a step", "an averaging", "a save"]
-    return markdown([*titles, "of them on the host (computed)"], lines)
+    return [line for one in shown for line in ["", *one]][1:]
 
 
 def main() -> None:
-    parser = parser_for(__doc__)
-    parser.add_argument("what", nargs="*", help="`table FILE` prints the table of a result")
-    parser.add_argument("--size", choices=SHAPES, default="34M")
-    parser.add_argument("--only", nargs="+", choices=METHODS, default=list(METHODS))
-    arguments = parser.parse_args()
-    if arguments.what:
-        print("\n".join(table(json.loads(Path(arguments.what[1]).read_text())["rows"])))
-        return
-    size = "quick" if arguments.quick else arguments.size
-    around: dict[str, object] = surroundings(1)
-    rows = []
-    for name in arguments.only:
-        rows.append(row_of(name, size))
-        print(rows[-1], flush=True)
-        save({**around, "ranks": RANKS, "shape": SHAPES[size], "rows": rows}, arguments.out)
-    print("\n".join(table(rows)))
+    parser = bare_parser(__doc__)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["34M"])
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--kinds", nargs="+", choices=("method", "join"), default=["method"])
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    results = Results(given.results, line_of)
+    for kind in given.kinds:
+        for size in given.sizes:
+            for method in given.methods if kind == "method" else [FLAGSHIP]:
+                results.of(Cell(kind, method, size, given.dtype))
 
 
 if __name__ == "__main__":

@@ -180,7 +180,7 @@ class _Member:
         about, self._committed = self._committed, None
         if about is not None:
             assert self._members is not None, "joined"
-            gives = self._members._has_joiners
+            gives = self._members._records(compressed=False)
             loss = sum(self._losses) / max(1, len(self._losses))
             self._losses.clear()
             self._tell("averaged", **about, loss=loss, gives=gives, **resources())

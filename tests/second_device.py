@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.allocations import Allocations
+from tests.allocations import Allocations, changed, tensors_in
 
 DEVICE = torch.device("meta")
 _MOVES = ("aten::copy_", "aten::_to_copy")
@@ -43,7 +42,7 @@ class There(Tensor):
 
 
 def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    tensors = list(tensors_in((args, kwargs)))
     there = [t for t in tensors if isinstance(t, There)]
     name, asked = function._schema.name, kwargs.get("device")
     if not there and asked is None:  # collectives among them
@@ -55,13 +54,13 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     goes = bool(there) if asked is None else torch.device(asked) == DEVICE
     if asked is not None:
         kwargs = kwargs | {"device": torch.device("cpu")}
-    plain_args, plain = tree_map(lambda t: t.content if isinstance(t, There) else t, (args, kwargs))
+    plain_args, plain = changed((args, kwargs), lambda t: getattr(t, "content", t))
     result = function(*plain_args, **plain)
     if name.endswith("_") and not name.endswith("__") and isinstance(args[0], Tensor):
         return args[0]
     if "out" in kwargs:
         return kwargs["out"]
-    return tree_map(lambda t: There(t) if isinstance(t, Tensor) and goes else t, result)
+    return changed(result, There) if goes else result
 
 
 class Held(Allocations):
@@ -71,5 +70,5 @@ class Held(Allocations):
         return _run(function, args, kwargs)
 
     def storages(self, tree: Any) -> list[torch.UntypedStorage]:
-        there = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, There)]
+        there = [tensor for tensor in tensors_in(tree) if isinstance(tensor, There)]
         return [tensor.content.untyped_storage() for tensor in there]

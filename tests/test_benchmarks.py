@@ -2,12 +2,13 @@
 repository."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import report
+from benchmarks import joining, report
 from benchmarks.__main__ import SUITE
 from benchmarks.limits import LIMITS
 from tests.processes import ran
@@ -45,6 +46,19 @@ def test_the_benchmark_of_a_gpu_runs_on_a_cpu(tmp_path: Path) -> None:
     assert "| thinwire local Muon, 1 bit |" in table.stdout
 
 
+@pytest.mark.slow
+def test_the_benchmark_of_large_models_measures_methods_and_a_join(tmp_path: Path) -> None:
+    out = tmp_path / "large.jsonl"
+    command = [sys.executable, "-m", "benchmarks.large", "--sizes", "tiny"]
+    command += ["--methods", "dgc", "muon-local", "--kinds", "method", "join"]
+    done = ran([*command, "--results", str(out)], cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    dgc, muon, join = map(json.loads, out.read_text().splitlines())
+    assert {"rest", "alone", "start", "step", "save"} <= dgc.keys()
+    assert {"rest", "averaging", "load"} <= muon.keys()
+    assert join["received"] > join["params"]  # its tensors; equal ones are not sent
+
+
 def test_every_benchmark_has_its_section_and_every_limit_its_benchmark() -> None:
     assert list(report.SECTIONS) == list(SUITE)
     assert {limit.benchmark for limit in LIMITS} <= set(SUITE)
@@ -64,3 +78,12 @@ def test_quick_figures_do_not_overwrite_full_ones() -> None:
     done = ran([*BENCHMARKS, "--quick"], cwd=ROOT)
     assert done.returncode == 2
     assert "name another --folder" in done.stderr
+
+
+def test_page_tells_the_joins_that_were_measured() -> None:
+    page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    rows = json.loads((report.RESULTS / "joining.json").read_text())["rows"]
+    assert "\n".join(joining.table(rows)) in page
+    (slow,) = (row for row in rows if row["error"])
+    for rate in re.findall(r"[\d.]+ Mbit/s", slow["error"]):
+        assert rate in page

@@ -7,27 +7,30 @@ from fractions import Fraction
 import pytest
 import torch
 
+import thinwire as tw
 from tests.api import OuterRule, adapted_interval, outer_step_
 from tests.api import fragments_partition as partition
 
 
 @pytest.mark.parametrize(
-    ("values", "expected"),
+    ("first", "now", "expected"),
     [
-        ({"loss": 1.0, "first_loss": 1.0, "rate": 0.1, "first_rate": 0.1}, 4),
-        ({"loss": 0.25, "first_loss": 1.0, "rate": 0.1, "first_rate": 0.1}, 2),
-        ({"loss": 0.26, "first_loss": 1.0, "rate": 0.1, "first_rate": 0.1}, 3),
-        ({"loss": 1.0, "first_loss": 1.0, "rate": 0.1, "first_rate": 0.4}, 8),
-        ({"loss": 0.0, "first_loss": 1.0, "rate": 0.1, "first_rate": 0.1}, 1),
-        ({"loss": 5.0, "first_loss": 0.0, "rate": 0.1, "first_rate": 0.1}, 4),
-        ({"loss": 0.0, "first_loss": 0.0, "rate": 0.1, "first_rate": 0.1}, 4),
-        ({"loss": 1e300, "first_loss": 1e-300, "rate": 1e-10, "first_rate": 1e10}, 16),
-        ({"loss": 1e-300, "first_loss": 1e-300, "rate": 1e-300, "first_rate": 1e-300}, 4),
-        ({"loss": 1e300, "first_loss": 1e300, "rate": 1e10, "first_rate": 1e10}, 4),
+        ((1.0, 0.1), (1.0, 0.1), 4),
+        ((1.0, 0.1), (0.25, 0.1), 2),
+        ((1.0, 0.1), (0.26, 0.1), 3),
+        ((1.0, 0.4), (1.0, 0.1), 8),
+        ((1.0, 0.1), (0.0, 0.1), 1),
+        ((0.0, 0.1), (5.0, 0.1), 4),
+        ((0.0, 0.1), (0.0, 0.1), 4),
+        ((1e-300, 1e10), (1e300, 1e-10), 16),
+        ((1e-300, 1e-300), (1e-300, 1e-300), 4),
+        ((1e300, 1e10), (1e300, 1e10), 4),
     ],
 )
-def test_interval(values: dict[str, float], expected: int) -> None:
-    assert adapted_interval(4, 16, **values) == expected
+def test_interval(first: tuple[float, float], now: tuple[float, float], expected: int) -> None:
+    """Loss and rate, at first and now."""
+    config = tw.AdaptiveLocalSGD(init_k_steps=4, max_k_steps=16)
+    assert adapted_interval(config, first, now) == expected
 
 
 def test_cut_covers_in_order_and_is_nearly_equal() -> None:

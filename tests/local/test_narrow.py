@@ -2,8 +2,9 @@
 follow the averagings.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,60 +116,76 @@ def test_weights_that_are_loaded_on_all_ranks_replace_exact_anchors(ranks: Pool,
 
 
 class Masters(torch.optim.SGD):
-    """SGD on float32 copies of the weights, in its state or in an attribute."""
+    """SGD on float32 copies of the weights: one for each, or flat for each group, with zeros after.
 
-    def __init__(self, params: Iterable[Tensor], lr: float, *, attribute: bool) -> None:
+    `kept`: in its "state" or an "attribute", "flat state" or "flat attribute".
+    """
+
+    def __init__(self, params: Any, lr: float, *, kept: str) -> None:
         super().__init__(params, lr)
-        self.groups_of_masters: list[dict[str, list[Tensor]]] = []
-        self._attribute = attribute
+        self.groups_of_masters: list[dict[str, Any]] = []
+        self._kept, self._of_groups = kept, SimpleNamespace(masters=[])  # not to be found there
+
+    def _make_masters(self, params: list[Tensor]) -> None:
+        flat = torch.cat([*(p.detach().float().flatten() for p in params), torch.zeros(3)])
+        parts = zip(flat[:-3].split([p.numel() for p in params]), params, strict=True)
+        masters = [part.view_as(p) for part, p in parts]
+        if "flat" not in self._kept:
+            masters = [master.clone() for master in masters]
+        self._of_groups.masters.append(masters)
+        for p, master in zip(params, masters, strict=True):
+            self.state[p] = {"momentum": torch.zeros(p.shape)}
+            if self._kept == "state":
+                self.state[p]["master"] = master
+        if "attribute" in self._kept:
+            self.groups_of_masters.append({"params": flat if "flat" in self._kept else masters})
+        if self._kept == "flat state":
+            self.state[params[0]] |= {"flat": flat, "flat momentum": torch.zeros_like(flat)}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        params = self.param_groups[0]["params"]
-        if self._attribute and not self.groups_of_masters:
-            self.groups_of_masters = [{"params": [p.detach().float() for p in params]}]
-        for index, p in enumerate(params):
-            state = self.state[p]
-            if not self._attribute and not state:
-                state["master"] = p.detach().float()
-            master = (
-                self.groups_of_masters[0]["params"][index] if self._attribute else state["master"]
-            )
-            if not self._attribute:
-                state.setdefault("momentum", torch.zeros_like(master)).mul_(0.5).add_(p.grad)
-            master.sub_(self.param_groups[0]["lr"] * p.grad.float())
-            p.copy_(master)
+        for index, group in enumerate(self.param_groups):
+            if index == len(self._of_groups.masters):
+                self._make_masters(group["params"])
+            for p, master in zip(group["params"], self._of_groups.masters[index], strict=True):
+                self.state[p]["momentum"].mul_(0.5).add_(p.grad)
+                master.sub_(group["lr"] * p.grad.float())
+                p.copy_(master)
 
 
-def own_weights(
-    rank: int, size: int, attribute: bool, config: tw.LocalSGD, step_size: float
-) -> list[float]:
+def own_weights(rank: int, size: int, kept: str, config: Any, step_size: float) -> list[float]:
     """Rank 0 moves up, the others stay; every step's first weight."""
-    model = nn.ModuleDict({"a": OneWeight(torch.bfloat16), "b": OneWeight(torch.bfloat16)})
+    model = nn.ModuleDict({name: OneWeight(torch.bfloat16) for name in "abc"})
     with torch.no_grad():
         model["b"].w.fill_(0.0)  # type: ignore[operator, union-attr]
-    optimizer = Masters(model.parameters(), 1.0, attribute=attribute)
+    a, b, c = model.parameters()
+    optimizer = Masters([{"params": [a, b]}, {"params": [c]}], 1.0, kept=kept)
     found = []
     with tw.local_sgd(model, optimizer, config):
         for _ in range(40):
             for p in model.parameters():
                 p.grad = torch.full_like(p, -step_size if rank == 0 else 0.0)
             optimizer.step()
-            found.append(float(model["a"].w[0, 0].detach()))  # type: ignore[index, union-attr]
+            found.append(float(c[0, 0].detach()))
+    assert a[0, 0] == c[0, 0]
     return found
 
 
-@pytest.mark.parametrize("attribute", [False, True], ids=["state", "attribute"])
-@pytest.mark.parametrize(
-    "config",
-    [tw.LocalSGD(4), tw.LocalSGD(4, delay=2), tw.LocalSGD(4, average_state=True), CONFIGS["1 bit"]],
-    ids=str,
-)
+MASTERED = {
+    "state": tw.LocalSGD(4, average_state=True),
+    "attribute": CONFIGS["1 bit"],
+    "flat state": tw.LocalSGD(4, delay=2, average_state=True),
+    "flat attribute": CONFIGS["1 bit"],
+}
+
+
+@pytest.mark.parametrize("config", [tw.LocalSGD(4), tw.LocalSGD(4, delay=2), None], ids=str)
+@pytest.mark.parametrize("kept", MASTERED)
 def test_float32_masters_of_an_optimizer_start_from_the_mean(
-    ranks: Pool, config: Any, attribute: bool
+    ranks: Pool, config: Any, kept: str
 ) -> None:
     """Steps of a quarter unit, which bfloat16 alone would not hold. 0.03: ten steps and a half."""
-    first, second = ranks.run(own_weights, attribute, config, SMALL / 4)
+    first, second = ranks.run(own_weights, kept, config or MASTERED[kept], SMALL / 4)
     assert first[-1] == pytest.approx(1 + 40 * SMALL / 4 / 2, abs=0.03)
     assert abs(first[-1] - second[-1]) <= 4 * SMALL
 

@@ -156,5 +156,5 @@ def test_launcher_sets_the_node_size_where_changes_are_compressed(ranks: Pool) -
 def test_members_that_come_and_go_share_no_nodes() -> None:
     model, optimizer = bag()
     members = object.__new__(Members)
-    with pytest.raises(ValueError, match="node_size=2 and members were both given"):
+    with pytest.raises(ValueError, match="node_size and members were both given"):
         tw.local_sgd(model, optimizer, tw.LocalSGD(2, node_size=2), members=members)

@@ -1,6 +1,7 @@
 """State of local updates in host memory: the same bits, and little else on the device."""
 
 import itertools
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -10,9 +11,12 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from tests.api import whole
+from tests.members.places import met
+from tests.members.training import TIMEOUT_S, wait_for
 from tests.ranks import Pool
 from tests.second_device import Held, There
-from tests.toys import bits
+from tests.toys import bits, engine_of
+from tests.waiting import until
 
 COMPRESSIONS = {
     "dense": None,
@@ -30,6 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "delayed": {"delay": 1},
     "in parts": {"fragments": 2, "average_state": True},
     "by time": {"round_seconds": 1e9},
+    "nodes": {"node_size": 2, "average_state": True},
 }
 SHAPES = ((60, 40), (7,), (3, 5, 11))
 ELSEWHERE = ("anchors", "outer_momentum", "errors")
@@ -48,7 +53,13 @@ class Trained:
     """A model on a device, with gradients of its own for every step."""
 
     def __init__(
-        self, device: str, config: Any, rank: int = 0, shapes: Any = SHAPES, dtype: Any = None
+        self,
+        device: str,
+        config: Any,
+        rank: int = 0,
+        shapes: Any = SHAPES,
+        dtype: Any = None,
+        **options: Any,
     ) -> None:
         source = torch.Generator().manual_seed(0)
         tensors = [torch.randn(shape, generator=source).to(dtype) for shape in shapes]
@@ -56,7 +67,7 @@ class Trained:
         self.model = nn.ParameterList(self.params)
         self.model.register_buffer("mean", place(torch.full((3,), float(rank)), device))
         self.optimizer = torch.optim.SGD(self.params, 0.1, momentum=0.5, foreach=False)
-        self.sync = tw.local_sgd(self.model, self.optimizer, config)
+        self.sync = tw.local_sgd(self.model, self.optimizer, config, **options)
         self.device, self._steps = device, itertools.count(1000 * rank)
 
     def step(self) -> None:
@@ -92,7 +103,7 @@ def on_one_rank(rank: int, size: int, name: str, options: Any, dtype: Any) -> li
     ("name", "options", "dtype"),
     [
         *((name, "delayed", torch.float32) for name in COMPRESSIONS),
-        *(("1 bit", options, torch.bfloat16) for options in OPTIONS),
+        *(("1 bit", options, torch.bfloat16) for options in OPTIONS if options != "nodes"),
     ],
 )
 def test_state_on_the_host_gives_the_bits_of_state_on_the_device(
@@ -103,7 +114,7 @@ def test_state_on_the_host_gives_the_bits_of_state_on_the_device(
     assert there[1] == {There} and here[1] == {Tensor}
 
 
-def two_ranks(rank: int, size: int, name: str, options: Any) -> list[str]:
+def trained_alike(rank: int, size: int, name: str, options: Any) -> list[str]:
     """Bits on the second device with state on the host, and on the CPU, where ranks differ."""
     found = []
     for device, state_device in (("second", "cpu"), ("cpu", "cpu" if rank else None)):
@@ -119,17 +130,75 @@ def two_ranks(rank: int, size: int, name: str, options: Any) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("options", ["at once", "in parts"])
-@pytest.mark.parametrize("name", ["dense", "largest, owners", "8 bits"])
-def test_two_ranks_with_state_on_the_host_get_the_bits_of_a_cpu(
+EXACT = ("dense", "largest, owners", "8 bits")
+"""Methods whose messages are the same on all processors; other scales differ in a last bit."""
+
+
+@pytest.mark.parametrize("options", ["at once", "in parts", "nodes"])
+@pytest.mark.parametrize("name", EXACT)
+def test_ranks_with_state_on_the_host_get_the_bits_of_a_cpu(
     ranks: Pool, name: str, options: str
 ) -> None:
-    """Methods whose messages are the same on all processors; other scales differ in a last bit."""
-    found = ranks.run(two_ranks, name, OPTIONS[options], size=2)
+    found = ranks.run(trained_alike, name, OPTIONS[options], size=4 if options == "nodes" else 2)
     assert len({text for both in found for text in both}) == 1
 
 
-LARGE = ((100, 500), *((50, 200),) * 20)
+def engines(rank: int, size: int, name: str) -> list[str]:
+    """Bits of an engine on the second device with state on the host, and of one on the CPU."""
+    found = []
+    for device, state_device in (("second", "cpu"), ("cpu", None)):
+        config = tw.LocalSGD(
+            4, compression=COMPRESSIONS[name], state_device=state_device, delay=1, **OUTER
+        )
+        with Held():
+            trained = Trained(device, config, rank)
+            engine = engine_of(trained.model, None, optimizer=trained.optimizer, localsgd=config)
+            for step in range(13):
+                x = place(torch.full((60, 40), 0.01 * (rank + step)), device)
+                engine.minimize((trained.params[0] * x).square().sum())
+            engine.close()
+        found.append(trained.bits())
+    return found
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_an_engine_with_state_on_the_host_trains_to_the_bits_of_a_cpu(
+    ranks: Pool, name: str
+) -> None:
+    for found in ranks.run(engines, name, size=2):
+        assert len(set(found)) == 1
+
+
+def members(rank: int, size: int, address: str, name: str, flag: str) -> dict[int, str]:
+    """Bits after averagings of a member, and of one that joins it."""
+    wait_for(flag if rank else "")
+    config = tw.LocalSGD(4, 0, compression=COMPRESSIONS[name], state_device="cpu", **OUTER)
+    found: dict[int, str] = {}
+    with Held(), tw.join(address, run="test", timeout=TIMEOUT_S) as joined:
+        trained = Trained("second", config, rank, members=joined)
+        with trained.sync as sync:
+            while sync.step < 24:
+                trained.step()
+                if sync.synced:
+                    found[sync.step] = trained.bits()
+                if not rank and sync.step == 4:
+                    Path(flag).touch()
+                    until(joined._membership.waiting_joiners, "the joiner")
+                if not rank and sync.step == 14:
+                    until(joined._membership.ready_joiners, "the joiner")
+    return found
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_a_joiner_with_state_on_the_host_gets_the_bits_of_the_member(
+    ranks: Pool, name: str, tmp_path: Path
+) -> None:
+    member, joiner = met(ranks, members, name, str(tmp_path / "go"), size=2)
+    assert len(joiner) > 1
+    assert joiner.items() <= member.items()
+
+
+LARGE = ((100, 500), *((100, 200),) * 10)
 NUMEL = 250_000
 
 
@@ -144,10 +213,10 @@ def peaks_of_averagings(rank: int, size: int, name: str) -> list[tuple[int, int]
         with Held() as held, patch.object(whole, "_PART", 1 << 12):
             trained = Trained("second", config, rank, LARGE)
             with trained.sync:
-                for _ in range(4):  # the optimizer's state, positions for sketches
+                for _ in range(3):  # the optimizer's state, positions for sketches
                     trained.step()
                 held.peak, before = 0, sum(held.live.values())
-                for _ in range(6):
+                for _ in range(3):
                     trained.step()
                 found.append((held.peak - before, sum(held.live.values()) - before))
     return found

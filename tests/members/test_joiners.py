@@ -6,25 +6,30 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
 import thinwire as tw
-from tests.api import JoinerState, StateMessage, next_identity
+from tests.api import Channel, Download, JoinerState, StateMessage, next_identity
 from tests.members.places import TOKEN, meeting_place, met
 from tests.members.test_transfer import both_ends
-from tests.members.training import MOST_STEPS, TIMEOUT_S, digest, in_run, member, wait_for
+from tests.members.training import (
+    MOST_STEPS,
+    TIMEOUT_S,
+    digest,
+    faulty,
+    in_run,
+    member,
+    wait_for,
+)
 from tests.ranks import Pool
 from tests.toys import descend, engine_of
 from tests.waiting import PATIENCE_S, time_out, until
 
 EVERY_4 = tw.LocalSGD(4, begin_step=0)
-
-
-def state(value: float) -> StateMessage:
-    return StateMessage("state", {}, {"w": torch.full((9,), value)})
 
 
 def change(value: float) -> StateMessage:
@@ -34,8 +39,8 @@ def change(value: float) -> StateMessage:
 def test_a_round_may_take_longer_than_the_time_out() -> None:
     limit_s = time_out(2.0)
     donor, recipient = both_ends(limit_s)
-    donor.enqueue(state(0))
-    assert recipient.receive(1 << 20).kind == "state"
+    donor.enqueue(change(0))
+    assert recipient.receive(1 << 20).kind == "round"
     later = threading.Timer(1.5 * limit_s, lambda: donor.enqueue(change(1)))
     later.start()
     assert recipient.receive(1 << 20).kind == "round"
@@ -107,7 +112,7 @@ def one_after_the_other(rank: int, size: int, address: str, config: Any, flag: s
     wait_for(flag if rank == 1 else "")
     rounds: dict[int, str] = {}
     with tw.join(address, run="test", timeout=TIMEOUT_S) as members:
-        before = members.rank, members.size
+        before = members.rank, members.size, members.step, 7 % members.size
         net = layer_of(rank)
         optimizer = torch.optim.SGD(net.parameters(), 0.01)
         with tw.local_sgd(net, optimizer, config, members=members) as sync:
@@ -131,10 +136,107 @@ def test_one_member_alone_takes_another_in(ranks: Pool, tmp_path: Path, config: 
     (first, rounds, _), (joiner, later, stats) = met(
         ranks, one_after_the_other, config, str(tmp_path / "go"), size=2
     )
-    assert (first, joiner) == ((0, 1), (-1, 1))
+    assert (first, joiner) == ((0, 1, 0, 0), (-1, 1, 0, 0))
     assert later
     assert later.items() <= rounds.items()
     assert 0 < stats["joining_total_bytes"] <= stats["joining_bytes"]
+
+
+MOVING = tw.LocalSGD(4, begin_step=0, outer_momentum=0.9, compression=tw.Sparse(0.999))
+"""Every number of the state changes at each averaging, and little is sent."""
+
+
+def large(rank: int) -> torch.nn.Module:
+    torch.manual_seed(rank)
+    return torch.nn.Linear(1024, 1024, bias=False)
+
+
+def losing_a_donor(rank: int, size: int, address: str, flag: str, victim: int) -> Any:
+    """The state in bytes, what a joiner received, and the digests after averagings."""
+    wait_for(flag if rank == 3 else "")
+    net, rounds = large(rank), dict[int, str]()
+    fault = {"rank": victim, "phase": "giving", "at": 30}
+    options = {"start_members": 3}
+    received, close, send = 0, Download.close, Channel.send
+
+    def slow(channel: Channel, content: Any, then_bytes: int = 0) -> None:
+        time.sleep(len(content) / 5e5)
+        send(channel, content, then_bytes)
+
+    def counted(download: Download) -> None:
+        nonlocal received
+        close(download)
+        received += sum(one.line.nbytes for one in download._recipients if one)
+
+    with (
+        patch.multiple(Channel, send=slow),
+        patch.multiple(Download, close=counted),
+        faulty(rank, fault),
+        in_run(address, net, MOVING, **options) as (members, sync, optimizer),
+    ):
+        end = MOST_STEPS
+        while sync.step < end:
+            net.weight.grad = torch.randn_like(net.weight)
+            optimizer.step()
+            time.sleep(0.05)
+            if sync.synced:
+                rounds[sync.step] = digest(sync)
+                if rank < 3 and members.size == 3 and members.generation > 1:
+                    end = min(end, sync.step + 8)
+                if rank == 3:
+                    end = min(end, sync.step + 8)
+            if rank == 0 and sync.step == 8:
+                Path(flag).touch()
+        state = sum(t.nbytes for t in JoinerState(sync._averager, None).tensors().values())
+        return state, received, rounds
+
+
+@pytest.mark.slow
+@pytest.mark.fault("a donor dies while it sends")
+@pytest.mark.parametrize("part", [0, 1])
+def test_the_others_send_the_rest_of_a_lost_donor(ranks: Pool, tmp_path: Path, part: int) -> None:
+    found = met(ranks, losing_a_donor, str(tmp_path / "go"), part, size=4, errors=True)
+    state, received, rounds = found[3]
+    assert received < 1.1 * state
+    assert rounds
+    survivor = found[1 - part]
+    assert rounds.items() <= survivor[2].items()
+
+
+def coming_back(rank: int, size: int, address: str, flag: str, path: str) -> Any:
+    """Bytes that a joiner received, of how many, and the digests after averagings."""
+    wait_for(flag if rank == 2 else "")
+    net, rounds, options = large(rank), dict[int, str](), {"start_members": 2, "timeout": TIMEOUT_S}
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    with tw.join(address, run="test", **options) as members:
+        sync = tw.local_sgd(net, optimizer, MOVING, members=members)
+        if rank == 2:
+            sync.load_state_dict(torch.load(path))
+        with sync:
+            end = MOST_STEPS
+            while sync.step < end:
+                net.weight.grad = torch.randn_like(net.weight)
+                optimizer.step()
+                time.sleep(0.05)
+                if sync.synced:
+                    rounds[sync.step] = digest(sync)
+                    if members.size == 3:
+                        end = min(end, sync.step + 8)
+                if rank == 0 and sync.step == 8:
+                    torch.save(sync.state_dict(), path)
+                    Path(flag).touch()
+            state = sum(t.nbytes for t in JoinerState(sync._averager, None).tensors().values())
+            return state, sync.stats()["joining_bytes"], rounds
+
+
+def test_a_joiner_with_an_earlier_state_receives_the_difference(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    found = met(ranks, coming_back, str(tmp_path / "go"), str(tmp_path / "state"), size=3)
+    state, received, rounds = found[2]
+    assert 0 < received < 0.2 * state
+    assert rounds
+    assert rounds.items() <= found[0][2].items()
 
 
 def flushing(rank: int, size: int, address: str, flag: str) -> Any:

@@ -116,12 +116,12 @@ class _Whole(MeanChange):
     received: Mapping[str, Sequence[WholeReader]]
 
     def take_part_(self, name: str, start: int, folded: Tensor, error: Tensor) -> Tensor:
-        end, mean = start + folded.numel(), torch.zeros_like(folded)
+        end, mean = start + folded.numel(), folded
         for source, code in enumerate(self.received[name]):
             sent = code.part(start, end, folded.device)
             if source == self.context.source:
                 torch.sub(folded, sent, out=error)
-            mean += sent
+            mean = mean.add_(sent) if source else sent.to(folded.dtype)
         return divided_(mean, self.context.sources)
 
 

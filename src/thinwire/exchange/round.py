@@ -95,11 +95,12 @@ class Round:
     ) -> None:
         """Repeat the exchange of one bucket with the answers that another process received."""
         self.names.update(names)
-        # the first yield launches; here its messages were sent by another process
-        next(sending)
+        # a yield launches; here its messages were sent by another process
+        collectives = next(sending)
         for answer in received:
+            placed = [a.to(c[0].device) for a, c in zip(answer, collectives, strict=True)]
             try:
-                sending.send(answer)
+                collectives = sending.send(placed)
             except StopIteration as end:
                 self._ended += end.value
 

@@ -253,9 +253,9 @@ class Averager(Synchronizer):
             pending.round = None
 
     def _launch(self, pending: PendingAveraging) -> None:
-        self.averaging.launch(
-            pending, record=self._members is not None and self._members._has_joiners
-        )
+        members, compressed = self._members, self.averaging.changes is not None
+        record = members is not None and members._records(compressed=compressed)
+        self.averaging.launch(pending, record=record)
 
     def _propose(
         self,
@@ -382,7 +382,7 @@ class Averager(Synchronizer):
         self.counters.averagings += 1
         if self._members is not None:
             self._members._receive_reports([report.get("members", {}) for report in answers])
-            self.last = pending if self._members._has_joiners else None
+            self.last = pending
 
     def _verified(self, pending: PendingAveraging) -> Answers:
         """Return the answers of all ranks after everything has arrived."""

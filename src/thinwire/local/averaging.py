@@ -76,13 +76,15 @@ class Changes(Computed):
         """The parameters, or copies of them."""
         self.compressed = compressed
         """Parameters whose change is compressed; all others are sent densely."""
-        self.weight = 1.0
-        """Weight of new work."""
+        self.weight, self.unsent = 1.0, False
+        """Weight of new work; True on a joiner, whose residuals do not count."""
         self.node_means: Mapping[str, Tensor] = {}
         """Means over a node, which are sent instead."""
 
     def __getitem__(self, name: str) -> Tensor:
         anchor = self._anchors[name]
+        if self.unsent and name in self._errors:
+            return self._errors[name]
         return self.part(name, 0, anchor.numel()).view_as(anchor)
 
     def spans(self, name: str, numel: int | None = None) -> list[tuple[int, int]]:
@@ -420,7 +422,7 @@ class Averaging:
         for (start, end), change in zip(parts, changes, strict=True):
             with _moved(device, *(_part(t, start, end) for t in own)) as (s, *buffer):
                 step = outer_step_(change, buffer[0] if buffer else None, self._outer)
-                target = s - step
+                target = s - step if single or pending.delayed else s.sub_(step)
                 if single or pending.delayed:
                     before = widened(_part(measured, start, end).to(device))
                     held = widened(s.to(measured.dtype))
@@ -442,24 +444,23 @@ class Averaging:
     ) -> Iterator[Tensor]:
         """Yield each part of the mean of all sent changes; what is not sent stays as residual."""
         assert pending.round is not None, "launched"
-        arrived, device = pending.round.arrived[name], self.devices[name]
-        if name not in pending.moved.compressed:
-            whole = pending.mean_of(name, self.anchors[name]).reshape(-1)
-            for start, end in parts:
-                mean = whole[start:end].to(device)
-                self._note(pending.moved.part(name, start, end), mean)
-                yield mean
-            return
-        assert isinstance(arrived, MeanChange), "compressed"
-        folded = pending.moved.only([name], arrived.node_means)
-        if not arrived.has_parts:
-            whole = arrived.take_mean_(name, self._home(folded[name]), self.kept).reshape(-1)
+        arrived, device, sent = pending.round.arrived[name], self.devices[name], pending.moved
+        codes = arrived if name in sent.compressed else None
+        assert codes is None or isinstance(codes, MeanChange), "compressed"
+        if codes is None:
+            whole = arrived.mean(name, self.anchors[name]).reshape(-1)
+        else:
+            sent = sent.only([name], codes.node_means)
+            if not codes.has_parts:
+                whole = codes.take_mean_(name, self._home(sent[name]), self.kept).reshape(-1)
         for start, end in parts:
-            if arrived.has_parts:
+            if codes is not None and codes.has_parts:
                 with _moved(device, self.errors[name].view(-1)[start:end]) as (error,):
-                    part = folded.part(name, start, end)
-                    mean = arrived.take_part_(name, start, part, error)
+                    part = sent.part(name, start, end)
+                    mean = codes.take_part_(name, start, part, error)
                     self._note(part.sub_(error), mean)
             else:
                 mean = whole[start:end].to(device)
+                if codes is None:
+                    self._note(sent.part(name, start, end), mean)
             yield mean if pending.share == 1 else mean / pending.share

@@ -114,14 +114,7 @@ class Interval:
             self.first_loss, self.first_rate = loss, rate
         if not (rate and adapt) or self.first_loss is None or self.first_rate is None:
             return self.k_steps
-        return adapted_interval(
-            self._adaptive.init_k_steps,
-            self._adaptive.max_k_steps,
-            loss=loss,
-            first_loss=self.first_loss,
-            rate=rate,
-            first_rate=self.first_rate,
-        )
+        return adapted_interval(self._adaptive, (self.first_loss, self.first_rate), (loss, rate))
 
 
 @dataclass(slots=True)
@@ -269,27 +262,22 @@ class Timetable:
 
 
 def adapted_interval(
-    init_k_steps: int,
-    max_k_steps: int,
-    *,
-    loss: float,
-    first_loss: float,
-    rate: float,
-    first_rate: float,
+    config: AdaptiveLocalSGD, first: tuple[float, float], now: tuple[float, float]
 ) -> int:
     """Return the steps until the next averaging: ceil(sqrt((lr0 F) / (lr F0)) * init_k_steps), at
     least 1 and at most `max_k_steps`.
 
-    F >= 0 and lr > 0 are mean loss and rate now, F0 and lr0 those at the start.
+    `now` is the mean loss F >= 0 and the rate lr > 0, `first` F0 and lr0, those at the start.
 
     Source: Wang and Joshi, 2018, arXiv 1810.08313, section 4. Differs: guards where a loss is 0.
     """
+    (first_loss, first_rate), (loss, rate) = first, now
     if first_loss == 0:
-        return init_k_steps
+        return config.init_k_steps
     above, below = first_rate * loss, rate * first_loss
     if below > 0 and math.isfinite(above) and math.isfinite(below):
         root = math.sqrt(above / below)
     else:  # a product overflowed or underflowed; the quotients may not
         root = math.sqrt(first_rate / rate) * math.sqrt(loss / first_loss)
-    wanted = root * init_k_steps
-    return max_k_steps if wanted >= max_k_steps else max(1, math.ceil(wanted))
+    wanted = root * config.init_k_steps
+    return config.max_k_steps if wanted >= config.max_k_steps else max(1, math.ceil(wanted))

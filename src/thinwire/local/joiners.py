@@ -19,7 +19,7 @@ from thinwire.members.transfer import StateMessage
 
 def receive_state(averager: Averager, members: Members) -> float:
     """Copy the state of the run to this process, continue where the others are; return seconds."""
-    began_s = time.perf_counter()
+    began_s, averager.pending = time.perf_counter(), None
     with own_deadlines():
         members._fetch_state(JoinerState(averager, members._group))
         for optimizer in averager.tensors.optimizers:
@@ -60,12 +60,17 @@ class JoinerState:
         buffers = copied(self._averager.tensors.other_buffers())
         return StateMessage("state", self._averager.when.state(), buffers)
 
-    def last_update(self) -> StateMessage:
+    @property
+    def averagings(self) -> int:
+        """Number of the last averaging; see `SharedState`."""
+        return self._averager.counters.averagings
+
+    def last_update(self) -> StateMessage | None:
         """Return the messages received in the last averaging; see `SharedState`."""
         pending = self._averager.last
-        assert pending is not None and pending.round is not None, "somebody listens"
+        if pending is None or pending.round is None or pending.round.received is None:
+            return None
         received = pending.round.received
-        assert received is not None, "somebody listens"
         about = {
             "rank": self._group.rank,
             "size": self._group.size,
@@ -119,8 +124,7 @@ class JoinerState:
             for kind in self._own_kinds()
             for name, tensor in kept[kind].items()
         }
-        some = any(bool(tensor.any()) for tensor in found.values())
-        return StateMessage("own", {}, found) if some else None
+        return StateMessage("own", {}, found) if any(map(torch.any, found.values())) else None
 
     @torch.no_grad()
     def add_handoff(self, given: StateMessage, factor: float) -> None:
@@ -141,7 +145,6 @@ class JoinerState:
         with self._group.as_if(about["rank"], about["size"]):
             targets = {**tensors.buffers(), **self._state_targets(about["extras"])}
             targets |= tensors.parameters()
-            # what this rank would have sent was sent by nobody
             own = {name: tensors.params[name] for name in about["moved"]}
             pending = PendingAveraging(
                 about["step"],
@@ -151,6 +154,7 @@ class JoinerState:
                 about["delayed"],
                 share=about["share"],
             )
+            pending.moved.unsent = True
             averaging.replay(pending, received)
             averaging.commit_(pending, targets)
             if not tensors.parameters().keys().isdisjoint(about["extras"]):

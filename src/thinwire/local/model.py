@@ -4,6 +4,7 @@ import hashlib
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from traceback import walk_stack
 from typing import Any
 
@@ -164,18 +165,19 @@ class LocalModel:
 
     def weight_copies(self) -> dict[str, Tensor]:
         """Return the optimizer's own copy of each parameter, such as a float32 master."""
-        names = {p: name for name, p in self.trained.items()}
+        names: dict[Tensor, str] = {p: name for name, p in self.trained.items()}
         found: dict[str, Tensor] = {}
         for opt in all_of(self.optimizer):
             own = [p for group in opt.param_groups for p in group["params"] if p in names]
-            stepped = [p for p in own if p in opt.state]
-            keys = dict.fromkeys(key for p in stepped for key in opt.state[p])
-            lists = [[(p, opt.state[p].get(key)) for p in stepped] for key in keys]
-            lists += [_matched(own, value) for key, value in vars(opt).items() if key != "state"]
-            for pairs in lists:
+            states = [opt.state[p] for p in own if p in opt.state]
+            keys = dict.fromkeys(key for state in states for key in state)
+            values = [[state.get(key) for state in states] for key in keys]
+            values += [v for key, v in vars(opt).items() if key not in ("state", "param_groups")]
+            for value in values:
+                pairs = _copied([p for p in own if names[p] not in found], value)
                 # momentum of a parameter that stays zero equals it too
-                if all(_is_copy(t, p) for p, t in pairs) and any(bool(p.any()) for p, _ in pairs):
-                    found |= {names[p]: shard_of(t) for p, t in pairs}
+                if any(bool(p.any()) for p, _ in pairs):
+                    found |= {names[p]: copy for p, copy in pairs}
         return found
 
     def copy_from_first(self, group: Group) -> None:
@@ -184,7 +186,7 @@ class LocalModel:
         copies = self.weight_copies()
         make_models_equal_(params, self.buffers() | self.other_buffers(), group)
         for name, copy in copies.items():
-            if not _is_copy(copy, self.params[name]):
+            if not _is_copy(copy, self.params[name].detach()):
                 copy.copy_(self.params[name].detach())
         self.made_common()
 
@@ -198,25 +200,36 @@ class LocalModel:
         return None
 
 
-def _is_copy(tensor: Any, param: Tensor) -> bool:
-    """Return True if another tensor holds the parameter's values, before rounding."""
-    if not isinstance(tensor, Tensor) or tensor.shape != param.shape or tensor is param:
+def _is_copy(theirs: Tensor, ours: Tensor) -> bool:
+    """Return True if another tensor holds a parameter's values, before rounding."""
+    if theirs.shape != ours.shape or theirs.data_ptr() == ours.data_ptr():
         return False
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return False
-    ours, theirs = shard_of(param).detach(), shard_of(tensor).detach()
-    return ours.data_ptr() != theirs.data_ptr() and torch.equal(theirs.to(ours.dtype), ours)
+    # most others differ in the first row
+    rows = (slice(1), slice(None)) if ours.dim() else ((),)
+    real = theirs.is_floating_point() or theirs.is_complex()
+    return real and all(torch.equal(theirs[row].to(ours), ours[row]) for row in rows)
 
 
-def _matched(params: Sequence[Tensor], value: Any) -> list[tuple[Tensor, Any]]:
-    """Return an attribute's tensors, each with the parameter that it copies; [] if one has none."""
-    left, pairs = list(params), []
+def _copied(params: Iterable[Tensor], value: Any) -> list[tuple[Tensor, Tensor]]:
+    """Return parameters with their copies, in this order, one tensor for each or flat and perhaps
+    with zeros after them; [] if a tensor holds others.
+    """
+    left, pairs = list(params), list[tuple[Tensor, Tensor]]()
     for tensor in _tensors_in(value):
-        param = next((p for p in left if _is_copy(tensor, p)), None)
-        if param is None:
+        theirs, at = shard_of(tensor).detach(), 0
+        while left and at < theirs.numel():
+            ours = shard_of(left[0]).detach()
+            end = at + ours.numel()
+            flat = theirs.dim() == 1 and end <= theirs.numel()
+            part = theirs[at:end].view_as(ours) if flat else theirs
+            if _is_copy(part, ours):
+                pairs.append((left[0], part))
+                at = end
+            elif at:
+                break
+            del left[0]
+        if not at or theirs.flatten()[at:].any():
             return []
-        left = [p for p in left if p is not param]
-        pairs.append((param, tensor))
     return pairs
 
 
@@ -240,12 +253,11 @@ def _check_kinds(model: object, optimizer: object) -> None:
     check.instance("optimizer", optimizer, torch.optim.Optimizer)
     assert isinstance(optimizer, torch.optim.Optimizer)
     for opt in all_of(optimizer):
-        if not getattr(opt, "exchanges_gradients", False):
-            continue
-        raise TypeError(
-            f"optimizer is {type(opt).__name__}, which exchanges gradients in every step: "
-            "use a local one such as thinwire.optim.SGD, and compression=Sparse(...) to send less"
-        )
+        if getattr(opt, "exchanges_gradients", False):
+            raise TypeError(
+                f"optimizer is {type(opt).__name__}, which exchanges gradients in every step: use "
+                "a local one such as thinwire.optim.SGD, and compression=Sparse(...) to send less"
+            )
 
 
 def _layout(model: nn.Module, *, every: bool = False) -> Iterator[tuple[str, str]]:
@@ -283,13 +295,12 @@ def warn_of_others(
             "requires_grad_(False) on the remaining parameters"
         )
     for opt in all_of(optimizer) if own_state else ():
-        if not all(callable(getattr(opt, name, None)) for name in ("train", "eval")):
-            continue
-        warn_user(
-            f"{type(opt).__name__}.eval() seems to compute the model's parameters from optimizer "
-            "state, which differs between ranks: pass average_state=True to LocalSGD or "
-            "AdaptiveLocalSGD"
-        )
+        if all(callable(getattr(opt, name, None)) for name in ("train", "eval")):
+            warn_user(
+                f"{type(opt).__name__}.eval() seems to compute the model's parameters from "
+                "optimizer state, which differs between ranks: pass average_state=True to LocalSGD "
+                "or AdaptiveLocalSGD"
+            )
 
 
 def warn_of_misplaced(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -328,13 +339,11 @@ def changed_since(before: Mapping[str, Tensor | None], now: Mapping[str, Tensor]
     return [name for name, flag in zip(now, flags_on_host, strict=True) if flag]
 
 
+_kind = attrgetter("shape", "dtype", "device")
+
+
 def _differs(now: Tensor, before: Tensor | None) -> Tensor:
-    if (
-        before is None
-        or before.shape != now.shape
-        or before.dtype != now.dtype
-        or before.device != now.device
-    ):
+    if before is None or _kind(before) != _kind(now):
         return torch.ones((), dtype=torch.bool, device=now.device)
     # NumPy compares bits in a seventh of the time
     if now.is_cpu and np.array_equal(flat_bytes(now), flat_bytes(before)):

@@ -26,6 +26,7 @@ def saved(averager: Averager, *, copy: bool = True) -> dict[str, Any]:
     averager.settle()
     held = copied if copy else dict
     pending, averaging, counters = averager.pending, averager.averaging, averager.counters
+    between = counters.step > counters.last_full_sync
     return {
         **{key: value for kind in averager.when.state().values() for key, value in kind.items()},
         "observed": [float(loss) for loss in averager.interval.observed],
@@ -43,9 +44,7 @@ def saved(averager: Averager, *, copy: bool = True) -> dict[str, Any]:
             "measured": held(pending.moved.params),
             "extras": held(pending.extras),
         },
-        "local": held(_local(averager.tensors))
-        if counters.step > counters.last_full_sync
-        else None,
+        "local": held(_local(averager.tensors)) if between else None,
         "unchanged_buffers": averager.tensors.unchanged_buffers(),
     }
 

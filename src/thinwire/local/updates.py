@@ -173,8 +173,9 @@ class LocalUpdates:
         self._digest_every = check.integer("digest_every", digest_every, at_least=0)
         check.instance("config", config, (LocalSGD, AdaptiveLocalSGD))
         if members is not None:
-            given = {"process_group": process_group, "timeout": timeout, "streams": streams}
-            _require_alone(members, mesh, given, config.node_size)
+            node_size = None if config.node_size == 1 else config.node_size
+            given = {"process_group": process_group, "timeout": timeout, "node_size": node_size}
+            _require_alone(members, mesh, streams=streams, **given)
         self._ranks = Ranks(
             process_group,
             timeout=timeout,
@@ -205,6 +206,7 @@ class LocalUpdates:
         self._when = Timetable(config, optimizer)
         self._skipped, self._looked = 0, False
         self._averager: Averager | None = None
+        self._start: Mapping[str, Any] | None = None
         self._hooks: list[Any] = []
         self._entered_once = False
 
@@ -257,6 +259,8 @@ class LocalUpdates:
         joining_s = 0.0
         if members is not None:
             members._step = lambda: self.step
+            if self._start is not None:
+                saving.load(self._start, averager)
             if members._joiner:
                 joining_s = receive_state(averager, members)
         first = ranks.rank_and_size[0] == 0
@@ -511,7 +515,7 @@ class LocalUpdates:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue bit for bit from a `state_dict` of the same rank; inside the block, on all
-        ranks. No communication.
+        ranks. No communication. With members also before it: a joiner then receives what differs.
 
         Warns:
             UserWarning: It was saved by another rank and holds that rank's own parameters or
@@ -523,6 +527,9 @@ class LocalUpdates:
         """
         provenance = Provenance.read(state.get(PROVENANCE)) if isinstance(state, Mapping) else None
         state = without_provenance(state)
+        if self._members is not None and not self._entered_once:
+            self._start = state
+            return
         saving.load(state, self._open_averager())
         own = saving.own_checksum(state)
         if provenance is not None and (provenance.checksum or own):
@@ -590,24 +597,14 @@ def _compare(
         raise RuntimeError(problem)
 
 
-def _require_alone(
-    members: object,
-    mesh: DeviceMesh | None,
-    given: Mapping[str, object],
-    node_size: int | None,
-) -> None:
+def _require_alone(members: object, mesh: DeviceMesh | None, **given: object) -> None:
     """Raise if arguments that choose the ranks are given beside members."""
     check.instance("members", members, Members)
     assert isinstance(members, Members)
     for name, value in given.items():
         if value is not None:
             raise ValueError(
-                f"{name} and members were both given: members form their own group, and use what "
-                f"join was given; omit {name}"
+                f"{name} and members were both given: members form their own group, in which each "
+                f"counts on its own, and use what join was given; omit {name}"
             )
-    if node_size not in (None, 1):
-        raise ValueError(
-            f"node_size={node_size} and members were both given: members join and leave "
-            "individually, so each counts on its own; omit node_size"
-        )
     members._require_mesh(mesh)

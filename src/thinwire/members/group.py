@@ -180,8 +180,14 @@ class SingleRank:
     def announce_end(self, error: ThinwireError) -> None:
         """Tell the other ranks of the site, wherever they wait, why this one ends. Does so once."""
 
-    def raise_first(self, action: str, problem: ThinwireError | None) -> None:
-        """Raise the error of this rank, or else of another rank of the site."""
+    @contextmanager
+    def raising_together(self, action: str) -> Iterator[None]:
+        """Raise the error of this rank in the block, or else of another rank of the site."""
+        problem: ThinwireError | None = None
+        try:
+            yield
+        except ThinwireError as error:
+            problem = error
         texts = self.gather_values(action, None if problem is None else str(problem))
         if problem is not None:
             raise problem

@@ -38,9 +38,8 @@ from thinwire.members.transfer import (
     TransferContext,
 )
 
-_TIMEOUT_S = 60.0
-_POLL_S = 0.1
-_NEWS_S = 10.0
+_TIMEOUT_S, _POLL_S, _NEWS_S = 60.0, 0.1, 10.0
+_MOST_KEPT = 0.1
 _LEAVE_S = 2.0
 """Longest time in seconds for the announcement of a member that leaves."""
 _log = logging.getLogger("thinwire")
@@ -56,8 +55,12 @@ class SharedState(Protocol):
     def counters(self) -> StateMessage:
         """Return a copy of all other state that is equal then."""
 
-    def last_update(self) -> StateMessage:
-        """Return the changes that the last round made."""
+    @property
+    def averagings(self) -> int:
+        """Number of the last round that the state holds."""
+
+    def last_update(self) -> StateMessage | None:
+        """Return the changes that the last round made; None if they were not recorded."""
 
     def apply(self, message: StateMessage) -> None:
         """Apply the counters of a state whose tensors are here, or an update, from a donor."""
@@ -110,6 +113,8 @@ class Members:
         self._group.streams = terms.streams
         self._job = SiteGroup(site, self._group) if isinstance(site, Site) else self._group
         self._donors: list[Donor] = []
+        self._kept: list[tuple[int, StateMessage]] = []
+        """Latest rounds, `_MOST_KEPT` states in all, for a joiner that has the state of one."""
         self._incoming_handoffs: list[tuple[Download, float]] = []
         self._download: Download | None = None
         self._leaving = self._has_state = self.left = False
@@ -211,25 +216,17 @@ class Members:
         self._leaving = True
 
     def _hand_over(
-        self,
-        state: SharedState,
-        leaving_ids: Sequence[str],
-        remaining: Sequence[str],
-        now: Generation,
-        size: int,
+        self, state: SharedState, leaving_id: str, successor: str, now: Generation, factor: float
     ) -> None:
-        for leaving_id in leaving_ids:
-            rank = now.ids.index(leaving_id)
-            number = (1 << 40) + (now.number << 20) + rank  # joiners count from 0
-            if remaining[0] == self.id:
-                factor = size / now.size  # its share of the mean over all members stays the same
-                download = Download(self._transfer_context, number, 1, {}, state.max_bytes)
-                self._incoming_handoffs.append((download, factor))
-            if leaving_id == self.id:
-                donor = Donor(self._transfer_context, number, remaining[0], Part(0, 1, ""), {})
-                own, self._outgoing_handoff = state.own_state(), donor
-                own = own or StateMessage("own", {}, {})
-                donor.enqueue(replace(own, plain={"of": self.id}, last=True))
+        number = (1 << 40) + (now.number << 20) + now.ids.index(leaving_id)  # joiners count from 0
+        if successor == self.id:
+            download = Download(self._transfer_context, number, 1, {}, state.max_bytes)
+            self._incoming_handoffs.append((download, factor))
+        if leaving_id == self.id:
+            own = state.own_state() or StateMessage("own", {}, {})
+            own = replace(own, plain={"of": self.id}, last=True)
+            where = self._transfer_context, number, successor, Part(0, 1, "")
+            self._outgoing_handoff = Donor(*where, {}, [own])
 
     def close(self) -> None:
         """Leave the run at once. The others continue without this member. May be called twice."""
@@ -299,31 +296,30 @@ class Members:
 
     def _fetch_state(self, state: SharedState) -> None:
         try:
-            self._wait_for_admission(state)
+            while (problem := self._attempt(state)) is not None:
+                _log.warning("asking another member for the state: %s", problem)
         except ThinwireError as error:
             self._site.announce_end(error)
             raise
         self._group.pending_after = -1
 
-    def _wait_for_admission(self, state: SharedState) -> None:
-        while True:
-            problem: ThinwireError | None = None
-            try:
-                self._fetch_from_donor(state)
-            except (PeerLost, PeerStalled, PayloadCorrupt) as error:
-                if self._membership.kv.waiting_s > self._timeout_s / 2:
-                    raise  # the meeting place is stalled: no other member can be asked either
-                self._membership.require_heartbeat()
-                problem = error
-            ready, problem = self._outcome(problem)
-            if problem is None:
-                break
-            if ready:
-                # the others may have admitted this member, which has no state: join as a new one
-                self._membership.close()
-                self._membership = self._group.membership = self._join_run()
-                self._has_state = False
-            _log.warning("asking another member for the state: %s", problem)
+    def _attempt(self, state: SharedState) -> ThinwireError | None:
+        """Fetch the state and wait for admission; return the reason to ask another member."""
+        problem: ThinwireError | None = None
+        try:
+            self._fetch_from_donor(state)
+        except (PeerLost, PeerStalled, PayloadCorrupt) as error:
+            if self._membership.kv.waiting_s > self._timeout_s / 2:
+                raise  # the meeting place is stalled: no other member can be asked either
+            self._membership.require_heartbeat()
+            problem = error
+        ready, problem = self._outcome(problem)
+        if problem is not None and ready:
+            # the others may have admitted this member, which has no state: join as a new one
+            self._membership.close()
+            self._membership = self._group.membership = self._join_run()
+            self._has_state = False
+        return problem
 
     def _outcome(self, problem: ThinwireError | None) -> tuple[bool, ThinwireError | None]:
         """Return True if a rank of this site is ready, and the error of one not admitted."""
@@ -337,26 +333,23 @@ class Members:
         return ready, PeerLost(texts[0]) if texts else None
 
     def _fetch_from_donor(self, state: SharedState) -> None:
-        site, problem = self._site, None
-        number = self._membership.shared.say_hello(self._kv) if site.rank == 0 else 0
+        site, shared = self._site, self._membership.shared
+        number = shared.say_hello(self._kv, has=state.averagings) if site.rank == 0 else 0
         number = site.broadcast_value("asking for admission", number)
         message = None
         try:
-            try:
+            # either all ranks of the site are ready, or none
+            with site.raising_together("receiving the state"):
                 parts = self._wait_for_donor(number)
                 where = self._transfer_context, number, parts
                 self._download = Download(*where, state.tensors(), state.max_bytes)
                 # until it has caught up: the others wait for it from then on
                 while (message := self._download.next(wait=False)) is not None:
                     state.apply(message)
-            except ThinwireError as error:
-                problem = error
-            # either all ranks of the site are ready, or none
-            site.raise_first("receiving the state", problem)
             assert self._download is not None, "received"
             self._has_state = True
             if site.rank == 0:
-                self._kv.put(f"ready/{number}", {"id": self._membership.shared.own_id})
+                self._kv.put(f"ready/{number}", {"id": shared.own_id})
             while message is None or not message.last:
                 message = self._download.next(wait=True)
                 assert message is not None, "waited for"
@@ -417,17 +410,24 @@ class Members:
         if not goes_on:
             self._redistribute_samples([*remaining, *admitted])
         self._donors = [donor for donor in self._donors if donor.alive]
-        first = [donor for donor in self._donors if donor.part.index == 0]
-        update = state.last_update() if first else None
-        for donor in first:
-            assert update is not None, "somebody listens"
-            last = donor.joiner in admitted
-            plain = {**update.plain, **(self._sampler_facts() if last else {})}
-            donor.enqueue(replace(update, plain=plain, last=last))
-        for number, joiner in agreed.get("assign", []):
+        update = state.last_update()
+        self._kept = [] if update is None else [*self._kept, (state.averagings, update)]
+        most = _MOST_KEPT * sum(tensor.nbytes for tensor in state.tensors().values())
+        while sum(kept.nbytes for _, kept in self._kept) > most:
+            del self._kept[0]
+        for donor in self._donors:
+            if donor.part.index == 0:
+                assert update is not None, "somebody listens"
+                last = donor.joiner in admitted
+                plain = {**update.plain, **(self._sampler_facts() if last else {})}
+                donor.enqueue(replace(update, plain=plain, last=last))
+        for number, joiner, has in agreed.get("assign", []):
             with self._membership.shared.changed:
                 self._membership.shared.donor_assigned_s[number] = time.monotonic()
-            self._donate(state, number, joiner, remaining)
+            first = number % max(len(remaining), 1)
+            donors = [*remaining[first:], *remaining[:first]][:MOST_DONORS]
+            if self.id in donors:
+                self._donate(state, number, joiner, has, donors)
         for handoff in [one for one in self._incoming_handoffs if not one[0].alive]:
             self._incoming_handoffs.remove(handoff)
             try:
@@ -438,8 +438,10 @@ class Members:
                 assert message is not None, "waited for"
                 state.add_handoff(message, handoff[1])
         if admitted or leaving_ids:
-            if leaving_ids and remaining:
-                self._hand_over(state, leaving_ids, remaining, now, len(remaining) + len(admitted))
+            # the residual's share of the mean over all members stays the same
+            factor = (len(remaining) + len(admitted)) / now.size
+            for leaving_id in leaving_ids if remaining else ():
+                self._hand_over(state, leaving_id, remaining[0], now, factor)
             self._membership.change_members(now.number, [*remaining, *admitted], remaining)
             if self.id in leaving_ids:
                 self._membership.wait_for_decision()
@@ -448,42 +450,31 @@ class Members:
             self._group.pending_after = now.number  # the next one connects while this member trains
 
     def _donate(
-        self, state: SharedState, number: int, joiner: str, remaining: Sequence[str]
+        self, state: SharedState, number: int, joiner: str, has: int, donors: Sequence[str]
     ) -> None:
-        first = number % max(len(remaining), 1)
-        donors = [*remaining[first:], *remaining[:first]][:MOST_DONORS]
-        if self.id in donors:
-            counters = state.counters()
-            part = Part(donors.index(self.id), len(donors), json.dumps(counters.plain))
-            busy = self._group.is_exchanging
-            where = self._transfer_context, number, joiner
-            donor = Donor(*where, part, state.tensors(), busy)
-            donor.enqueue(counters)
-            self._donors.append(donor)
+        counters, since = state.counters(), [update for at, update in self._kept if at > has]
+        if has == 0 or len(since) != state.averagings - has:  # they would be of no use
+            since = []
+        part = Part(donors.index(self.id), len(donors), json.dumps(counters.plain))
+        where = self._transfer_context, number, joiner, part, state.tensors()
+        self._donors.append(Donor(*where, [*since, counters], self._group.is_exchanging))
 
-    @property
-    def _has_joiners(self) -> bool:
-        return any(donor.alive and donor.part.index == 0 for donor in self._donors)
+    def _records(self, *, compressed: bool) -> bool:
+        """Return True if a round's messages are to be kept: somebody listens, or they are short."""
+        return (compressed and self.size > 1) or any(donor.alive for donor in self._donors)
 
 
 def _meet(membership: Membership, site: SingleRank) -> None:
     """Let the first rank meet the other sites; then each rank those that hold the same shard."""
-    problem: ThinwireError | None = None
-    ids: tuple[str, ...] = ()
-    if site.rank == 0:
-        try:
+    with site.raising_together("meeting the other sites"):
+        if site.rank == 0:
             membership.meet()
-            ids = () if membership.shared.joiner else membership.current().ids
-        except ThinwireError as error:
-            problem = error
-    site.raise_first("meeting the other sites", problem)
-    ids = tuple(site.broadcast_value("sharing the list of sites", ids))
-    if site.rank > 0:
-        try:
+    joins = site.rank > 0 or membership.shared.joiner
+    own_ids = () if joins else membership.current().ids
+    ids = tuple(site.broadcast_value("sharing the list of sites", own_ids))
+    with site.raising_together("meeting the ranks with the same shard"):
+        if site.rank > 0:
             membership.meet(ids)
-        except ThinwireError as error:
-            problem = error
-    site.raise_first("meeting the ranks with the same shard", problem)
 
 
 def join(

@@ -17,8 +17,7 @@ from thinwire.errors import Evicted, PayloadCorrupt, PeerStalled, QuorumLost, Th
 from thinwire.members.generation import Decision, Generation, next_decision, packed
 from thinwire.members.kv import KeyValueView, no_answer_message
 
-_POLL_S = 0.2
-_STEP_S = 0.02
+_POLL_S, _STEP_S = 0.2, 0.02
 _ANNOUNCE_S = 2.0
 """Time for members to announce themselves after a break; each does so within `_POLL_S`."""
 _ALIVE_S = 3.0
@@ -115,13 +114,13 @@ class Shared:
         except (RuntimeError, ThinwireError) as error:  # the others cannot read there either
             _log.info("could not announce at the meeting place that this member leaves: %s", error)
 
-    def say_hello(self, kv: KeyValueView, first_generation: int | None = None) -> int:
+    def say_hello(self, kv: KeyValueView, first_generation: int | None = None, has: int = 0) -> int:
         """Ask for admission, or to found `first_generation`; return the number of the request."""
         number = max(self.next_own_hello, kv.get_verified(_HELLOS) or 0)
         while True:
             key = f"hello/{number}"
             try:
-                hello = {"id": self.own_id, "n": number, "founds": first_generation}
+                hello = {"id": self.own_id, "n": number, "founds": first_generation, "has": has}
                 if kv.put_if_absent(key, hello)["id"] == self.own_id:
                     break
             except PayloadCorrupt as error:  # a stranger has written there
@@ -241,22 +240,21 @@ class Membership:
         with self.shared.changed:
             self.shared.changed.wait_for(lambda: self.shared.end_reason, self.timeout_s)
 
-    def waiting_joiners(self) -> list[tuple[int, str]]:
-        """Return the joiners that have no donor yet, by request number and identity."""
+    def waiting_joiners(self) -> list[tuple[int, str, int]]:
+        """Return the joiners that have no donor yet: request number, identity, last averaging."""
         shared = self.shared
         with shared.changed:  # a member that has just left asks no more
-            asked = [(n, value["id"]) for n, value in sorted(shared.hellos.items())]
-            asked = [(n, m) for n, m in asked if m not in shared.past_members]
-            asked = [(n, m) for n, m in asked if n not in shared.donor_assigned_s]
-        return [(n, member) for n, member in asked if shared.is_alive(member)]
+            asked = [(n, one["id"], one["has"]) for n, one in sorted(shared.hellos.items())]
+            asked = [(n, m, has) for n, m, has in asked if m not in shared.past_members]
+        return [a for a in asked if a[0] not in shared.donor_assigned_s and shared.is_alive(a[1])]
 
     def ready_joiners(self) -> list[str]:
         """Return the joiners that have the state of the run."""
         shared = self.shared
         with shared.changed:
             found = [shared.hellos[n]["id"] for n in sorted(shared.ready) if n in shared.hellos]
-            found = [member for member in found if member not in shared.past_members]
-        return [member for member in dict.fromkeys(found) if shared.is_alive(member)]
+        found = [member for member in dict.fromkeys(found) if member not in shared.past_members]
+        return [member for member in found if shared.is_alive(member)]
 
     def close(self) -> None:
         """End the thread. May be called twice."""

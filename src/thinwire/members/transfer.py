@@ -7,9 +7,10 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import safetensors.torch
@@ -29,7 +30,7 @@ _ALIVE, _BEATS_PER_TIMEOUT = "alive", 4
 """Kind of the message that says that nothing waits, and the number of them within one time-out."""
 _ROUNDS, _JUDGED_S = 3, 10.0
 """Rounds and seconds after which the line is compared with what the rounds need."""
-_MAX_PLAIN_BYTES, _BATCH_BYTES = 64 << 20, 4 << 20
+_MAX_PLAIN_BYTES, _BATCH_BYTES, _BLOCK_BYTES = 64 << 20, 4 << 20, 64 << 10
 _POLL_S, _JOIN_S = 0.1, 2.0
 _log = logging.getLogger("thinwire")
 _Tensors = Mapping[str, Tensor]
@@ -76,26 +77,19 @@ class TransferContext(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """Position of a donor's part of the state of a round."""
+    """Which of the parts of the state of a round a donor sends."""
 
     index: int
     count: int
     state: str
     """Counters of the round, as text, the same in all parts."""
 
-    def views(self, flat: _Tensors) -> list[Tensor]:
-        """Return the bytes of this part, as views of flat tensors."""
-        nbytes = sum(tensor.nbytes for tensor in flat.values())
-        limits = [nbytes * at // self.count for at in (self.index, self.index + 1)]
-        found, before = [], 0
-        for tensor in flat.values():
-            size = tensor.element_size()
-            ends = (-(-(limit - before) // size) for limit in limits)
-            start, end = (min(max(at, 0), len(tensor)) for at in ends)
-            if start < end:
-                found.append(tensor[start:end].view(torch.uint8))
-            before += tensor.nbytes
-        return found
+    def blocks(self, flat: _Tensors) -> list[Tensor]:
+        """Return the bytes of this part in blocks, as views of flat tensors."""
+        # an anchor and its momentum together: one without the other cannot be brought up to date
+        whole = (tensor.view(torch.uint8) for tensor in flat.values() if tensor.numel())
+        found = [row for t in whole for row in enumerate(torch.split(t, _BLOCK_BYTES))]
+        return [b for at, b in sorted(found, key=itemgetter(0)) if at % self.count == self.index]
 
 
 def flattened(tensors: _Tensors) -> dict[str, Tensor]:
@@ -104,7 +98,7 @@ def flattened(tensors: _Tensors) -> dict[str, Tensor]:
 
 
 class Donor:
-    """Thread that sends a part of a state, and then messages in order, to one recipient."""
+    """Thread that sends one recipient rounds up to a state, a part of it, and rounds since."""
 
     def __init__(
         self,
@@ -113,13 +107,14 @@ class Donor:
         joiner: str,
         part: Part,
         tensors: _Tensors,
+        first: Iterable[StateMessage],
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
         # `tensors` change later: this part of them is copied
         self.number, self.joiner, self.part = number, joiner, part
         self._context, self._busy = context, busy
-        self._copies = [view.to("cpu", copy=True) for view in part.views(flattened(tensors))]
-        self._messages: deque[StateMessage | None] = deque()
+        self._copies = [one.to("cpu", copy=True) for one in part.blocks(flattened(tensors))]
+        self._messages: deque[StateMessage | None] = deque(first)
         self._changed = threading.Condition()
         self._began_s, self._rounds, self._round_bytes, self._needed = time.monotonic(), 0, 0, 0.0
         self._line: Line | None = None
@@ -155,11 +150,11 @@ class Donor:
             context, part = self._context.cloned(), self.part
             if part.index == 0:
                 context.kv.put(f"donor/{self.number}", part.count)
-            line = self._line = context.line(self.number, part.index, lambda: self._needed)
+            line = self._line = context.line(
+                self.number, part.index, lambda: self._needed if self._messages else 0.0
+            )
             try:
-                self._send_state(line)
-                if part.index == 0:
-                    self._send_messages(line)
+                (self._send_messages if part.index == 0 else self._send_state)(line)
             finally:
                 line.close()
         except (ThinwireError, RuntimeError) as error:
@@ -169,7 +164,8 @@ class Donor:
         copies = self._copies
         digests = [_digest(copy) for copy in copies]
         line.send(json.dumps({"state": self.part.state, "digests": digests}).encode())
-        missing = json.loads(line.receive(_MAX_PLAIN_BYTES))
+        while (missing := json.loads(line.receive(_MAX_PLAIN_BYTES))) is None:
+            continue  # rounds are repeated there
         copies[:] = [copies[index] for index in missing][::-1]
         nbytes = sum(copy.nbytes for copy in copies)
         line.stream((copies.pop().numpy().data for _ in missing), nbytes, self._busy)
@@ -177,14 +173,17 @@ class Donor:
     def _send_messages(self, line: Line) -> None:
         idle, ended = True, False
         while not ended:
-            batch: list[StateMessage] = []
+            batch, at_state = list[StateMessage](), False
             with self._changed:
                 if not self._messages and idle:
                     self._changed.wait(self._context.timeout_s / _BEATS_PER_TIMEOUT)
-                while self._messages and not ended and sum(m.nbytes for m in batch) < _BATCH_BYTES:
+                while self._messages and sum(m.nbytes for m in batch) < _BATCH_BYTES:
                     message = self._messages.popleft()
                     batch += [] if message is None else [message]
                     ended = message is None or message.last
+                    at_state = message is not None and message.kind == "state"
+                    if ended or at_state:
+                        break
             idle = not batch and not ended
             if idle:  # also said where there is none for long: a round may exceed the time-out
                 batch = [StateMessage(_ALIVE, {}, {})]
@@ -195,6 +194,8 @@ class Donor:
                 for content in (plain, safetensors.torch.save(tensors)):
                     contents += [LENGTH.pack(len(content)), content]
             line.stream(map(memoryview, contents), sum(map(len, contents)), self._busy)
+            if at_state:
+                self._send_state(line)
 
 
 def _digest(view: Tensor) -> str:
@@ -205,23 +206,24 @@ class Recipient:
     """Receiving end of one donor's transfer."""
 
     def __init__(self, context: TransferContext, number: int, part: int = 0) -> None:
-        self.line = context.line(number, part)
+        self.line, self._beat_s = context.line(number, part), context.timeout_s / _BEATS_PER_TIMEOUT
         self.idle = False
         """True if all that the donor had when it last said so has been received."""
         self.wanted_bytes: int | None = None
-        """Bytes of the donor's part that differ here, once they are known."""
+        """Bytes up to the end of the donor's part, once those that differ are known."""
 
-    def receive_state(self, part: Part, flat: _Tensors) -> str:
-        """Write the donor's part into flat tensors, where it differs; return its counters."""
-        views = part.views(flat)
+    def receive_state(self, blocks: Sequence[Tensor], ready: Callable[[float], bool]) -> str:
+        """Write the donor's part where it differs, once all is `ready`; return its counters."""
         header = json.loads(self.line.receive(_MAX_PLAIN_BYTES))
+        while not ready(self._beat_s):
+            self.line.send(b"null")
         digests: Sequence[str] = header["digests"]
-        if len(digests) != len(views):
-            raise PayloadCorrupt(f"a member sends {len(digests)} tensors instead of {len(views)}")
-        missing = [at for at, view in enumerate(views) if digests[at] != _digest(view)]
-        self.wanted_bytes = sum(views[at].nbytes for at in missing)
+        if len(digests) != len(blocks):
+            raise PayloadCorrupt(f"a member sends {len(digests)} blocks instead of {len(blocks)}")
+        missing = [at for at, block in enumerate(blocks) if digests[at] != _digest(block)]
+        self.wanted_bytes = self.line.nbytes + sum(blocks[at].nbytes for at in missing)
         self.line.send(json.dumps(missing).encode())
-        self.line.fill(views[at] for at in missing)
+        self.line.fill(blocks[at] for at in missing)
         return str(header["state"])
 
     def receive(self, max_bytes: int) -> StateMessage:
@@ -246,7 +248,9 @@ class Download:
         self._arrived: queue.SimpleQueue[StateMessage | str | Exception] = queue.SimpleQueue()
         self._messages: deque[StateMessage] = deque()
         self._states: list[str] = []
-        self._max_bytes, self._closed = max_bytes, False
+        self._max_bytes, self._closed, self._at_state = max_bytes, False, False
+        self._ready = threading.Event()
+        """Set once the tensors may be compared with the state: all rounds before are repeated."""
         self._progress: Progress | None = None
         self._since: tuple[float, int] | None = None
         names = "joining_bytes", "joining_total_bytes", "joining_bit_s", "joining_left_s"
@@ -268,14 +272,16 @@ class Download:
             recipient = Recipient(context.cloned(), number, part.index)
             self._recipients[part.index] = recipient
             try:
-                if self._closed:  # while it connected: the state may be copied anew by now
-                    return
-                self._arrived.put(recipient.receive_state(part, self._flat))
+                take = partial(recipient.receive_state, part.blocks(self._flat), self._ready.wait)
                 last = part.index > 0
-                while not last and not self._closed:
+                if last and not self._closed:  # while it connected: another may copy the state now
+                    self._arrived.put(take())
+                while not (last or self._closed):
                     message = recipient.receive(self._max_bytes)
                     self._arrived.put(message)
                     last = message.last
+                    if message.kind == "state":
+                        self._arrived.put(take())
             finally:
                 recipient.line.close()
         except (ThinwireError, RuntimeError) as error:
@@ -283,12 +289,16 @@ class Download:
 
     def next(self, *, wait: bool) -> StateMessage | None:
         """Return the next message to apply; without `wait` None if the donor has no other one."""
+        if self._at_state:  # the caller has applied its counters, and all rounds before
+            self._ready.set()
         while True:
             complete = len(self._states) == len(self._recipients)
             first = self._recipients[0]
             idle = first is not None and first.idle and self._arrived.empty()
-            if complete and self._messages:
-                return self._messages.popleft()
+            if self._messages and (complete or not self._ready.is_set()):
+                message = self._messages.popleft()
+                self._at_state = message.kind == "state"
+                return message
             if complete and idle and not wait:
                 return None
             if not wait:
@@ -341,6 +351,7 @@ class Download:
     def close(self) -> None:
         """Close the connections, which ends the threads."""
         self._closed = True
+        self._ready.set()
         for recipient, thread in zip(self._recipients, self._threads, strict=True):
             if recipient is not None:
                 recipient.line.close()
