@@ -42,6 +42,8 @@ def compare(
     latency: str = "0ms",
     up: str | None = None,
     down: str | None = None,
+    loss: str = "0%",
+    congestion: str | None = None,
     strategies: Annotated[
         tuple[str, ...] | None, Parameter(consume_multiple=True, negative="")
     ] = None,
@@ -79,6 +81,8 @@ def compare(
         latency: One-way delay of every packet, such as 10ms.
         up: Rate at which each worker sends, such as 10mbit, if the directions differ; with --down.
         down: Rate at which each worker receives, such as 100mbit.
+        loss: Share of the packets that is lost, each way, such as 0.2%.
+        congestion: Congestion control of TCP, cubic or bbr; the machine's own by default.
         strategies: What to compare.
         steps: Updates per strategy; 200 by default.
         seconds: Training time per strategy, instead of --steps.

@@ -52,6 +52,8 @@ class Settings(Training):
         latency: str,
         up: str | None = None,
         down: str | None = None,
+        loss: str = "0%",
+        congestion: str | None = None,
         strategies: Sequence[str] | None,
         steps: int | None,
         seconds: float | None,
@@ -73,8 +75,9 @@ class Settings(Training):
         """Return settings from the arguments; raise ValueError for the first invalid one."""
         launched = launched_rank(os.environ)
         if launched is not None:
-            rates = any(rate is not None for rate in (link, up, down))
-            workers = _workers_of_launcher(workers, launched[1], rates, latency)
+            lines = any(one is not None for one in (link, up, down, congestion))
+            lines |= latency not in ("0ms", "0") or loss != "0%"
+            workers = _workers_of_launcher(workers, launched[1], lines)
             link, up, down = "loopback", None, None
         workers = 2 if workers is None else workers
         if launched is None:
@@ -119,7 +122,7 @@ class Settings(Training):
         recipes = choose(usual if strategies is None else strategies)
         return cls(
             workers=workers,
-            link=Link.of(link, up, down, latency),
+            link=Link.of(link, up, down, latency, loss=loss, congestion=congestion),
             strategies=recipes,
             steps=steps,
             seconds=seconds,
@@ -154,7 +157,6 @@ class Settings(Training):
         else:
             words = ["torchrun", "...", "-m", "thinwire", "compare"]
         words += ["--shard", str(self.shard)] if self.shard > 1 else []
-        words += ["--latency", f"{self.link.latency_s * 1e3:g}ms"] if self.link.latency_s else []
         words += ["--strategies", *(recipe.file or recipe.name for recipe in self.strategies)]
         words += (
             ["--steps", str(self.steps)]
@@ -177,16 +179,16 @@ class Settings(Training):
         return shlex.join(words)
 
 
-def _workers_of_launcher(workers: int | None, ranks: int, rates: bool, latency: str) -> int:
+def _workers_of_launcher(workers: int | None, ranks: int, lines: bool) -> int:
     if workers not in (None, ranks):
         raise ValueError(
             f"workers={workers}, but the launcher (such as torchrun) started {ranks} ranks; "
             "omit --workers"
         )
-    if rates or latency not in ("0ms", "0"):
+    if lines:
         raise ValueError(
             "under torchrun or another launcher, ranks train over the real network; omit "
-            "--link and --latency, --up and --down"
+            "--link, --up, --down, --latency, --loss and --congestion"
         )
     return ranks
 

@@ -37,6 +37,9 @@ _NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z/]*)")
 _SLOWEST_BIT_S = 1e4
 FASTEST_BIT_S = 3e10  # the kernel's rate field ends at 2**32 bytes a second
 _LATEST_S = 5.0
+_MOST_LOST = 50.0
+CONGESTIONS = ("cubic", "bbr")
+"""Congestion controls that links know."""
 _EXAMPLES = "write a number and a unit, such as 500kbit, 100mbit or 1gbit"
 
 
@@ -49,7 +52,9 @@ class Link:
     emulated: bool = True
     down_bit_s: float | None = None
     loss: float = 0.0
+    """Share of the packets that is lost, each way."""
     congestion: str | None = None
+    """Congestion control of TCP; None for the machine's own."""
 
     @classmethod
     def parse(cls, text: str, latency: str = "0ms", *, at_most: float = FASTEST_BIT_S) -> Self:
@@ -75,9 +80,26 @@ class Link:
         down: str | None,
         latency: str = "0ms",
         *,
+        loss: str = "0%",
+        congestion: str | None = None,
         at_most: float = FASTEST_BIT_S,
     ) -> Self:
         """Return the link of the arguments `link`, or `up` and `down`; "100mbit" without any."""
+        made = cls._of_rates(link, up, down, latency, at_most)
+        if not made.emulated and (parse_loss(loss) or congestion is not None):
+            raise ValueError(
+                "loss and congestion cannot be added to the link 'loopback'; use 'none' or a rate"
+            )
+        if congestion not in (None, *CONGESTIONS):
+            raise ValueError(
+                f"congestion={congestion!r} is not known; use {' or '.join(CONGESTIONS)}"
+            )
+        return replace(made, loss=parse_loss(loss), congestion=congestion)
+
+    @classmethod
+    def _of_rates(
+        cls, link: str | None, up: str | None, down: str | None, latency: str, at_most: float
+    ) -> Self:
         other = {"up": up, "down": down}
         if (up is None) != (down is None):
             given, missing = ("down", "up") if up is None else ("up", "down")
@@ -116,6 +138,8 @@ class Link:
     def __str__(self) -> str:
         """Return the link as written on the command line."""
         delay = f" + {self.latency_s * 1e3:g}ms" if self.latency_s else ""
+        delay += f", {100 * self.loss:g}% lost" if self.loss else ""
+        delay += f", {self.congestion}" if self.congestion else ""
         if not self.emulated:
             return "loopback"
         if self.down_bit_s is not None:
@@ -129,12 +153,15 @@ class Link:
 
     @property
     def options(self) -> list[str]:
-        """Options of the command line that give this link, without its latency."""
+        """Options of the command line that give this link."""
         if not self.emulated:
             return ["--link", "loopback"]
+        words = ["--link", self.rate_text]
         if self.down_bit_s is not None:
-            return ["--up", self.rate_text, "--down", self.receiving.rate_text]
-        return ["--link", self.rate_text]
+            words = ["--up", self.rate_text, "--down", self.receiving.rate_text]
+        words += ["--latency", f"{self.latency_s * 1e3:g}ms"] if self.latency_s else []
+        words += ["--loss", f"{100 * self.loss:g}%"] if self.loss else []
+        return words + (["--congestion", self.congestion] if self.congestion else [])
 
 
 def parse_rate(text: str, at_most: float = FASTEST_BIT_S) -> float:
@@ -162,6 +189,16 @@ def parse_latency(text: str) -> float:
     if delay > _LATEST_S:
         raise ValueError(f"latency={text!r} is out of range; 0ms to 5s is allowed")
     return delay
+
+
+def parse_loss(text: str) -> float:
+    """Return a share from text such as "0.2%"; at most 50%."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*%", text.strip())
+    if match is None:
+        raise ValueError(f"loss={text!r} is not a share of packets; write a percentage, as 0.2%")
+    if float(match[1]) > _MOST_LOST:
+        raise ValueError(f"loss={text!r} is out of range; 0% to {_MOST_LOST:g}% is allowed")
+    return float(match[1]) / 100
 
 
 def seconds_of(text: str) -> float | None:

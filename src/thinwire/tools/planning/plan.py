@@ -347,7 +347,7 @@ def _assumed_network(workers: int, rates: Mapping[str, str | None], latency: str
         if value is not None and not isinstance(value, str):
             sample = "20ms" if name == "latency" else "100mbit"
             raise TypeError(f"{name} must be a text such as {sample!r}, got {value!r}")
-    line = Link.of(**rates, latency=latency, at_most=_FASTEST_BIT_S)
+    line = Link.of(rates["link"], rates["up"], rates["down"], latency, at_most=_FASTEST_BIT_S)
     sending = line.rate_bit_s or _UNLIMITED_BIT_S
     return Network(sending, line.latency_s, workers, down_bit_s=line.down_bit_s or sending)
 

@@ -21,7 +21,7 @@ from thinwire.tools.run.config import MOST_WORKERS, require_within
 from thinwire.tools.run.launch import environments, signal_group, start
 
 _POLL_S, _GRACE_S = 0.02, 3.0
-_OF_LINK = ("--link", "--latency", "--up", "--down")
+_OF_LINK = ("--link", "--latency", "--up", "--down", "--loss", "--congestion")
 
 
 @final
@@ -167,6 +167,8 @@ def run(
     latency: str = "0ms",
     up: str | None = None,
     down: str | None = None,
+    loss: str = "0%",
+    congestion: str | None = None,
     quiet: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """Run your own Python script on several ranks over an emulated link.
@@ -185,6 +187,8 @@ def run(
         latency: One-way delay of every packet, such as 10ms.
         up: Rate at which each rank sends, such as 10mbit, if the directions differ; with --down.
         down: Rate at which each rank receives, such as 100mbit.
+        loss: Share of the packets that is lost, each way, such as 0.2%.
+        congestion: Congestion control of TCP, cubic or bbr; the machine's own by default.
         quiet: Print only the output of the ranks.
     """
     if launched_rank(os.environ) is not None:
@@ -193,7 +197,7 @@ def run(
             "WORLD_SIZE unset"
         )
     require_within("workers", workers, 1, MOST_WORKERS)
-    shape = Link.of(link, up, down, latency)
+    shape = Link.of(link, up, down, latency, loss=loss, congestion=congestion)
     _require_script(script)
     misplaced = [word for word in script[1:] if word.partition("=")[0] in _OF_LINK]
     if misplaced and link is None and up is None:
