@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "wire": BASE | {"layout", "kernels", "core"},
     # methods of compression, which speak to nobody
     "compress": MATHS | {"wire"},
-    "comm": BASE,
+    "comm": BASE | {"layout"},
     "exchange": METHODS | {"comm"},
     "local": METHODS | {"comm", "exchange", "members"},
     # DGCMomentum is an optimizer that exchanges gradients itself, hence exchange and comm

@@ -64,8 +64,9 @@ def clean(**more: str) -> dict[str, str]:
     ("words", "environment", "told"),
     [
         ("compare --workers 3", PLACE, "workers=3, but the launcher (such as torchrun) started 4"),
-        ("compare --link 20mbit", PLACE, "omit --link and --latency"),
-        ("compare --up 1mbit --down 2mbit", PLACE, "omit --link and --latency, --up and --down"),
+        ("compare --link 20mbit", PLACE, "omit --link, --up"),
+        ("compare --loss 1%", PLACE, "--loss and --congestion"),
+        ("compare --up 1mbit --down 2mbit", PLACE, "omit --link, --up, --down, --latency"),
         ("compare", TORCHRUN, "TORCHELASTIC_RUN_ID in the environment, and no RANK"),
         ("compare", without("RANK"), "WORLD_SIZE in the environment, and no RANK"),
         ("run train.py", TORCHRUN, "TORCHELASTIC_RUN_ID in the environment, and no RANK"),

@@ -117,6 +117,42 @@ def test_a_delayed_link_is_shaped_too_and_loses_nothing() -> None:
         assert received == bytes(range(256)) * 40
 
 
+def test_a_link_loses_its_share_of_packets() -> None:
+    count, link = 2000, Link.of("none", None, None, loss="30%")
+    with network(2, link) as net, contextlib.ExitStack() as stack:
+        kind = socket.AF_INET, socket.SOCK_DGRAM
+        near, far = (
+            stack.enter_context(inside(fd, lambda: socket.socket(*kind)))
+            for fd in net.namespace_fds
+        )
+        far.bind((net.addresses[1], 5000))
+        far.settimeout(0.1)
+        arrived = 0
+        for _ in range(count // 100):  # few at a time, which no queue drops
+            for _ in range(100):
+                near.sendto(b"x", (net.addresses[1], 5000))
+            with contextlib.suppress(TimeoutError):
+                while far.recv(1):
+                    arrived += 1
+        assert 0.6 * count < arrived < 0.8 * count
+
+
+@pytest.mark.parametrize("control", ["cubic", "bbr"])
+def test_connections_of_a_link_have_its_congestion_control(control: str) -> None:
+    if control not in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text():
+        pytest.skip(f"this kernel has no {control}")
+    with connection(Link.of("none", None, None, congestion=control)) as (near, far, _):
+        for end in (near, far):
+            found = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+            assert found.rstrip(b"\0") == control.encode()
+
+
+@pytest.mark.parametrize("loss", ["2", "-1%", "51%", "some"])
+def test_a_wrong_loss_is_refused(loss: str) -> None:
+    with pytest.raises(ValueError, match="loss"):
+        Link.of("20mbit", None, None, loss=loss)
+
+
 def interfaces_of_the_host() -> set[str]:
     return {path.name for path in Path("/sys/class/net").iterdir()}
 

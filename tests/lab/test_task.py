@@ -233,7 +233,7 @@ def test_under_torchrun_the_ranks_train_over_their_network(tmp_path: Path) -> No
     assert "Over this machine's loopback" not in told
     wrong = ran([*command, "--link", "20mbit"])
     assert wrong.returncode != 0
-    assert "omit --link and --latency" in wrong.stderr
+    assert "omit --link, --up" in wrong.stderr
 
 
 @pytest.mark.slow

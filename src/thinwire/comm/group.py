@@ -34,6 +34,7 @@ from thinwire.comm.private import (
 from thinwire.comm.torch_versions import all_gather_single
 from thinwire.comm.waiting import Limit, Progress, one_deadline, seconds_of, set_activity, whole_s
 from thinwire.errors import PayloadCorrupt, ThinwireError
+from thinwire.layout.traffic import STREAMS, streams_between
 
 _ALONE_S = 1800.0
 _SHORT_BYTES = 1024
@@ -450,7 +451,7 @@ class Group:
             group = self._shared.control
         works, groups = [], [group]
         if len(launches) > 1 and self._shared is not None:
-            count = self.streams or min(_MOST_STREAMS // self.size or 1, _STREAMS)
+            count = self.streams or streams_between(self.size)
             groups = self._shared.streams(min(count, len(launches)), self.timeout_s)
         for launch, carrier in zip(launches, cycle(groups), strict=False):
             try:
@@ -587,18 +588,16 @@ class Rate:
 
 _LARGEST_BYTES, _SMALLEST_BYTES = 4 << 20, 64 << 10
 _BYTES_PER_S = 32 << 10
-_STREAMS, _MOST_STREAMS = 16, 64
-"""Default connections to each rank, and to all ranks together."""
 _WHOLE_BYTES = 512 << 10
 
 
 def piece_bytes(nbytes: int, timeout_s: float) -> int:
-    """Return the bytes of a piece of a message: those in flight, two for each of eight streams,
+    """Return the bytes of a piece of a message: those in flight, two for each of 16 streams,
     cross a line of 0.5 Mbit/s within the time-out.
     """
     # the same on all ranks, and for any number of streams: sums are made piece by piece
     wanted = int(min(timeout_s, 1e6)) * _BYTES_PER_S
-    streams = _STREAMS if nbytes > _WHOLE_BYTES else 1
+    streams = STREAMS if nbytes > _WHOLE_BYTES else 1
     return max(min(wanted, _LARGEST_BYTES) // streams, _SMALLEST_BYTES)
 
 

@@ -33,6 +33,15 @@ an averaging: each has one step.
 """
 
 
+STREAMS, _MOST_STREAMS = 16, 64
+"""Most connections to one rank for large messages, and to all ranks together, by default."""
+
+
+def streams_between(ranks: int) -> int:
+    """Return the default number of connections between two of these ranks."""
+    return min(max(_MOST_STREAMS // ranks, 1), STREAMS)
+
+
 def ring_bytes(ranks: int, nbytes: float) -> float:
     """Return the bytes that each rank sends in a ring all-reduce of `nbytes`."""
     return 2 * (ranks - 1) / ranks * nbytes

@@ -257,6 +257,7 @@ def plan(
     task: str | None = None,
     up: str | None = None,
     down: str | None = None,
+    loss: str | None = None,
     shard: Count = 1,
     out: Path | None = None,
     html: Path | None = None,
@@ -282,6 +283,7 @@ def plan(
         task: Your own model, as FILE.py:NAME, instead of --params.
         up: Rate at which each rank sends, such as 10mbit, if the directions differ; with --down.
         down: Rate at which each rank receives, such as 100mbit.
+        loss: Share of the packets that is lost, each way, such as 0.2%.
         shard: Number of ranks of a site, among which FSDP shards the model. They share the site's
             link; with a probe, each has its own.
         out: Write the recommended strategy to this file. If it is a hook of torch, write the next
@@ -312,6 +314,7 @@ def plan(
             task=task,
             up=up,
             down=down,
+            loss=loss,
             shard=shard,
         )
         bar.done()

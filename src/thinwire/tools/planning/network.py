@@ -1,7 +1,7 @@
 """Model the duration of gloo's collectives between ranks of a network."""
 
 from dataclasses import dataclass, replace
-from math import ceil, log, log2, sqrt
+from math import ceil, inf, log, log2, sqrt
 
 from thinwire.layout.traffic import ring_bytes
 
@@ -24,6 +24,21 @@ def crowding(receivers: int, strings: int) -> float:
     # time, and ends late by what is queued when the last one has been sent: with random orders the
     # highest point of a Brownian bridge
     return sqrt((receivers - 2) / (receivers - 1) * log(receivers) / (2 * strings))
+
+
+_SEGMENT_BITS, _LEAST_RTT_S = 8 * 1448, 1e-3
+
+
+def filled_bit_s(latency_s: float, loss: float, streams: int) -> float:
+    """Return the rate at which CUBIC sends where packets are lost, over several connections.
+
+    Source: RFC 9438, 5.1 and 4.3, with C = 0.4.
+    """
+    if not loss:
+        return inf
+    rtt_s = max(2 * latency_s, _LEAST_RTT_S)
+    segments: float = max(sqrt(1.5 / loss), 1.054 * (rtt_s / loss) ** 0.75)
+    return streams * segments * _SEGMENT_BITS / rtt_s
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from thinwire.layout.traffic import GATHER
+from thinwire.layout.traffic import GATHER, streams_between
 from thinwire.tools.network.netns import Link
 from thinwire.tools.planning.grid import Candidate, candidates
 from thinwire.tools.planning.loss import MOST_STEPS, loss_gap, steps_to_dense_loss
@@ -19,7 +19,7 @@ from thinwire.tools.planning.methods import (
     cost_of,
     memory_of,
 )
-from thinwire.tools.planning.network import Network
+from thinwire.tools.planning.network import Network, filled_bit_s
 from thinwire.tools.planning.work import Probe, Workload, assumed_muon_seconds, matrices, work_of
 from thinwire.tools.run.config import (
     OPTIMIZERS,
@@ -171,6 +171,7 @@ def plan(
     task: str | None = None,
     up: str | None = None,
     down: str | None = None,
+    loss: str | None = None,
     shard: int = 1,
 ) -> Plan:
     """Predict a training step of every strategy on a network and recommend one.
@@ -201,6 +202,8 @@ def plan(
             task.
         up: Rate at which each rank sends, such as "10mbit", instead of `link`; with `down`.
         down: Rate at which each rank receives.
+        loss: Share of the packets that is lost, each way, such as "0.2%"; CUBIC then fills less
+            of a line, by the default number of streams.
         shard: Number of ranks of a site, among which FSDP shards the model. They share the site's
             link; with a probe, each has its own.
 
@@ -220,7 +223,7 @@ def plan(
         _require_seconds(step_seconds)
     if probe is not None:
         given: dict[str, object] = {"params": params, "link": link, "latency": latency}
-        given |= {"up": up, "down": down}
+        given |= {"up": up, "down": down, "loss": loss}
         if task is None:
             given |= {"step_seconds": step_seconds, "device": device}
         found = _probed(Path(probe), workers, given)
@@ -235,6 +238,7 @@ def plan(
             2 if workers is None else workers,
             {"link": link, "up": up, "down": down},
             "0ms" if latency is None else latency,
+            "0%" if loss is None else loss,
         )
         if task is None:
             work = _assumed_work(params, step_seconds, device)
@@ -337,19 +341,24 @@ def _probed(path: Path, workers: int | None, given: Mapping[str, object]) -> Pro
     return found
 
 
-def _assumed_network(workers: int, rates: Mapping[str, str | None], latency: str) -> Network:
+def _assumed_network(
+    workers: int, rates: Mapping[str, str | None], latency: str, loss: str
+) -> Network:
     if isinstance(workers, bool) or not isinstance(workers, int):
         raise TypeError(f"workers must be a whole number, got {workers!r}")
     if not 2 <= workers <= _MOST_WORKERS:
         raise ValueError(f"workers={workers} is out of range; 2 to {_MOST_WORKERS} is allowed")
-    given: dict[str, object] = {**rates, "latency": latency}
-    for name, value in given.items():
+    samples = {**dict.fromkeys(rates, "100mbit"), "latency": "20ms", "loss": "0.2%"}
+    for name, value in {**rates, "latency": latency, "loss": loss}.items():
         if value is not None and not isinstance(value, str):
-            sample = "20ms" if name == "latency" else "100mbit"
-            raise TypeError(f"{name} must be a text such as {sample!r}, got {value!r}")
-    line = Link.of(rates["link"], rates["up"], rates["down"], latency, at_most=_FASTEST_BIT_S)
-    sending = line.rate_bit_s or _UNLIMITED_BIT_S
-    return Network(sending, line.latency_s, workers, down_bit_s=line.down_bit_s or sending)
+            raise TypeError(f"{name} must be a text such as {samples[name]!r}, got {value!r}")
+    own = rates["link"], rates["up"], rates["down"], latency
+    line = Link.of(*own, loss=loss, at_most=_FASTEST_BIT_S)
+    up, down = line.rate_bit_s or _UNLIMITED_BIT_S, line.down_bit_s or line.rate_bit_s
+    most = filled_bit_s(line.latency_s, line.loss, streams_between(workers))
+    return Network(
+        min(up, most), line.latency_s, workers, down_bit_s=min(down or _UNLIMITED_BIT_S, most)
+    )
 
 
 def _assumed_work(
