@@ -92,6 +92,29 @@ def test_bits_equal_members_that_reach_one_another(ranks: Pool, token_file: str,
     assert found == 9 * [found[0]]
 
 
+def heavy(rank: int, size: int, address: str, relayed: list[int], options: Any) -> list[str]:
+    """The digest after every averaging of messages that go over several connections."""
+    torch.manual_seed(0)
+    net, found = torch.nn.Linear(1200, 600), []
+    config = tw.LocalSGD(1, begin_step=0, compression=tw.Quantized(8))
+    options = {"min_members": size, "relay": rank in relayed, **options}
+    with in_run(address, net, config, timeout=4 * TIMEOUT_S, **options) as (members, sync, sgd):
+        torch.manual_seed(members.rank)
+        while sync.step < 4:
+            descend(sgd, net(torch.randn(4, 1200)).square().mean())
+            found.append(digest(sync))
+    return found
+
+
+def test_any_number_of_streams_gives_the_same_bits(ranks: Pool, token_file: str) -> None:
+    found = []
+    for relayed, streams in ([], 1), ([2], 4), ([0, 1, 2], None):
+        with relay_place() as address:
+            options = {"token_file": token_file, "streams": streams}
+            found += ranks.run(heavy, address, relayed, options, size=3, group=False)
+    assert found == 9 * [found[0]]
+
+
 def _member(
     rank: int, size: int, address: str, config: Any, relayed: list[int], options: Any
 ) -> Any:
