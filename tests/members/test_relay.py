@@ -470,7 +470,7 @@ def test_a_state_that_was_sent_has_arrived(monkeypatch: pytest.MonkeyPatch) -> N
     with relay_alone() as place, tapped(slow):
         way = TransferContext(kv, place, PATIENCE_S, b"")
         monkeypatch.setattr(TransferContext, "cloned", lambda self: self)
-        donor = Donor(way, 0, "ann", Part(0, 1, ""), {})
+        donor = Donor(way, 0, "ann", Part(0, 1, ""), {}, [])
         recipient = Recipient(way, 0)
 
         def receive() -> None:
