@@ -111,9 +111,8 @@ def test_the_same_gradients_are_unscaled_once() -> None:
 def overflow_on_one_rank(
     rank: int, size: int, name: str, config: DynamicLossScale | FixedLossScale
 ) -> dict[str, Any]:
-    warnings.filterwarnings(
-        "ignore", message="the gradients of all ranks are equal"
-    )  # they are meant to be
+    # they are meant to be
+    warnings.filterwarnings("ignore", message="the gradients of all ranks are equal")
     net = model()
     optimizer = EVERY[name](net.named_parameters())
     scaler = LossScaler(config)

@@ -25,9 +25,8 @@ def run(
     rank: int, size: int, name: str, changes: dict[str, str], port: int, steps: int, out: str
 ) -> str:
     """What one rank of the script prints; it makes its own process group, as under torchrun."""
-    warnings.filterwarnings(
-        "ignore", message="the changes of all ranks are equal"
-    )  # where batches are
+    # where batches are
+    warnings.filterwarnings("ignore", message="the changes of all ranks are equal")
     text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
     for old, new in changes.items():
         assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in {name}.py"

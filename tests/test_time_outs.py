@@ -1,5 +1,4 @@
-"""`timeout=` of the three ways to train: what it takes, that ranks agree on it, and what it does
-not end."""
+"""`timeout=` of the three ways to train: what it takes, that ranks agree, what it leaves."""
 
 import math
 import time

@@ -1,5 +1,4 @@
-"""Laws of what compresses changes: nothing lost, sizes known, means over those who sent, the share
-that is applied."""
+"""What compresses changes: nothing lost, sizes known, means over senders, the share applied."""
 
 from collections import defaultdict
 from typing import Any
@@ -213,9 +212,8 @@ def two_steps(rank: int, size: int, mean_over: str) -> tuple[list[Any], str]:
     """Rank r changes entry r by 1 + r, entry 3 by 8, and a little of all; 2 of 5 are sent."""
     model = Bag({"w": (5,)}, dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    config = tw.LocalSGD(
-        1, 0, compression=tw.Sparse(0.6, value_bits=32, decay=1.0, mean_over=mean_over)
-    )  # type: ignore[arg-type]
+    compression = tw.Sparse(0.6, 32, decay=1.0, mean_over=mean_over)  # type: ignore[arg-type]
+    config = tw.LocalSGD(1, 0, compression=compression)
     [p] = model.parameters()
     start = p.detach().clone()
     with tw.local_sgd(model, optimizer, config):

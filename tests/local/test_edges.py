@@ -1,5 +1,4 @@
-"""Corners of local updates: what is applied early, what counts as an averaging, what is left out of
-one."""
+"""Corners of local updates: what is applied early, what is averaged, what is left out."""
 
 import copy
 import warnings
@@ -65,11 +64,7 @@ def test_an_interval_below_the_delay_applies_early_and_loses_nothing(ranks: Pool
         (tw.LocalSGD(2), 4, 3),
         (tw.LocalSGD(2, begin_step=3), 3, 3),
         (tw.LocalSGD(4, fragments=2), 3, 3),  # after 1, a part after 3, and the whole at the end
-        (
-            tw.LocalSGD(4, delay=2),
-            5,
-            3,
-        ),  # after 1, one on its way after 5, and the whole at the end
+        (tw.LocalSGD(4, delay=2), 5, 3),  # after 1, one on its way after 5, and the whole
         (tw.LocalSGD(4), 0, 0),
     ],
 )
@@ -113,9 +108,8 @@ def test_where_every_loss_was_dropped_the_interval_stays() -> None:
                 sync.skip_step()
             else:
                 one_step(model, optimizer, step)
-            assert sync.k_steps == (
-                3 if step < 6 else 5
-            )  # ceil(sqrt(7 / 3) * 3), from the loss of step 2
+            # ceil(sqrt(7 / 3) * 3), from the loss of step 2
+            assert sync.k_steps == (3 if step < 6 else 5)
             assert sync.synced == (step in {3, 6})
 
 
@@ -161,9 +155,8 @@ def odd(rank: int, size: int) -> list[Tensor]:
 
 def test_parameters_without_elements_or_gradient_are_left_out(ranks: Pool) -> None:
     for w, frozen in ranks.run(odd):
-        assert torch.equal(
-            w, torch.tensor([0.5, 0.5, 1.0])
-        )  # two entries of change 1 from one rank, and 0
+        # two entries of change 1 from one rank, and 0
+        assert torch.equal(w, torch.tensor([0.5, 0.5, 1.0]))
         assert torch.equal(frozen, torch.ones(2))
 
 

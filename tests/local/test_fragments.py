@@ -1,5 +1,4 @@
-"""Parts of the model that take turns: how they are cut, that all have their turn, and that nothing
-is lost with compression and a delay."""
+"""Parts of the model take turns: how they are cut, all have theirs, and nothing is lost."""
 
 import copy
 from typing import Any

@@ -1,5 +1,4 @@
-"""A resumed run knows which buffers ranks last held alike: what nobody has changed is neither sent
-nor averaged, as without the stop."""
+"""A resumed run knows which buffers ranks last held alike: those are neither sent nor averaged."""
 
 import math
 from pathlib import Path

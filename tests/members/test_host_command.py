@@ -1,5 +1,4 @@
-"""`thinwire host`: listens where it was told and nowhere else, and says in one line what is
-wrong."""
+"""`thinwire host` listens where it was told and nowhere else, and says what is wrong in a line."""
 
 import contextlib
 import ipaddress

@@ -1,5 +1,4 @@
-"""What a plan promises: exact bytes, predictions that grow with what is asked, and one line for
-what cannot be."""
+"""A plan promises exact bytes and predictions that grow, and says in one line what cannot be."""
 
 import itertools
 import json

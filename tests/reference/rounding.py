@@ -1,5 +1,4 @@
-"""Slow oracle of stochastic rounding to bfloat16: one entry at a time, in exact arithmetic of
-integers and float64."""
+"""Slow oracle of stochastic rounding to bfloat16, in exact arithmetic, one entry at a time."""
 
 import math
 

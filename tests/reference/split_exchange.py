@@ -1,5 +1,4 @@
-"""The split exchange of W sources in one process: loops over single positions, float64, 32-bit
-values on the wire."""
+"""The split exchange of W sources in one process: loops over positions, float64, 32-bit values."""
 
 from fractions import Fraction
 

@@ -1,5 +1,4 @@
-"""Slow oracle of messages in which every entry travels: from the written format, with Python
-numbers."""
+"""Slow oracle of messages in which every entry travels, from the written format."""
 
 import math
 import struct

@@ -1,5 +1,4 @@
-"""A small model in shards, and the same model in one process with each shard as a parameter of its
-own: what both must train to is the same, bit for bit."""
+"""A small model in shards, and in one process with each shard as a parameter: the same bits."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,4 @@
-"""Dictionaries and YAML files: there and back without loss, every key explained, every mistake
-named with its line."""
+"""Dictionaries and YAML files: there and back without loss, every mistake named with its line."""
 
 import ast
 import inspect

@@ -1,5 +1,4 @@
-"""The optimizer that is given to `prepare` is the object that trains: its groups, its schedulers,
-its state."""
+"""The optimizer given to `prepare` trains itself: its groups, its schedulers, its state."""
 
 import copy
 import pickle

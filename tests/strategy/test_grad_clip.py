@@ -1,5 +1,4 @@
-"""Clipping that `prepare` is given works with every optimizer, on the mean gradient, before the
-update."""
+"""Clipping that `prepare` is given acts on the mean gradient, with every optimizer."""
 
 import warnings
 from typing import Any

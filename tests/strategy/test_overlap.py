@@ -1,5 +1,4 @@
-"""An exchange that begins during the backward pass gives the bits of one that comes after it, and
-never hangs."""
+"""An exchange begun during the backward pass gives the bits of a later one, and never hangs."""
 
 import contextlib
 import dataclasses
@@ -280,9 +279,8 @@ def when(rank: int, size: int) -> tuple[list[str], list[str], list[str], list[st
             found.append(list(events))
             events.clear()
         x, y = batch(6, rank)
-        cross_entropy(
-            engine.model(x), y
-        ).backward()  # of the user's own: nobody else has to call it
+        # of the user's own: nobody else has to call it
+        cross_entropy(engine.model(x), y).backward()
         engine.model.zero_grad()  # or a warning says that the engine does not take them
         found.append(list(events))
         events.clear()

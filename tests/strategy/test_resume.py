@@ -1,5 +1,4 @@
-"""Training that was interrupted goes on as if it had not been: at every phase, and on another
-number of ranks."""
+"""Interrupted training goes on as if it had not been, and on another number of ranks."""
 
 import contextlib
 import math

@@ -1,5 +1,4 @@
-"""What an engine saves beside its own state, and what it finds and refuses when it loads: all or
-nothing."""
+"""What an engine saves beside its state, and what it finds and refuses on loading."""
 
 import logging
 import os

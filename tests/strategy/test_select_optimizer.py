@@ -1,5 +1,4 @@
-"""The optimizer that trains is told what the given one was, or prepare says what it cannot take
-over."""
+"""The optimizer that trains is told what the given one was, or prepare says what it cannot do."""
 
 import copy
 import warnings

@@ -1,5 +1,4 @@
-"""The mean gradient for optimizers that do not exchange: laws over real ranks, against an oracle in
-float64."""
+"""The mean gradient for optimizers that do not exchange, against an oracle in float64."""
 
 import warnings
 from typing import Any

@@ -1,5 +1,4 @@
-"""The split exchange over real ranks: against an oracle, its conservation law, and what it
-sends."""
+"""The split exchange over real ranks: an oracle, its conservation law, and what it sends."""
 
 from typing import Any
 
