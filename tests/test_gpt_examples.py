@@ -45,8 +45,7 @@ def run(
 def losses(
     ranks: Pool, name: str, out: Path, *, changes: dict[str, str] | None = None, steps: int = STEPS
 ) -> dict[str, float]:
-    """Loss by what was printed before it, of rank 0: of every step, and on held-out text at every
-    evaluation."""
+    """Loss of rank 0 by what was printed before it: of all steps, and on held-out text."""
     said = ranks.run(run, name, changes or {}, free_port(), steps, str(out))[0]
     return {
         at: float(loss) for at, loss in re.findall(r"(step \d+: (?:held-out )?loss) ([\d.]+)", said)
@@ -93,8 +92,7 @@ def test_resumed_in_the_middle_it_ends_as_undisturbed(
 
 @pytest.mark.slow
 def test_the_engine_is_ddp(ranks: Pool, tmp_path: Path) -> None:
-    """But for the clipping, whose factor is 1 / max(norm, 1) here and 1 / (norm + 1e-6) in
-    torch."""
+    """But for clipping: 1 / max(norm, 1) here, 1 / (norm + 1e-6) in torch."""
     assert_same(
         losses(ranks, "plain", tmp_path / "plain"),
         losses(ranks, "engine", tmp_path / "engine"),

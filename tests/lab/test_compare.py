@@ -322,8 +322,7 @@ def test_finished_strategies_survive_an_interruption(
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts a command that Ctrl-C reaches, even where the tests run in a shell's background, which
-    ignores it; what a test leaves is killed."""
+    """Starts a command that Ctrl-C reaches, in the background too; what a test leaves is killed."""
     begun = []
 
     def started(words: list[str]) -> subprocess.Popen[str]:

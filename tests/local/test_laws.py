@@ -427,6 +427,5 @@ def keep_books(rank: int, size: int, compression: Any, dtype: torch.dtype) -> fl
 def test_nothing_is_lost_over_200_rounds(
     ranks: Pool, compression: Any, size: int, dtype: torch.dtype, most: float
 ) -> None:
-    """Sums of a few hundred terms of size 1. In float32 what is sent may be what was folded, to the
-    last bit."""
+    """Sums of a few hundred terms of size 1; float32 may send all that was folded."""
     assert max(ranks.run(keep_books, compression, dtype, size=size)) < most

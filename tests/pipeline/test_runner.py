@@ -420,8 +420,7 @@ def test_value_that_cannot_travel_is_refused(
 
 
 def damaged(rank: int, size: int, stage: int, steps: int) -> tuple[str, bool]:
-    """How a step ends in which a stage of the first replica receives a wrong bit, and if the model
-    has changed. With `steps` > 1 the ranks of a stage average only now and then."""
+    """How a step ends whose stage receives a wrong bit; `steps` > 1 averages now and then."""
     fields: dict[str, Any] = {"localsgd": tw.LocalSGD(steps)} if steps > 1 else {}
     fields["pipeline"] = Pipeline(2, 2, split_points=("4",))
     engine = engine_of(mlp(), nn.functional.cross_entropy, momentum=0.9, **fields)

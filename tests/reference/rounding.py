@@ -20,8 +20,7 @@ def spacing(x):
 
 
 def neighbours(x):
-    """The two bfloat16 around x in the order of their magnitude, and the probability of the
-    second."""
+    """The two bfloat16 around x, by magnitude, and the probability of the second."""
     step = spacing(x)
     below = math.floor(abs(x) / step) * step
     above = min(below + step, LARGEST)

@@ -10,8 +10,7 @@ Sparse = dict[int, float]
 def split_exchange(
     numels: list[int], counts: list[int], proposals: list[list[Sparse]]
 ) -> tuple[list[Sparse], list[list[Sparse]], list[list[Sparse]]]:
-    """Per tensor what is delivered; per source and tensor what it gave away, and what it keeps as
-    an owner."""
+    """Per tensor what arrives; per source and tensor what it gave, and keeps as an owner."""
     sources = len(proposals)
     total = sum(numels)
     delivered: list[Sparse] = [{} for _ in numels]

@@ -13,8 +13,7 @@ IN, HIDDEN, OUT = 6, 33, 3
 
 
 def plain_model(seed: int = 3) -> nn.Sequential:
-    """33 rows do not divide by 2, 3 outputs leave a shard of 2 and one of 1 row, and the last
-    layer has 1, which leaves an empty shard."""
+    """33 rows do not divide by 2; 3 outputs leave 2 and 1; the last layer leaves an empty shard."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Linear(IN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUT), nn.Tanh(), nn.Linear(OUT, 1)
