@@ -60,14 +60,6 @@ class PipelineRunner:
         """Bytes that this rank sent to other stages so far, agreements included."""
         return self._passed_bytes + self._grid.peers.bytes_sent
 
-    def step(
-        self, inputs: Any, targets: Any, problem: Exception | None = None, *, concludes: bool = True
-    ) -> Tensor | None:
-        """Run forward and backward passes of all micro-batches."""
-        # `concludes` false: the caller runs an agreement with this runner as a check, then
-        # `conclude`. The gradient of the mean loss times the scale is added to `p.grad`
-        return self._run(inputs, targets, backward=True, problem=problem, concludes=concludes)
-
     def report(self, vote: Any) -> dict[str, Any]:
         """Return this stage's report for an agreement: its error, if any."""
         facts: dict[str, Any] = {}
@@ -115,19 +107,22 @@ class PipelineRunner:
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any) -> Tensor:
         """Return the mean loss as `step` does, without gradients, in the modules' own mode."""
-        loss = self._run(inputs, targets, backward=False)
+        loss = self.step(inputs, targets, backward=False)
         assert loss is not None, "it concludes"
         return loss
 
-    def _run(
+    def step(
         self,
         inputs: Any,
         targets: Any,
-        *,
-        backward: bool,
         problem: Exception | None = None,
+        *,
+        backward: bool = True,
         concludes: bool = True,
     ) -> Tensor | None:
+        """Run forward and backward passes of all micro-batches."""
+        # `concludes` false: the caller runs an agreement with this runner as a check, then
+        # `conclude`. The gradient of the mean loss times the scale is added to `p.grad`
         if self._broken:
             raise ThinwireError(
                 "this pipeline broke in an earlier step: restart from the last checkpoint"
@@ -279,7 +274,11 @@ def rehearse(worker: StageWorker, inputs: Any, peers: Group, device: torch.devic
         if peers.rank == stage:
             try:
                 with _restoring_buffers(worker.stage, device):
-                    answer = _parcel(worker, inputs, parcels[-1] if parcels else None, device)
+                    source = parcels[-1] if parcels else None
+                    worker.begin([(inputs, None)], source, None, 1.0)
+                    value = worker.output(inputs, source.blanks(device) if source else ())
+                    parcel, _ = Parcel.of(value, name="the output of a stage")
+                    answer = {"layout": parcel.layout, "tensors": parcel.tensors}
             except Exception as problem:  # raised below, after it was reported
                 if stage:
                     problem.add_note(
@@ -308,15 +307,6 @@ def failure(stage: int, stages: int, kind: str, text: str) -> Exception:
     return kinds.get(kind, ThinwireError)(
         f"stage {stage + 1} of {stages} failed in this step: {kind}: {text}"
     )
-
-
-def _parcel(
-    worker: StageWorker, inputs: Any, source: Parcel | None, device: torch.device
-) -> dict[str, Any]:
-    worker.begin([(inputs, None)], source, None, 1.0)
-    value = worker.output(inputs, source.blanks(device) if source else ())
-    parcel, _ = Parcel.of(value, name="the output of a stage")
-    return {"layout": parcel.layout, "tensors": parcel.tensors}
 
 
 @contextmanager
