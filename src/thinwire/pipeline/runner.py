@@ -215,17 +215,13 @@ class PipelineRunner:
 
     def _gather_outcomes(self, bits: list[int]) -> Pending[Tensor]:
         """Start the gather of the stages' outcomes."""
-        peers, worker = self._grid.peers, self._worker
-        outcome = _CONCLUSION.pack(worker.error is not None, *self._mean_loss(), *bits)
+        peers, worker, kind, mean = self._grid.peers, self._worker, 0, 0.0
+        if losses := worker.losses:
+            kind = _LOSS_TYPES.index(losses[0].dtype)
+            mean = torch.stack(losses).mean(dtype=torch.float64).item()
+        outcome = _CONCLUSION.pack(worker.error is not None, kind, mean, *bits)
         message = torch.frombuffer(bytearray(outcome), dtype=torch.uint8).to(peers.device)
         return peers.all_gather(message, action="concluding a step")
-
-    def _mean_loss(self) -> tuple[int, float]:
-        losses = self._worker.losses
-        if not losses:
-            return 0, 0.0
-        mean = torch.stack(losses).mean(dtype=torch.float64)
-        return _LOSS_TYPES.index(losses[0].dtype), mean.item()
 
     def _raise_on_all(self) -> None:
         """Raise this stage's own error, or one of the same type that names the failing stage."""
