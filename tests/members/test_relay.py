@@ -467,11 +467,12 @@ def test_a_state_that_was_sent_has_arrived(monkeypatch: pytest.MonkeyPatch) -> N
     with relay_alone() as place, tapped(slow):
         way = TransferContext(kv, place, PATIENCE_S, b"")
         monkeypatch.setattr(TransferContext, "cloned", lambda self: self)
-        donor = Donor(way, 0, "ann", Part(0, 1, ""), {}, [])
+        donor = Donor(way, 0, "ann", Part(0, 1, ""), {}, [StateMessage("state", {}, {})])
         recipient = Recipient(way, 0)
 
         def receive() -> None:
-            recipient.receive_state(donor.part, {})
+            recipient.receive(8 << 20)
+            recipient.receive_state([], lambda _: True)
             received.append(recipient.receive(8 << 20))
 
         thread = threading.Thread(target=receive)
