@@ -1,5 +1,4 @@
-"""Lets a rank of the pool run a script that torchrun starts, without the seconds that a start
-takes."""
+"""Lets a rank of the pool run a script that torchrun starts, without the seconds of a start."""
 
 import contextlib
 import io

@@ -36,8 +36,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill_all(process: "subprocess.Popen[Any]") -> None:
-    """Kills a process that still runs, and those below it: a worker of torchrun has a session of
-    its own, and would go on without it."""
+    """Kills a process and those below it, also a worker of torchrun with its own session."""
     if process.poll() is None:
         for pid in (process.pid, *descendants(process.pid)):
             with contextlib.suppress(ProcessLookupError):

@@ -1,6 +1,4 @@
-"""A device that this machine has not, for tests: its tensors are in host memory, behind a class
-that refuses to compute with others, as CUDA does. The bytes that are held there are counted.
-"""
+"""A device that this machine has not: host memory behind a class that computes with no other."""
 
 from typing import Any
 

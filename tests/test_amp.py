@@ -111,9 +111,8 @@ def test_the_same_gradients_are_unscaled_once() -> None:
 def overflow_on_one_rank(
     rank: int, size: int, name: str, config: DynamicLossScale | FixedLossScale
 ) -> dict[str, Any]:
-    warnings.filterwarnings(
-        "ignore", message="the gradients of all ranks are equal"
-    )  # they are meant to be
+    # they are meant to be
+    warnings.filterwarnings("ignore", message="the gradients of all ranks are equal")
     net = model()
     optimizer = EVERY[name](net.named_parameters())
     scaler = LossScaler(config)
@@ -169,8 +168,7 @@ def test_endless_overflow_is_an_error_on_every_rank(ranks: Pool) -> None:
 
 
 def test_the_parts_of_a_step_are_the_whole_of_it() -> None:
-    """Note overflow per microstep, agree and adapt once per update: the same scales as `unscale_`
-    finds."""
+    """Note overflow per microstep, agree and adapt once: the scales that `unscale_` finds."""
     whole, parts = (LossScaler(DynamicLossScale(8.0, 2.0, 2)) for _ in range(2))
     for seed in range(6):
         grads = [

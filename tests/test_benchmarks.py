@@ -1,5 +1,4 @@
-"""The benchmarks run, and the pages made from their figures are those that lie in the
-repository."""
+"""The benchmarks run, and pages made from their figures are those of the repository."""
 
 import json
 import re

@@ -1,5 +1,4 @@
-"""Bad input is one line and status 2; help has an example; nothing is written before the arguments
-are right."""
+"""Bad input is one line and status 2; help has an example; wrong arguments write nothing."""
 
 import os
 import re

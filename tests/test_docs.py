@@ -1,5 +1,4 @@
-"""The documentation holds: every sample runs as it stands, and every link inside the repository
-leads somewhere."""
+"""Every sample of the documents runs as it stands, and every link inside leads somewhere."""
 
 import inspect
 import re

@@ -1,5 +1,4 @@
-"""Every command that a page shows is one that there is: programs of this library with options that
-they take, targets of make, modules and files that exist."""
+"""Every command on a page exists: programs and options, targets of make, modules and files."""
 
 import argparse
 import re

@@ -25,9 +25,8 @@ def run(
     rank: int, size: int, name: str, changes: dict[str, str], port: int, steps: int, out: str
 ) -> str:
     """What one rank of the script prints; it makes its own process group, as under torchrun."""
-    warnings.filterwarnings(
-        "ignore", message="the changes of all ranks are equal"
-    )  # where batches are
+    # where batches are
+    warnings.filterwarnings("ignore", message="the changes of all ranks are equal")
     text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
     for old, new in changes.items():
         assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in {name}.py"
@@ -46,8 +45,7 @@ def run(
 def losses(
     ranks: Pool, name: str, out: Path, *, changes: dict[str, str] | None = None, steps: int = STEPS
 ) -> dict[str, float]:
-    """Loss by what was printed before it, of rank 0: of every step, and on held-out text at every
-    evaluation."""
+    """Loss of rank 0 by what was printed before it: of all steps, and on held-out text."""
     said = ranks.run(run, name, changes or {}, free_port(), steps, str(out))[0]
     return {
         at: float(loss) for at, loss in re.findall(r"(step \d+: (?:held-out )?loss) ([\d.]+)", said)
@@ -94,8 +92,7 @@ def test_resumed_in_the_middle_it_ends_as_undisturbed(
 
 @pytest.mark.slow
 def test_the_engine_is_ddp(ranks: Pool, tmp_path: Path) -> None:
-    """But for the clipping, whose factor is 1 / max(norm, 1) here and 1 / (norm + 1e-6) in
-    torch."""
+    """But for clipping: 1 / max(norm, 1) here, 1 / (norm + 1e-6) in torch."""
     assert_same(
         losses(ranks, "plain", tmp_path / "plain"),
         losses(ranks, "engine", tmp_path / "engine"),

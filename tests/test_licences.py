@@ -1,6 +1,4 @@
-"""The table of docs/licences.md is what the packages of constraints.txt say of themselves, and
-leaves none out.
-"""
+"""The table of docs/licences.md is what the packages of constraints.txt say of themselves."""
 
 import re
 import tomllib

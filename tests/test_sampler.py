@@ -154,8 +154,7 @@ def test_a_hundred_histories_of_joins_and_losses() -> None:
 
 
 def member(rank: int, size: int, address: str, sharing: bool) -> tuple[list[int], list[str]]:
-    """Samples and warnings; where the sampler was not given the members it takes all samples, as
-    all others do."""
+    """Samples and warnings; a sampler without the members takes all, as all others do."""
     model, seen = torch.nn.Linear(4, 1), []
     run = in_run(address, model, tw.LocalSGD(3, 0), min_members=3)
     with warned() as texts, run as (members, sync, optimizer):

@@ -1,5 +1,4 @@
-"""Schedules: printed examples, formulas, rules, composition, and a scheduler for other people's
-optimizers."""
+"""Schedules: printed examples, formulas, rules, composition, and others' optimizers."""
 
 import math
 import pickle

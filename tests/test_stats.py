@@ -1,5 +1,4 @@
-"""`stats()` has one set of flat names everywhere, numbers only; the log says what takes long and
-what matters."""
+"""`stats()` has one set of flat names, numbers only; the log says what is slow or matters."""
 
 import logging
 import math

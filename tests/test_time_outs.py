@@ -1,5 +1,4 @@
-"""`timeout=` of the three ways to train: what it takes, that ranks agree on it, and what it does
-not end."""
+"""`timeout=` of the three ways to train: what it takes, that ranks agree, what it leaves."""
 
 import math
 import time
@@ -37,8 +36,7 @@ def test_malformed_time_is_refused_by_name(way: str) -> None:
 
 
 def unequal_speed(rank: int, size: int) -> tuple[float, str]:
-    """Rank 1 falls behind by more than the time-out in all, by a fifth of it between two
-    averagings."""
+    """Rank 1 falls behind by a fifth of the time-out between averagings, by more in all."""
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)

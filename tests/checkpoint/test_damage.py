@@ -1,5 +1,4 @@
-"""Damaged, missing, foreign and hostile files: found, named, passed over; nothing in them is ever
-executed."""
+"""Damaged, missing, foreign and hostile files: found, named, passed over, never executed."""
 
 import ast
 import contextlib

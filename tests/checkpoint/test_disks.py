@@ -1,5 +1,4 @@
-"""Disks that are full or cannot be written, real ones: a tmpfs in a mount namespace of a process of
-its own."""
+"""Disks that are full or cannot be written: a tmpfs in a mount namespace of its own."""
 
 import json
 import os

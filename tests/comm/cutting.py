@@ -1,5 +1,4 @@
-"""Starts trainees, stops or cuts one of them, and tells when the others heard of it and when they
-were gone."""
+"""Starts trainees, stops or cuts one, and tells when the others heard of it and when they ended."""
 
 import contextlib
 import json

@@ -1,5 +1,4 @@
-"""Whatever is stopped or cut, every rank hears of it within two seconds after its time-out, truly,
-and can end."""
+"""Whatever is stopped or cut, every rank hears of it, truly, 2 s after its time-out at most."""
 
 import random
 import time

@@ -121,9 +121,8 @@ def test_a_group_of_some_ranks(ranks: Pool) -> None:
 def user_collectives_interleave(rank: int, size: int) -> list[bytes]:
     group = Group()
     if rank == 0:
-        dist.all_reduce(
-            torch.zeros(7), async_op=True
-        )  # nobody answers; it must not meet our traffic
+        # nobody answers; it must not meet our traffic
+        dist.all_reduce(torch.zeros(7), async_op=True)
     return group.gather_bytes(bytes([rank]), action="test")
 
 

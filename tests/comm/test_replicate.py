@@ -1,5 +1,4 @@
-"""Replicas are made equal: nothing travels where they are, and what travels is verified before it
-is written."""
+"""Replicas are made equal: only what differs travels, and it is verified before it is written."""
 
 import logging
 import time

@@ -247,8 +247,7 @@ class Weighted(nn.Module):
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
 def test_nothing_is_lost_where_products_have_fewer_bits(precision: str) -> None:
-    """Gradients are what was applied and what is kept; only processors with instructions for fewer
-    bits lose some otherwise."""
+    """Gradients are what was applied and kept; only some processors' instructions lose bits."""
     model = Weighted()
     low_rank = LowRank(64, begin_step=0, min_numel=1)
     engine = toys.engine_of(model, lambda out, _: out, lr=1.0, low_rank=low_rank)

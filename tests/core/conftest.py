@@ -1,5 +1,4 @@
-"""Settings of the property tests: the first example may have to wait for a compiler, so none has a
-deadline."""
+"""Property tests have no deadline: the first example may have to wait for a compiler."""
 
 from hypothesis import settings
 

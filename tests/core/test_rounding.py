@@ -68,9 +68,8 @@ def test_mean_of_stored_values_is_unbiased():
     z = errors[deviations > 0] / deviations[deviations > 0]
     assert z.abs().max() < 5  # 900 normal variables pass it once in 2,000 times
     assert abs(z.sum()) < 5 * math.sqrt(len(z))
-    assert (
-        0.9 < z.square().mean() < 1.15
-    )  # neither more random than said, nor less: 1 within three deviations
+    # neither more random than said, nor less: 1 within three deviations
+    assert 0.9 < z.square().mean() < 1.15
 
 
 def test_steps_tensors_and_both_states_are_rounded_independently():

@@ -18,8 +18,7 @@ def tensors(numel):
 @pytest.mark.parametrize("kind", ["one sign", "normal", "few large"])
 @pytest.mark.parametrize("numel", [SMALL, LARGE])
 def test_squares_are_right_on_average(numel, kind):
-    """Over 100 keys the standard error is sqrt(2 / 64 / 100), 1.8 %, and more where a sample meets
-    few large ones."""
+    """The standard error over 100 keys is sqrt(2 / 64 / 100), 1.8 %; more with few large ones."""
     tensor = tensors(numel)[kind]
     squares = [float(sketch(tensor, key).square().sum()) for key in range(KEYS)]
     mean = sum(squares) / len(squares) / float(tensor.double().square().sum())

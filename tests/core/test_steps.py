@@ -76,8 +76,7 @@ def ratio_by_hand(p, update, decay=0.0, eps=0.0, coefficient=1.0, low=0.0, high=
 
 
 def assert_one_rounding_apart(ratio, expected):
-    """float32: the sums in float64 leave the rounding of the quotient. float64: those of a few
-    hundred additions."""
+    """float32: the rounding of the quotient is left. float64: a few hundred additions."""
     allowed = 2.0**-23 if ratio.dtype == torch.float32 else 1e-13
     assert abs(float(ratio) - expected) <= max(allowed * expected, 2.0**-149)
 
@@ -175,8 +174,7 @@ def test_a_plain_outer_step_is_the_change_itself():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_readable_twins_agree(dtype):
-    """Their norms are summed in another order, in float32: relative error up to about n times its
-    rounding unit."""
+    """Norms are summed in another order, in float32: n times its rounding unit at most."""
     sizes = [3, 1025, 33_000]
     p, g, m, b = (tensors("random", dtype, seed, sizes) for seed in range(4))
     v = [t.square() for t in b]

@@ -1,5 +1,4 @@
-"""What docs/machines.md tells people to type, in network namespaces that stand for machines; and
-what the doctor says where something is wrong between them."""
+"""What docs/machines.md tells people to type, and what the doctor says, between namespaces."""
 
 import re
 import shutil

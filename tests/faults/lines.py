@@ -50,8 +50,7 @@ def over_lines(
     act: Callable[[Network], None] = lambda _: None,
     timeout_s: float = 90.0,
 ) -> list[Any]:
-    """`function(rank, size, folder, *args)` of every rank, each behind a line of its own; `act` is
-    called once rank 0 has noted step `at` by `reach`."""
+    """`function` of every rank, each behind a line; `act` is called once rank 0 is at step `at`."""
     with network(size, link) as net:
         paths = [f"/proc/{os.getpid()}/fd/{fd}" for fd in net.namespace_fds]
         actor = threading.Thread(target=_when_reached, args=(folder, at, lambda: act(net)))

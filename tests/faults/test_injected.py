@@ -183,8 +183,7 @@ def flipped(rank: int, size: int, bit: int) -> Seen:
 def test_a_bit_that_flips_in_the_header_of_an_agreement_is_refused_at_once(
     ranks: Pool, bit: int
 ) -> None:
-    """Nobody waits for the time-out, and no message meets another one's length. Ranks that have
-    received this vote make the update before the error."""
+    """Nobody waits for the time-out. Ranks that have this vote make the update before the error."""
     answers = ranks.run(flipped, bit, size=3, expect_errors=True)
     for answer in answers:
         assert isinstance(answer, Seen), answer

@@ -95,8 +95,7 @@ def test_two_halves_without_a_way_between_them_both_stop(ranks: Pool, tmp_path: 
 def test_two_halves_that_part_in_mid_step_both_stop(
     ranks: Pool, tmp_path: Path, later_s: float
 ) -> None:
-    """Of the last agreement of a step one half may have heard, and the other not. Then they stop
-    one update apart, and none says that nothing moved where something did."""
+    """If one half heard the last agreement, they stop an update apart; each says what moved."""
 
     def later(net: Network) -> None:
         time.sleep(later_s)

@@ -110,8 +110,7 @@ class Trainer:
         return int(self.sync.step if self.sync is not None else self.optimizer.position)
 
     def digest(self) -> str:
-        """Of all that an update changes, and of its count; buffers, which the forward pass changes,
-        aside."""
+        """Of all that an update changes, and of its count; not of buffers."""
         tensors = {name: t for name, t in self.tensors().items() if not name.startswith("buffer ")}
         return digest(tensors) + f" at {self.place()}"
 

@@ -106,9 +106,8 @@ def torchrun(
         except subprocess.TimeoutExpired:
             print(f"torchrun had not ended after {90 + 30 * restarts} s", flush=True)
         finally:
-            if (
-                process.poll() is None
-            ):  # torchrun ends its workers, which have sessions of their own, on SIGTERM
+            # torchrun ends its workers, which have sessions of their own, on SIGTERM
+            if process.poll() is None:
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=40)

@@ -1,5 +1,4 @@
-"""torchrun starts the ranks again after a kill, and the run ends with the bits of the undisturbed
-one."""
+"""torchrun starts ranks again after a kill; the run ends with the bits of the undisturbed one."""
 
 from pathlib import Path
 

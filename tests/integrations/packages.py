@@ -1,5 +1,4 @@
-"""Which optional packages there are, and how a rank of the pool looks like one that torchrun
-started."""
+"""Which optional packages there are, and how a rank of the pool looks like one of torchrun."""
 
 import os
 import warnings

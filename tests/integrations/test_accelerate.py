@@ -99,8 +99,7 @@ def test_a_model_that_fully_shard_cut(ranks: Pool, name: str) -> None:
 
 
 def prepared_by_fsdp_plugin(rank: int, size: int) -> list[str]:
-    """What the FSDP plugin makes of a model, which Accelerate takes on a GPU alone: sharded over
-    all ranks, or as it was where it is sharded already."""
+    """As the FSDP plugin does, on a GPU alone: sharded over all ranks, or as it was if sharded."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     with accelerator_for(rank, size) as accelerator:
         from accelerate.utils import FullyShardedDataParallelPlugin

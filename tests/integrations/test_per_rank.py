@@ -1,5 +1,4 @@
-"""A file for each rank beside a checkpoint: everybody gets the own back, other numbers of ranks the
-mean."""
+"""A file for each rank beside a checkpoint: its own, or the mean on another number of ranks."""
 
 from pathlib import Path
 from typing import Any

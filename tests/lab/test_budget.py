@@ -28,9 +28,8 @@ def run_by_clock(rank: int, size: int) -> list[tuple[int, bool, bool, float]]:
     step, stop = 0, False
     while not stop:
         step += 1
-        due, stop = budget.advance(
-            step, 0.1 * step * (1 + rank), 0.0
-        )  # the clock of rank 1 runs away; it must not matter
+        # the clock of rank 1 runs away; it must not matter
+        due, stop = budget.advance(step, 0.1 * step * (1 + rank), 0.0)
         answers.append((step, due, stop, budget.progress(step)))
     return answers
 

@@ -1,5 +1,4 @@
-"""Whole comparisons with real workers: what comes out, and what is left when they fail or are
-killed."""
+"""Whole comparisons with real workers: what comes out, and what is left when they fail."""
 
 import json
 import os
@@ -89,9 +88,8 @@ def test_the_command_trains_over_a_shaped_link_and_reports(tmp_path: Path) -> No
     dense, dgc = results["strategies"]
     assert dense["steps"] == dgc["steps"] == 16
     assert dense["evaluations"][0]["loss"] == dgc["evaluations"][0]["loss"]
-    assert (
-        dense["library_bytes_per_step"] == 4 * dense["parameters"]
-    )  # 2 (W - 1) / W = 1 for two workers
+    # 2 (W - 1) / W = 1 for two workers
+    assert dense["library_bytes_per_step"] == 4 * dense["parameters"]
     assert 1.0 <= dense["kernel_sent_bytes_per_step"] / dense["library_bytes_per_step"] < 1.25
     assert dgc["library_bytes_per_step"] < dense["library_bytes_per_step"] / 3
     assert dgc["kernel_sent_bytes_per_step"] < dense["kernel_sent_bytes_per_step"] / 3
@@ -170,9 +168,8 @@ def test_local_updates_are_evaluated_where_all_ranks_are_equal(tmp_path: Path) -
     assert run.settings["value_bits"] == 2
     assert all(point.step % k_steps == 1 for point in run.evaluations[1:-1])
     assert run.final_loss < run.evaluations[0].loss
-    averagings = (
-        2 + (run.steps - 2) // k_steps
-    )  # after step 1, every k_steps-th from there, and the last one
+    # after step 1, every k_steps-th from there, and the last one
+    averagings = 2 + (run.steps - 2) // k_steps
     elsewhere = 2 * averagings * 24  # agreements
     dense = 4 * run.parameters
     sent = run.evaluations[-1].library_bytes - elsewhere
@@ -325,8 +322,7 @@ def test_finished_strategies_survive_an_interruption(
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts a command that Ctrl-C reaches, even where the tests run in a shell's background, which
-    ignores it; what a test leaves is killed."""
+    """Starts a command that Ctrl-C reaches, in the background too; what a test leaves is killed."""
     begun = []
 
     def started(words: list[str]) -> subprocess.Popen[str]:

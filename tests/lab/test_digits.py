@@ -1,5 +1,4 @@
-"""The convolutional net on digits: its data, what each rank draws and evaluates, batch statistics
-under local updates, and whole comparisons."""
+"""The convolutional net on digits: data, batch statistics, and whole comparisons."""
 
 from collections import Counter
 from dataclasses import asdict

@@ -1,5 +1,4 @@
-"""The figures that follow from a run, against figures worked out by hand; and a report that needs
-nothing else."""
+"""The figures that follow from a run, worked out by hand; and a report that needs nothing else."""
 
 import json
 import re

@@ -1,5 +1,4 @@
-"""A task of the user's own: it trains as the one that comes with the command, and says what is
-wrong with it in one line, before anything has trained."""
+"""A task of the user's own: it trains as the built-in one; what is wrong with it is one line."""
 
 import os
 from pathlib import Path

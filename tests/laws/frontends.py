@@ -1,6 +1,4 @@
-"""The same training through every frontend: what the laws of the frontends and `benchmarks.golden`
-compare.
-"""
+"""The same training through every frontend, for the laws of frontends and `benchmarks.golden`."""
 
 import hashlib
 import io

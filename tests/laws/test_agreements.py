@@ -57,9 +57,8 @@ class Net(nn.Module):
         return self.last(self.seldom(x) if x.sum() > 0 else x)
 
 
-DGC = tw.DGC(
-    min_numel=64, sparsity=(0.5,), value_bits=32
-)  # its messages are longer than an agreement
+# its messages are longer than an agreement
+DGC = tw.DGC(min_numel=64, sparsity=(0.5,), value_bits=32)
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {},
     "dgc": {"fields": {"dgc": DGC}},

@@ -1,5 +1,4 @@
-"""Momentum buffer and residual in bfloat16: where they are so, what they do to training, and how
-they are saved."""
+"""Momentum buffer and residual in bfloat16: where, their effect on training, and how saved."""
 
 from collections.abc import Iterator
 from typing import Any

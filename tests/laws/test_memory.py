@@ -1,5 +1,4 @@
-"""What a step allocates: momentum buffer and residual stay in full size, and nothing of that size
-comes and goes."""
+"""A step allocates nothing of the full size of momentum buffer and residual."""
 
 import gc
 import tracemalloc

@@ -1,5 +1,4 @@
-"""Laws of what compresses changes: nothing lost, sizes known, means over those who sent, the share
-that is applied."""
+"""What compresses changes: nothing lost, sizes known, means over senders, the share applied."""
 
 from collections import defaultdict
 from typing import Any
@@ -30,8 +29,7 @@ SIZES = [torch.Size(shape) for shape in SHAPES.values()]
 
 
 def by_shares(rank: int, size: int, compression: tw.Sparse, own: bool) -> dict[str, Tensor]:
-    """What was applied, and what this rank changed and keeps, in 40 rounds; with `own` each rank
-    changes entries that no other one does."""
+    """What 40 rounds applied, changed and keep; `own`: no two ranks change the same entry."""
     torch.manual_seed(rank)
     model = Bag({"w": (40, 30), "v": (17,), "u": (3,)})
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -194,8 +192,7 @@ def counted(rank: int, size: int, compression: Any) -> float:
 
 
 def test_stats_count_the_message_and_the_scalars_that_ride_along(ranks: Pool) -> None:
-    """Two agreements of 24 bytes; for the share that is applied 64 float32, and nothing at decay 1
-    with all ranks."""
+    """Two agreements of 24 bytes; 64 float32 for the share, none at decay 1 with all ranks."""
     for compression, riders in [
         (tw.Quantized(4), 0),
         (tw.Quantized(4, decay=0.9), 4 * SKETCH_NUMEL),
@@ -213,9 +210,8 @@ def two_steps(rank: int, size: int, mean_over: str) -> tuple[list[Any], str]:
     """Rank r changes entry r by 1 + r, entry 3 by 8, and a little of all; 2 of 5 are sent."""
     model = Bag({"w": (5,)}, dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    config = tw.LocalSGD(
-        1, 0, compression=tw.Sparse(0.6, value_bits=32, decay=1.0, mean_over=mean_over)
-    )  # type: ignore[arg-type]
+    compression = tw.Sparse(0.6, 32, decay=1.0, mean_over=mean_over)  # type: ignore[arg-type]
+    config = tw.LocalSGD(1, 0, compression=compression)
     [p] = model.parameters()
     start = p.detach().clone()
     with tw.local_sgd(model, optimizer, config):
@@ -273,8 +269,7 @@ def steady(rank: int, size: int, config: Any, rounds: int) -> tuple[float, float
 def test_applied_share_is_near_its_estimate(
     ranks: Pool, compression: Any, low: float, high: float
 ) -> None:
-    """Decay eats a part of what is sent seldom; over the senders, entries that one rank sends count
-    whole."""
+    """Decay eats what is sent seldom; over senders, an entry that one rank sends counts whole."""
     for share, truth in ranks.run(
         steady, tw.LocalSGD(1, begin_step=0, compression=compression), 60, size=2
     ):

@@ -1,5 +1,4 @@
-"""Parts of the model that take turns: how they are cut, that all have their turn, and that nothing
-is lost with compression and a delay."""
+"""Parts of the model take turns: how they are cut, all have theirs, and nothing is lost."""
 
 import copy
 from typing import Any
@@ -111,8 +110,7 @@ def keep_books(rank: int, size: int, config: Any, steps: int) -> tuple[float, st
 
 @pytest.mark.parametrize("name", ALL_IN_TIME)
 def test_nothing_is_lost_and_flush_leaves_ranks_equal(ranks: Pool, name: str) -> None:
-    """1e-10: float64 sums of a few hundred terms of size 1. The end is in the middle of a period,
-    with a result on its way."""
+    """1e-10: sums of a few hundred float64 of size 1. A result is on its way at the end."""
     answers = ranks.run(keep_books, overlapped(ALL_IN_TIME[name]), 101, size=2)
     assert all(lost < 1e-10 and on_its_way for lost, _, on_its_way in answers)
     assert len({bits for _, bits, _ in answers}) == 1

@@ -1,5 +1,4 @@
-"""Laws of local updates over real ranks, against a simulation in one process that shares no
-code."""
+"""Laws of local updates over real ranks, against a simulation that shares no code."""
 
 import hashlib
 from typing import Any
@@ -337,13 +336,11 @@ def adapt(
     ks, averaged = [], []
     with tw.local_sgd(model, optimizer, config) as sync:
         for step, (loss, rate) in enumerate(zip(curve, rates, strict=True), start=1):
-            optimizer.param_groups[0]["lr"] = (
-                rate if rank == 0 else rate + 5
-            )  # rank 0's is the one that counts
+            # rank 0's is the one that counts
+            optimizer.param_groups[0]["lr"] = rate if rank == 0 else rate + 5
             set_gradients(model, step, rank)
-            spread = (
-                loss * (rank - (size - 1) / 2) / 2
-            )  # other losses on every rank, with the mean of the curve
+            # other losses on every rank, with the mean of the curve
+            spread = loss * (rank - (size - 1) / 2) / 2
             sync.observe(loss + spread - loss / 4)
             sync.observe(torch.tensor(loss + spread + loss / 4, dtype=torch.float64))
             optimizer.step()
@@ -430,6 +427,5 @@ def keep_books(rank: int, size: int, compression: Any, dtype: torch.dtype) -> fl
 def test_nothing_is_lost_over_200_rounds(
     ranks: Pool, compression: Any, size: int, dtype: torch.dtype, most: float
 ) -> None:
-    """Sums of a few hundred terms of size 1. In float32 what is sent may be what was folded, to the
-    last bit."""
+    """Sums of a few hundred terms of size 1; float32 may send all that was folded."""
     assert max(ranks.run(keep_books, compression, dtype, size=size)) < most

@@ -1,5 +1,4 @@
-"""What local updates leave alone, what they refuse, and how they fail: on all ranks, with nothing
-applied."""
+"""What local updates leave alone and refuse, and how they fail: on all ranks, nothing applied."""
 
 import contextlib
 from collections.abc import Callable

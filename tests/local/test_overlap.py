@@ -53,8 +53,7 @@ def ahead_of_the_others(rank: int, size: int, config: Any, after: int) -> str:
 def test_no_step_waits_for_a_rank_that_is_one_step_behind(
     ranks: Pool, name: str, size: int
 ) -> None:
-    """Neither where the averaging is measured nor where its last agreement begins; and the bits
-    are the same whoever is behind."""
+    """Neither where it is measured nor at its last agreement; the bits are the same."""
     found = [
         ranks.run(ahead_of_the_others, CONFIGS[name], after, size=size)
         for after in (0, MEASURED, MEASURED + DELAY - 1)

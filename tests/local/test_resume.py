@@ -73,8 +73,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
 
 
 def with_a_longer_begin(rank: int, size: int) -> list[float]:
-    """A run, and the same that is stopped with a result on its way and goes on averaging in every
-    step for a while."""
+    """A run, and one that stops with a result on its way, then averages in every step for long."""
     found = []
     for longer in (False, True):
         model = nn.Linear(2, 1, bias=False)

@@ -1,5 +1,4 @@
-"""A resumed run knows which buffers ranks last held alike: what nobody has changed is neither sent
-nor averaged, as without the stop."""
+"""A resumed run knows which buffers ranks last held alike: those are neither sent nor averaged."""
 
 import math
 from pathlib import Path
@@ -20,8 +19,7 @@ STEPS, STOP = 14, 6
 
 
 class WithTables(nn.Module):
-    """A mask and a table that nobody changes, a mean that all change, and a count that rank 0
-    does; a new model has other values than one that is `filled`."""
+    """Mask and table stay, all move the mean, rank 0 the count; `filled` has other values."""
 
     def __init__(self, rank: int, *, filled: bool) -> None:
         super().__init__()
@@ -93,8 +91,7 @@ def leave(rank: int, size: int, folder: str) -> None:
 
 
 def enter(rank: int, size: int, folder: str, way: str) -> tuple[str, bool, dict[str, float]]:
-    """What ranks have at the end, whether mask and table are as they were, and what the state told
-    of buffers."""
+    """What ranks have at the end, if mask and table stayed, and what the state told of buffers."""
     engine = prepared(rank, filled=False)
     assert engine.sync is not None
     if way == "engine":

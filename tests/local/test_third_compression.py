@@ -1,5 +1,4 @@
-"""A compression that the library does not have needs nothing but the protocol: two sums, with a
-state of its own."""
+"""A compression that is not the library's needs nothing but the protocol: two sums and a state."""
 
 from collections.abc import Mapping
 from typing import Any

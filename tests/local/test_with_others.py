@@ -1,5 +1,4 @@
-"""Local updates beside other methods: the sparsity of gradient compression, and a loss scale for
-every rank."""
+"""Local updates beside the sparsity of gradient compression and a loss scale for every rank."""
 
 from typing import Any
 

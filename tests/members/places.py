@@ -64,8 +64,7 @@ def met(
 
 @contextlib.contextmanager
 def host_command(*options: str, namespace: int = -1) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`thinwire host` as a process, and the address that it printed; in the network namespace
-    behind an open descriptor, where one is given."""
+    """`thinwire host` as a process, in the namespace of a descriptor, and its address."""
     there = [sys.executable, enter.__file__, str(namespace), str(os.getpid())]
     command = [*there, sys.executable, "-m", "thinwire", "host", *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -144,8 +144,7 @@ def sent(turns: list[tuple[Kind, int, bytes]]) -> Iterator[bytes]:
 
 
 class Liar:
-    """A relay for one member, whose others are all there. It sends these frames, then signs of
-    life."""
+    """A relay for one member: it sends these frames as others', then signs of life."""
 
     def __init__(self, frames: bytes) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))

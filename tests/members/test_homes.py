@@ -137,8 +137,7 @@ def hold_host(net: Any, token_file: str, kills: list[float], over: threading.Eve
 @pytest.mark.fault
 @needs_homes
 def test_a_relay_that_is_killed_within_a_round_costs_nothing(ranks: Pool, token_file: str) -> None:
-    """Each time in the middle of messages that take half a second; the bits are those of a run in
-    which nothing happened."""
+    """In the middle of messages of half a second; the bits are those of an undisturbed run."""
     with relay_place() as address:
         args = (big_rounds, address, token_file)
         undisturbed = ranks.run(*args, size=2, group=False)

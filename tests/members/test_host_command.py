@@ -1,5 +1,4 @@
-"""`thinwire host`: listens where it was told and nowhere else, and says in one line what is
-wrong."""
+"""`thinwire host` listens where it was told and nowhere else, and says what is wrong in a line."""
 
 import contextlib
 import ipaddress
@@ -190,8 +189,7 @@ def noise(rng: random.Random) -> bytes:
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--relay"]])
 def test_noise_neither_stops_it_nor_fills_its_output(more: list[str]) -> None:
-    """Nobody reads the host's error output here; where torch tells of each such message, which is
-    its way, the store stops as soon as the pipe is full."""
+    """Nobody reads its error output: where torch told of each message, the store would stop."""
     rng = random.Random(3)
     with host_command("--bind", "127.0.0.1:0", "--quiet", *more) as (process, address):
         for _ in range(300):

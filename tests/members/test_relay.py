@@ -163,8 +163,7 @@ def wide(rank: int, size: int, address: str, token_file: str, reaching: int) -> 
 def test_member_uploads_a_message_once(
     ranks: Pool, token_file: str, size: int, reaching: int
 ) -> None:
-    """Of a message of 300 kB each round; what is more is heads and signs, half of a percent
-    and less. Members that reach each other exchange theirs beside that."""
+    """300 kB each round, and half a percent of heads and signs; nothing that goes directly."""
     uploaded = dict.fromkeys(range(size), 0)
 
     def count(rank: int, content: bytes) -> bytes:
@@ -199,8 +198,7 @@ def hold_host(port: int, token_file: str, flag: Path, kills: int, over: threadin
 def test_a_relay_that_is_killed_and_comes_back_costs_nothing(
     ranks: Pool, token_file: str, tmp_path: Path
 ) -> None:
-    """Members wait in a round, send again what was on its way, and have the bits of a run in which
-    nothing happened."""
+    """Members wait, send again what was on its way, and have the bits of an undisturbed run."""
     with listening() as free:
         port = free.getsockname()[1]
     options = {"token_file": token_file, "timeout": PATIENCE_S}
@@ -345,8 +343,7 @@ def altered(rank: int, size: int, address: str, token_file: str) -> tuple[str, i
 @pytest.mark.parametrize("kind", [Kind.DATA, Kind.CONTROL])
 @pytest.mark.parametrize("how", ["altered", "repeated"])
 def test_a_relay_that_lies_is_found_out(ranks: Pool, token_file: str, kind: Kind, how: str) -> None:
-    """A message of member 1, the tenth of a kind or a later one, reaches the others as another one.
-    They say so by a vote; where it was in one, they end."""
+    """A message of member 1 arrives as another one; a vote says so, or in a vote they end."""
     sent: list[bytes] = []
     lies: list[bytes] = []
     head: list[tuple[int, ...]] = [()]
@@ -493,11 +490,12 @@ def test_a_state_that_was_sent_has_arrived(monkeypatch: pytest.MonkeyPatch) -> N
     with relay_alone() as place, tapped(slow):
         way = TransferContext(kv, place, PATIENCE_S, b"")
         monkeypatch.setattr(TransferContext, "cloned", lambda self: self)
-        donor = Donor(way, 0, "ann", Part(0, 1, ""), {})
+        donor = Donor(way, 0, "ann", Part(0, 1, ""), {}, [StateMessage("state", {}, {})])
         recipient = Recipient(way, 0)
 
         def receive() -> None:
-            recipient.receive_state(donor.part, {})
+            recipient.receive(8 << 20)
+            recipient.receive_state([], lambda _: True)
             received.append(recipient.receive(8 << 20))
 
         thread = threading.Thread(target=receive)

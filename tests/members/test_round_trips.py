@@ -1,6 +1,4 @@
-"""Members that are far from each other: how often one asks the meeting place and waits for the
-answer.
-"""
+"""How often a member asks a distant meeting place and waits for the answer."""
 
 import math
 import threading

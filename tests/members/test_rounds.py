@@ -355,8 +355,7 @@ def _leaving_an_engine(rank: int, size: int, address: str) -> bool:
 
 
 def _saving(rank: int, size: int, address: str, folder: str, run: str, flag: str) -> Any:
-    """A run to step 20, of which one member saves at step 10; or one that begins from there, until
-    a joiner is in it."""
+    """A run to step 20 that saves at step 10; or one from there, until a joiner is in it."""
     wait_for(flag if rank == 2 else "")
     begins = not Path(folder).exists()
     net = model(rank)

@@ -1,6 +1,4 @@
-"""Members that join, leave and are killed train on each sample of an epoch exactly once: their
-processes use public names alone.
-"""
+"""Members that join, leave and are killed train on each sample of an epoch exactly once."""
 
 import os
 import random

@@ -1,5 +1,4 @@
-"""Members with a token: what is altered between them is refused by all of them; else the token
-changes nothing."""
+"""What is altered between members with a token is refused by all; else it changes nothing."""
 
 from typing import Any
 from unittest.mock import patch

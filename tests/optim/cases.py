@@ -1,5 +1,4 @@
-"""The optimizers that the contracts are tried on, each with values that exercise it, and a small
-model."""
+"""The optimizers that the contracts are tried on, with values to exercise each; a small model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -169,9 +169,8 @@ def test_gradients_are_not_touched(case: Case, extras: dict, centralize: bool) -
 
 
 @pytest.mark.parametrize("extras", [{}, EXTRAS], ids=["plain", "extras"])
-@pytest.mark.parametrize(
-    "name", sorted(ALL.keys() - {"SGD", "Adagrad"})
-)  # these two take any sparse gradient
+# these two take any sparse gradient
+@pytest.mark.parametrize("name", sorted(ALL.keys() - {"SGD", "Adagrad"}))
 def test_gradients_and_groups_are_restored_after_an_error(name: str, extras: dict) -> None:
     net = model()
     optimizer = ALL[name](net.named_parameters(), **extras)
@@ -239,9 +238,8 @@ def test_no_graph_is_kept_alive(case: Case, extras: dict) -> None:
     node = weakref.ref(hidden)
     loss = net[2](net[1](hidden)).square().sum()
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", UserWarning
-        )  # torch warns once in a process, of the cycle that we look for
+        # torch warns once in a process, of the cycle that we look for
+        warnings.simplefilter("ignore", UserWarning)
         loss.backward(create_graph=True)
     optimizer.step()
     assert all(p.grad_fn is None for p in net.parameters())
@@ -310,10 +308,8 @@ def run_scaled(
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
 def test_grad_scaler_with_fused_kernels(name: str) -> None:
     net, twin = model(), model()
-    extras = {
-        **EXTRAS,
-        "grad_clip": optim.ClipByNorm(2.0),
-    }  # it leaves some gradients as they are, so that scale shows
+    # it leaves some gradients as they are, so that scale shows
+    extras = {**EXTRAS, "grad_clip": optim.ClipByNorm(2.0)}
     optimizer = ALL[name](net.named_parameters(), fused=True, **extras)
     run_scaled(net, twin, optimizer, ALL[name](twin.named_parameters(), fused=True, **extras))
 

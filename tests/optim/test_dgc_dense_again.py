@@ -1,5 +1,4 @@
-"""`DGCMomentum` where a tensor travels densely after it was compressed: each rank has momentum of
-its own then; and gradients and parameters that are not contiguous."""
+"""`DGCMomentum` where a tensor is dense after it was compressed, or is not contiguous."""
 
 from typing import Any
 

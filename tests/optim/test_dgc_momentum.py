@@ -1,5 +1,4 @@
-"""DGCMomentum as a torch optimizer: arguments, manners, what it refuses, and what happens around a
-failed exchange."""
+"""DGCMomentum as a torch optimizer: arguments, manners, refusals, and failed exchanges."""
 
 import contextlib
 import warnings
@@ -353,9 +352,8 @@ def test_grad_scaler_drops_everywhere_or_nowhere(ranks: Pool, attach: bool) -> N
         assert answer["stats"]["step"] == 7
         for a, b, c in zip(answer["params"], answers[0]["params"], plain[0]["params"], strict=True):
             assert torch.equal(a, b)
-            torch.testing.assert_close(
-                a, c
-            )  # scales are powers of two, the sums inside a matrix product are not
+            # scales are powers of two, the sums inside a matrix product are not
+            torch.testing.assert_close(a, c)
     assert answers[1]["scale"] < answers[0]["scale"]
 
 

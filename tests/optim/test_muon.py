@@ -1,6 +1,4 @@
-"""Muon and AdamW as one optimizer: the bits of the two side by side, the formula, and who gets
-which.
-"""
+"""Muon and AdamW as one optimizer: bits of the two side by side, formula, and who gets which."""
 
 import copy
 import warnings

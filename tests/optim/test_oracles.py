@@ -172,9 +172,8 @@ def test_row_sparse_gradients_follow_the_formula_by_rows(method: str, common: st
     updates = []
     for s in range(UPDATES):
         count = 0 if s == 7 else 5
-        rows = torch.randint(
-            0, 8, (count,), generator=generator
-        )  # repeats happen, row 8 never comes
+        # repeats happen, row 8 never comes
+        rows = torch.randint(0, 8, (count,), generator=generator)
         values = torch.randn(count, 4, generator=generator).double()
         updates.append((rows.numpy(), values.numpy()))
         param.grad = torch.sparse_coo_tensor(rows[None], values, (9, 4), check_invariants=True)

@@ -1,5 +1,4 @@
-"""State that is another rank's, or mixed from several, is noticed when it is loaded, however it was
-saved."""
+"""State that is another rank's, or mixed from several, is noticed however it was saved."""
 
 import warnings
 from pathlib import Path

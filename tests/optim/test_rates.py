@@ -1,5 +1,4 @@
-"""The learning rate as a number, schedule or list, per group; position, errors before anything
-changes, get and set."""
+"""The learning rate as number, schedule or list, per group; position, errors, get and set."""
 
 import pytest
 import torch

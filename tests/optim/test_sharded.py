@@ -1,5 +1,4 @@
-"""Parameters sharded over ranks (DTensors): norms, ratios and updates are those of the whole
-tensors."""
+"""Parameters that are DTensors: norms, ratios and updates are those of the whole tensors."""
 
 from typing import Any
 

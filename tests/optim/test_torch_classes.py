@@ -1,5 +1,4 @@
-"""SGD, Adam, AdamW, RMSprop, Adagrad: torch's bits where nothing extra is set, for all that torch's
-own tests try."""
+"""SGD, Adam, AdamW, RMSprop, Adagrad: torch's bits for all that torch's own tests try."""
 
 import copy
 import inspect
@@ -25,9 +24,8 @@ def data_base(name: str) -> list[tuple[str, dict]]:
         if info.optim_cls is THEIRS[name]:
             for given in info.optim_inputs_func(device=torch.device("cpu")):
                 a_tensor = isinstance(given.kwargs.get("lr"), torch.Tensor)
-                for foreach in (
-                    (None, False) if a_tensor else (None, True, False)
-                ):  # torch refuses a tensor with True
+                # torch refuses a tensor with True
+                for foreach in (None, False) if a_tensor else (None, True, False):
                     kwargs = {**given.kwargs, "foreach": foreach}
                     cases.append((f"{given.desc}, foreach={foreach}", kwargs))
     return cases
@@ -118,9 +116,8 @@ def test_the_state_goes_back_and_forth(name: str) -> None:
     assert same(train(ours, a, range(5, 7)), train(theirs, b, range(5, 7)))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Sparse invariant checks"
-)  # torch's Adagrad makes sparse tensors without a choice
+# torch's Adagrad makes sparse tensors without a choice
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_sparse_gradients_of_sgd_and_adagrad_as_in_torch() -> None:
     for name in ("SGD", "Adagrad"):
         ours, theirs = (torch.nn.Parameter(torch.ones(6, 2)) for _ in range(2))

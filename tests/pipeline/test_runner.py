@@ -1,5 +1,4 @@
-"""A pipeline is one process: same gradients, losses, buffers and random numbers, on any number of
-stages."""
+"""A pipeline is one process: equal gradients, losses, buffers, random numbers on any stages."""
 
 import os
 import signal
@@ -421,8 +420,7 @@ def test_value_that_cannot_travel_is_refused(
 
 
 def damaged(rank: int, size: int, stage: int, steps: int) -> tuple[str, bool]:
-    """How a step ends in which a stage of the first replica receives a wrong bit, and if the model
-    has changed. With `steps` > 1 the ranks of a stage average only now and then."""
+    """How a step ends whose stage receives a wrong bit; `steps` > 1 averages now and then."""
     fields: dict[str, Any] = {"localsgd": tw.LocalSGD(steps)} if steps > 1 else {}
     fields["pipeline"] = Pipeline(2, 2, split_points=("4",))
     engine = engine_of(mlp(), nn.functional.cross_entropy, momentum=0.9, **fields)
@@ -476,9 +474,8 @@ def lose_a_stage(rank: int, size: int, how: int) -> None:
     ("how", "kinds"), [(signal.SIGKILL, {"PeerLost"}), (signal.SIGSTOP, {"PeerStalled"})]
 )
 def test_the_others_raise_when_a_stage_is_gone(ranks: Pool, how: int, kinds: set[str]) -> None:
-    ranks.run(
-        train_case, "a stage that begins in place", "1f1b", size=3
-    )  # starts what the short time-out is not for
+    # starts what the short time-out is not for
+    ranks.run(train_case, "a stage that begins in place", "1f1b", size=3)
     answers = ranks.run(lose_a_stage, how, size=3, group_timeout_s=5, expect_errors=True)
     assert not isinstance(answers[1], Raised)
     assert isinstance(answers[1], Lost) == (how == signal.SIGKILL)

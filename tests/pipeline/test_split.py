@@ -1,5 +1,4 @@
-"""Stages are the model: every module once, in order, under its name; and the largest is as small as
-it can be."""
+"""Stages are the model, each module once under its name; the largest is as small as can be."""
 
 from itertools import combinations, pairwise
 

@@ -1,5 +1,4 @@
-"""What a plan promises: exact bytes, predictions that grow with what is asked, and one line for
-what cannot be."""
+"""A plan promises exact bytes and predictions that grow, and says in one line what cannot be."""
 
 import itertools
 import json
@@ -226,8 +225,7 @@ def test_an_update_by_muon_takes_longer_as_the_probe_has_measured() -> None:
 def test_bytes_by_shares_are_dealt_once_and_passed_on_in_a_ring(
     value_bits: int, ranks: int, params: int, rel: float
 ) -> None:
-    """Owners' rows go round a ring: each rank passes on those of all others. Those between many
-    ranks follow from few."""
+    """Each rank of the ring passes on owners' rows; those between many follow from few."""
     sparse = {"sparse": {"sparsity": 0.9, "value_bits": value_bits}}
     work = Work(params, matrices(params), 0.1)
     numels = [prod(shape) for shape in work.shapes]

@@ -1,5 +1,4 @@
-"""A plan for a task of the user's own: its shapes, its step measured here, and one line for what
-cannot be."""
+"""A plan for a task of the user's own: its shapes, its step measured here, and errors."""
 
 from pathlib import Path
 

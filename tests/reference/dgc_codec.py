@@ -79,8 +79,7 @@ def nearest_on_grid(magnitude, low, high, steps):
 
 
 def sent(values, bits, k):
-    """What the receiver decodes: the nearest level, the lower of two, with the sign of the
-    value."""
+    """What the receiver decodes: the nearest level, the lower of two, with the value's sign."""
     if bits == 32:
         return [float32(v) for v in values]
     if bits <= 4:

@@ -1,5 +1,4 @@
-"""Slow oracle of selection, fold and sparse sum: one entry at a time, one rounding per
-operation."""
+"""Slow oracle of selection, fold and sparse sum: entry by entry, one rounding per operation."""
 
 import numpy as np
 

@@ -1,5 +1,4 @@
-"""Deep gradient compression of N ranks in one process: NumPy, float64, written from the
-specification alone."""
+"""Deep gradient compression of N ranks in one process, float64, from the specification alone."""
 
 import math
 from dataclasses import dataclass, field

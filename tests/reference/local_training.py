@@ -18,8 +18,7 @@ def interval(init, most, loss, first_loss, rate, first_rate):
 
 
 def intervals(losses, rates, *, init, most, begin):
-    """Interval in force after each step, and the steps that average; `losses` are means over the
-    ranks."""
+    """Interval after each step, and the steps that average; `losses` are means over ranks."""
     k, last, first, found, averaged = init, begin, None, [], []
     for step, (loss, rate) in enumerate(zip(losses, rates, strict=True), start=1):
         if first is None and rate > 0:
@@ -129,8 +128,7 @@ class Simulation:
         return self.anchor[name]
 
     def sparsity_at(self, step, size):
-        """After local step `step`; a ramp is (begin, length, levels, smallest size) in completed
-        updates."""
+        """After local step `step`; a ramp is (begin, length, levels, smallest size) in updates."""
         if self.ramp is None:
             return self.sparsity
         begin, length, levels, smallest = self.ramp

@@ -1,5 +1,4 @@
-"""Mean gradients of N ranks in one process, dense or compressed with error feedback: float64, one
-entry at a time."""
+"""Mean gradients of N ranks in float64, dense or with error feedback, one entry at a time."""
 
 import math
 

@@ -1,5 +1,4 @@
-"""Slow oracle of stochastic rounding to bfloat16: one entry at a time, in exact arithmetic of
-integers and float64."""
+"""Slow oracle of stochastic rounding to bfloat16, in exact arithmetic, one entry at a time."""
 
 import math
 
@@ -21,8 +20,7 @@ def spacing(x):
 
 
 def neighbours(x):
-    """The two bfloat16 around x in the order of their magnitude, and the probability of the
-    second."""
+    """The two bfloat16 around x, by magnitude, and the probability of the second."""
     step = spacing(x)
     below = math.floor(abs(x) / step) * step
     above = min(below + step, LARGEST)

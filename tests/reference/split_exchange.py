@@ -1,5 +1,4 @@
-"""The split exchange of W sources in one process: loops over single positions, float64, 32-bit
-values on the wire."""
+"""The split exchange of W sources in one process: loops over positions, float64, 32-bit values."""
 
 from fractions import Fraction
 
@@ -11,8 +10,7 @@ Sparse = dict[int, float]
 def split_exchange(
     numels: list[int], counts: list[int], proposals: list[list[Sparse]]
 ) -> tuple[list[Sparse], list[list[Sparse]], list[list[Sparse]]]:
-    """Per tensor what is delivered; per source and tensor what it gave away, and what it keeps as
-    an owner."""
+    """Per tensor what arrives; per source and tensor what it gave, and keeps as an owner."""
     sources = len(proposals)
     total = sum(numels)
     delivered: list[Sparse] = [{} for _ in numels]

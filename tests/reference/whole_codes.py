@@ -1,5 +1,4 @@
-"""Slow oracle of messages in which every entry travels: from the written format, with Python
-numbers."""
+"""Slow oracle of messages in which every entry travels, from the written format."""
 
 import math
 import struct
@@ -27,8 +26,7 @@ def sent(values, bits):
 
 
 def message_bytes(numels, bits):
-    """A header of 32 bytes, then for each tensor its scales of 4 bytes and its bits, in whole
-    bytes."""
+    """32 bytes of header; for each tensor scales of 4 bytes and its bits, in whole bytes."""
     return 32 + sum(4 * SCALES[bits] + math.ceil(n * bits / 8) for n in numels)
 
 

@@ -1,5 +1,4 @@
-"""A small model in shards, and the same model in one process with each shard as a parameter of its
-own: what both must train to is the same, bit for bit."""
+"""A small model in shards, and in one process with each shard as a parameter: the same bits."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,8 +13,7 @@ IN, HIDDEN, OUT = 6, 33, 3
 
 
 def plain_model(seed: int = 3) -> nn.Sequential:
-    """33 rows do not divide by 2, 3 outputs leave a shard of 2 and one of 1 row, and the last
-    layer has 1, which leaves an empty shard."""
+    """33 rows do not divide by 2; 3 outputs leave 2 and 1; the last layer leaves an empty shard."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Linear(IN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUT), nn.Tanh(), nn.Linear(OUT, 1)

@@ -260,8 +260,7 @@ def bytes_of(rank: int, size: int, ns_dtype: str) -> float:
 
 @pytest.mark.parametrize("ns_dtype", ["float32", "bfloat16"])
 def test_bytes_of_a_step(ranks: Pool, ns_dtype: str) -> None:
-    """2 x matrix / ranks, without what a rank keeps; half of the way back in bfloat16. And sums of
-    bits, 16 bytes for each pair of ranks."""
+    """2 x matrix / ranks less what stays, half back in bfloat16; 16 bytes of sums for a pair."""
     matrices = 8 * 64 * 64 * 4
     words = 2 if ns_dtype == "float32" else 1.5
     for sent in ranks.run(bytes_of, ns_dtype, size=4):
@@ -317,8 +316,7 @@ def test_failed_check_is_reported(ranks: Pool, case: str, texts: list[str]) -> N
 
 
 def damaged(rank: int, size: int, way: str, index: int) -> tuple[str, bool]:
-    """How a step ends in which rank 1 receives a wrong bit in an exchange of matrices, and whether
-    nothing has moved. The next step of the optimizer alone ends well."""
+    """How a step ends whose exchange damages a bit, if nothing moved; the next step ends well."""
     model, engine = engine_of((1, size), "none" if way == "bare" else way)
     optimizer, swap, launched = engine.optimizer, Group.swap, []
     if way == "bare":

@@ -1,5 +1,4 @@
-"""Recompute against the same model without: equal bits everywhere, while the forward pass is really
-repeated."""
+"""Recompute against the same model without: equal bits, while forward passes are repeated."""
 
 import copy
 import io
@@ -44,9 +43,8 @@ class Block(nn.Module):
     ) -> dict[str, Tensor]:
         h = self.drop(torch.tanh(self.mix(self.norm(x)))) * scale
         self.count += 1
-        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(
-            0
-        )  # reassigned, and the result depends on it
+        # reassigned, and the result depends on it
+        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
         self.late = (
             h.detach().amax() if self.late is None else torch.maximum(self.late, h.detach().amax())
         )

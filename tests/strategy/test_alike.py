@@ -1,5 +1,4 @@
-"""What ranks must have in common beside their strategy: builds, processors, kernels and the shapes
-of buffers."""
+"""What ranks have in common beside their strategy: builds, processors, kernels, buffers."""
 
 import os
 import warnings

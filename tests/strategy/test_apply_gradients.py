@@ -1,6 +1,4 @@
-"""`engine.apply_gradients` and `engine.follow_steps`: the update from backward passes that somebody
-else has made, where they call it and where they call the optimizer's step.
-"""
+"""`engine.apply_gradients` and `engine.follow_steps`: updates from others' backward passes."""
 
 import gc
 import warnings

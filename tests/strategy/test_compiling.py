@@ -1,5 +1,4 @@
-"""Loops that take longer to compile than the group waits for anybody do not end a run, however it
-is set up."""
+"""Loops that compile for longer than the group waits for anybody do not end a run."""
 
 import time
 

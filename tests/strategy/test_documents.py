@@ -1,5 +1,4 @@
-"""Dictionaries and YAML files: there and back without loss, every key explained, every mistake
-named with its line."""
+"""Dictionaries and YAML files: there and back without loss, every mistake named with its line."""
 
 import ast
 import inspect
@@ -353,8 +352,7 @@ def test_file_numbers_are_decimal(tmp_path: Path) -> None:
 
 
 def documented(config: type) -> dict[str, str]:
-    """The first words of each attribute's entry, by a reader of its own: lines of the source, and
-    where they begin."""
+    """The first words of each attribute's entry, and where they begin, from the source."""
     tree = ast.parse(inspect.getsource(config))
     docstring = ast.get_docstring(tree.body[0]) or ""  # type: ignore[arg-type]
     inside = docstring.split("Attributes:")[1].split("Raises:")[0].splitlines()

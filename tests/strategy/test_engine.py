@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from tests.api import Group
-from tests.ranks import Lost, Pool, Raised
+from tests.ranks import Lost, Pool
 from tests.strategy.training import (
     batch,
     digest,
@@ -30,6 +30,7 @@ from tests.strategy.training import (
     settings,
     train,
 )
+from tests.toys import engine_of
 from thinwire.errors import NonFinite
 
 cross_entropy = nn.functional.cross_entropy
@@ -145,12 +146,8 @@ def test_batch_statistics_that_arrive_damaged_are_not_written_and_all_ranks_hear
 
 
 def merged_and_whole(rank: int, size: int, avg: bool) -> float:
-    merged = make_engine(
-        ("gradient_merge",),
-        replace={"gradient_merge": tw.GradientMerge(4, avg=avg)},
-        plain=True,
-        **DOUBLE,
-    )
+    merge = tw.GradientMerge(4, avg=avg)
+    merged = prepared(make_model(plain=True, **DOUBLE), gradient_merge=merge)
     whole = make_engine((), plain=True, **DOUBLE)
     for step in range(3):
         x, y = batch(step, rank, rows=32, **DOUBLE)
@@ -168,33 +165,26 @@ def test_merge_of_k_is_one_batch_k_times_as_large(avg: bool, ranks: Pool) -> Non
     assert max(ranks.run(merged_and_whole, avg, size=2)) < 1e-12
 
 
-def leftovers(rank: int, size: int) -> tuple[float, dict[str, Any], dict[str, Any]]:
-    engine = make_engine(
-        ("gradient_merge",), replace={"gradient_merge": tw.GradientMerge(4)}, plain=True, **DOUBLE
-    )
+def leftovers(rank: int, size: int) -> tuple[float, list[tuple[int, int, str]]]:
+    engine = prepared(make_model(plain=True, **DOUBLE), gradient_merge=tw.GradientMerge(4))
     whole = make_engine((), plain=True, **DOUBLE)
     x, y = batch(0, rank, **DOUBLE)
     engine.train_step(x[:8], y[:8])
     engine.train_step(x[8:], y[8:])
-    before = {**engine.stats(), "pending": engine.pending}
+    told = [(engine.stats()["step"], engine.stats()["microsteps"], engine.pending)]
     engine.flush()
-    after = {**engine.stats(), "pending": engine.pending}
+    told.append((engine.stats()["step"], engine.stats()["microsteps"], engine.pending))
     engine.flush()  # nothing is left
     assert engine.stats()["step"] == 1
     whole.train_step(x, y)
     pairs = zip(engine.model.parameters(), whole.model.parameters(), strict=True)
-    return max(float((a - b).detach().abs().max()) for a, b in pairs), before, after
+    return max(float((a - b).detach().abs().max()) for a, b in pairs), told
 
 
 def test_flush_applies_the_leftovers_of_a_merge(ranks: Pool) -> None:
-    for difference, before, after in ranks.run(leftovers, size=2):
+    for difference, told in ranks.run(leftovers, size=2):
         assert difference < 1e-12
-        assert (before["step"], before["microsteps"], before["pending"]) == (
-            0,
-            2,
-            "2 merged microsteps",
-        )
-        assert (after["step"], after["microsteps"], after["pending"]) == (1, 0, "")
+        assert told == [(0, 2, "2 merged microsteps"), (1, 0, "")]
 
 
 # ---- recompute and pipeline
@@ -216,16 +206,11 @@ def staged(
     rank: int, size: int, schedule: str, stages: int, micro: int
 ) -> tuple[int, dict[str, Tensor], list[float]]:
     pipeline = tw.Pipeline(stages, micro, schedule)
-    engine = make_engine(
-        ("pipeline",), replace={"pipeline": pipeline}, plain=True, blocks=4, **DOUBLE
-    )
+    engine = prepared(make_model(plain=True, blocks=4, **DOUBLE), pipeline=pipeline)
     replica = rank // stages
     losses = [engine.train_step(*batch(step, replica, **DOUBLE)).item() for step in range(5)]
-    return (
-        replica,
-        {name: p.detach().clone() for name, p in engine.model.named_parameters()},
-        losses,
-    )
+    values = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+    return replica, values, losses
 
 
 @pytest.mark.parametrize(
@@ -245,9 +230,7 @@ def test_pipeline_times_data_parallel_is_one_process(
     whole = dict(alone.model.named_parameters())
     seen = set()
     for replica, params, losses in ranks.run(staged, schedule, stages, micro, size=size):
-        assert losses == pytest.approx(
-            [per_replica[replica] for per_replica in expected], abs=1e-12
-        )
+        assert losses == pytest.approx([each[replica] for each in expected], abs=1e-12)
         for name, value in params.items():
             seen.add(name)
             torch.testing.assert_close(value, whole[name].detach(), rtol=0, atol=1e-12)
@@ -258,31 +241,16 @@ def test_pipeline_times_data_parallel_is_one_process(
 
 
 def test_inputs_may_be_a_tensor_a_tuple_or_a_mapping() -> None:
-    class TwoInputs(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 4)
-
-        def forward(self, x: Tensor, shift: Tensor) -> Tensor:
-            return self.layer(x) + shift
-
-    torch.manual_seed(0)
-    model = TwoInputs()
-    engine = tw.DistributedStrategy().prepare(
-        model, torch.optim.SGD(model.parameters(), lr=0.0), cross_entropy
-    )
+    engine = engine_of(nn.Bilinear(8, 4, 4), cross_entropy, lr=0.0)
     x, y = batch(0, 0)
-    shift = torch.zeros(4)
-    assert torch.equal(
-        engine.train_step((x, shift), y), engine.train_step({"shift": shift, "x": x}, y)
-    )
+    other = torch.randn(16, 4)
+    by_place = engine.train_step((x, other), y)
+    assert torch.equal(by_place, engine.train_step({"input2": other, "input1": x}, y))
 
 
 def test_the_loss_that_comes_back_is_detached_and_unscaled() -> None:
-    scaled = make_engine(
-        ("amp",), replace={"amp": tw.AMP("bfloat16", tw.FixedLossScale(1024.0))}, plain=True
-    )
-    plain = make_engine(("amp",), replace={"amp": tw.AMP("bfloat16")}, plain=True)
+    scaled = prepared(amp=tw.AMP("bfloat16", tw.FixedLossScale(1024.0)))
+    plain = prepared(amp=tw.AMP("bfloat16"))
     for step in range(3):
         loss, expected = (engine.train_step(*batch(step, 0)) for engine in (scaled, plain))
         assert not loss.requires_grad
@@ -443,20 +411,18 @@ def refuse(rank: int, size: int, case: str) -> None:
 
 @pytest.mark.fault("another setting on one rank")
 @pytest.mark.parametrize(
-    ("case", "size", "needles"),
+    ("case", "size", "kind", "needles"),
     [
-        ("different models", 2, ["parameter", "rank 1"]),
-        ("different states", 2, ["state of the optimizer"]),
-        ("different microsteps", 2, ["microsteps", "1", "2"]),
-        ("ranks and stages", 3, ["3", "2", "stages"]),
+        ("different models", 2, "Mismatch", ["parameter", "rank 1"]),
+        ("different states", 2, "Mismatch", ["state of the optimizer"]),
+        ("different microsteps", 2, "Mismatch", ["microsteps", "1", "2"]),
+        ("ranks and stages", 3, "StrategyError", ["3", "2", "stages"]),
     ],
 )
 def test_disagreement_is_an_error_on_every_rank(
-    case: str, size: int, needles: list[str], ranks: Pool
+    case: str, size: int, kind: str, needles: list[str], ranks: Pool
 ) -> None:
-    for answer in ranks.run(refuse, case, size=size, expect_errors=True):
-        assert isinstance(answer, Raised), answer
-        assert all(needle in answer.text for needle in needles), answer.text
+    ranks.raise_alike(kind, needles, refuse, case, size=size)
 
 
 CHANGES = {
@@ -709,8 +675,7 @@ def test_parameter_that_changes_inplace_is_an_error_on_all_ranks(
 
 def test_modules_that_are_wrapped_later_go_on() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = tw.DistributedStrategy().prepare(model, optimizer, nn.functional.mse_loss)
+    engine = engine_of(model)
     x = torch.randn(5, 4)
     before = engine.train_step(x, x)
     model[0] = nn.Sequential(model[0])
@@ -723,8 +688,7 @@ def test_modules_that_are_wrapped_later_go_on() -> None:
 
 def test_row_sparse_state_is_refused_with_advice(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Embedding(10, 6, sparse=True), nn.Linear(6, 10))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    engine = tw.DistributedStrategy().prepare(model, optimizer, cross_entropy)
+    engine = engine_of(model, cross_entropy, momentum=0.9)
     x = torch.randint(0, 10, (4,))
     engine.train_step(x, x)
     with pytest.raises(TypeError, match=r"momentum_buffer of 0\.weight .*LazyAdam"):

@@ -1,5 +1,4 @@
-"""The text that says what a step does: complete, in order, narrow, and true to model and
-optimizer."""
+"""The text that says what a step does: complete, in order, narrow, true to model and optimizer."""
 
 import contextlib
 import io

@@ -1,5 +1,4 @@
-"""The optimizer that is given to `prepare` is the object that trains: its groups, its schedulers,
-its state."""
+"""The optimizer given to `prepare` trains itself: its groups, its schedulers, its state."""
 
 import copy
 import pickle
@@ -15,6 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, Se
 import thinwire as tw
 from tests.ranks import Pool
 from tests.strategy.training import FIELDS, batch, digest, flat, make_model, make_optimizer
+from tests.toys import engine_of
 
 cross_entropy = nn.functional.cross_entropy
 Optimizer = torch.optim.Optimizer
@@ -46,11 +46,8 @@ def prepared(case: str, **told: Any) -> tuple[nn.Module, Optimizer, Any]:
     make, fields = CASES[case]
     model = make_model(plain=True)
     optimizer = make(model.named_parameters())
-    return (
-        model,
-        optimizer,
-        tw.DistributedStrategy(**fields).prepare(model, optimizer, cross_entropy, **told),
-    )
+    strategy = tw.DistributedStrategy(**fields)
+    return model, optimizer, strategy.prepare(model, optimizer, cross_entropy, **told)
 
 
 def updates(engine: Any, first: int = 0, count: int = 1, part: int = 0) -> None:
@@ -101,19 +98,15 @@ def test_a_rate_set_in_its_groups_is_the_rate_of_the_next_update(case: str) -> N
 
 
 def by_hand(case: str, make: Any, early: bool) -> tuple[list[float], list[float]]:
-    """The rates at which a scheduler drives the engine, and those of the same scheduler with plain
-    torch."""
+    """The rates that a scheduler gives the engine, and those that it gives plain torch."""
     parts = []
     for with_engine in (True, False):
         maker, fields = CASES[case]
-        model = make_model(plain=True)
+        model, engine = make_model(plain=True), None
         optimizer = maker(model.named_parameters())
         scheduler = make(optimizer) if early else None
-        engine = (
-            tw.DistributedStrategy(**fields).prepare(model, optimizer, cross_entropy)
-            if with_engine
-            else None
-        )
+        if with_engine:
+            engine = engine_of(model, cross_entropy, optimizer=optimizer, **fields)
         scheduler = scheduler or make(optimizer)
         rates = []
         for step in range(6):
@@ -151,10 +144,8 @@ def test_schedulers_drive_it(case: str, name: str, early: bool) -> None:
 
 def test_a_dropped_step_is_no_reason_for_a_warning_of_the_scheduler() -> None:
     amp = tw.AMP("bfloat16", tw.DynamicLossScale(init_loss_scale=2.0**10))
-    model = make_model(plain=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    engine = tw.DistributedStrategy(amp=amp).prepare(model, optimizer, cross_entropy)
-    scheduler = LambdaLR(optimizer, lambda step: 1.0)
+    engine = engine_of(make_model(plain=True), cross_entropy, amp=amp)
+    scheduler = LambdaLR(engine.optimizer, lambda step: 1.0)
     x, y = batch(0, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -287,11 +278,9 @@ def test_where_putting_it_together_fails_the_object_is_as_before(
     model = make_model(plain=True)
     optimizer = make(model.named_parameters())
     before = everything(optimizer)
-    recompute = tw.Recompute(("1",))
+    fields = {**fields, "recompute": tw.Recompute(("1",))}
     with pytest.raises(OSError, match="memory"):
-        tw.DistributedStrategy(**fields, recompute=recompute).prepare(
-            model, optimizer, cross_entropy
-        )
+        engine_of(model, cross_entropy, optimizer=optimizer, **fields)
     assert everything(optimizer) == before
     assert "forward" not in vars(model[1])
     optimizer.step()
@@ -341,21 +330,12 @@ def one_engine_after_another(
     rank: int, size: int, node_size: int, folder: str
 ) -> list[dict[str, float]]:
     """What two engines with one optimizer count, the first one with a dropped update."""
-    strategy = tw.DistributedStrategy(
-        dgc=tw.DGC(sparsity=(0.75,), min_numel=64, value_bits=8, node_size=node_size)
-    )
-
-    def made(model: nn.Module, optimizer: Optimizer) -> Any:
-        return strategy.prepare(model, optimizer, cross_entropy)
-
-    def sgd(model: nn.Module) -> Optimizer:
-        return torch.optim.SGD(model.named_parameters(), lr=0.05, momentum=0.9)
-
+    dgc = tw.DGC(sparsity=(0.75,), min_numel=64, value_bits=8, node_size=node_size)
     model = make_model(plain=True)
-    optimizer = sgd(model)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.05, momentum=0.9)
     told = []
     for count in (3, 4):
-        engine = made(model, optimizer)
+        engine = engine_of(model, cross_entropy, optimizer=optimizer, dgc=dgc)
         if count == 3:
             x, y = batch(9, rank)
             with warnings.catch_warnings(action="ignore"):
@@ -367,8 +347,7 @@ def one_engine_after_another(
             engine.load(folder)
             told.append(engine.stats())
         engine.close()
-    other = make_model(plain=True)
-    engine = made(other, sgd(other))
+    engine = engine_of(make_model(plain=True), cross_entropy, lr=0.05, momentum=0.9, dgc=dgc)
     engine.load(folder)
     told.append(engine.stats())
     engine.close()
@@ -430,11 +409,7 @@ def test_parameters_that_are_trained_belong_to_one_engine_whatever_is_around_the
     for param in shared.parameters():  # frozen, it is nobody's
         param.requires_grad_(False)
     other = nn.Sequential(shared, nn.Tanh(), nn.Linear(16, 4))
-    engines = [
-        strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.functional.mse_loss)
-        for model in (models[0], other)
-    ]
-    for engine in engines:
+    for engine in [engine_of(model) for model in (models[0], other)]:
         engine.train_step(torch.ones(2, 8), torch.ones(2, 4))
 
 
@@ -463,8 +438,7 @@ def test_a_frozen_parameter_with_an_old_gradient_stays_as_it_is() -> None:
     model(torch.ones(2, 3)).sum().backward()
     model[0].requires_grad_(False)
     before = model[0].weight.clone()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = tw.DistributedStrategy().prepare(model, optimizer, torch.nn.functional.mse_loss)
+    engine = engine_of(model)
     for _ in range(2):
         engine.train_step(torch.ones(2, 3), torch.ones(2, 1))
     assert torch.equal(model[0].weight, before)
@@ -472,11 +446,8 @@ def test_a_frozen_parameter_with_an_old_gradient_stays_as_it_is() -> None:
 
 def test_gradients_of_a_merge_under_a_loss_scale_are_unscaled() -> None:
     model = torch.nn.Linear(2, 1, bias=False)
-    strategy = tw.DistributedStrategy(
-        gradient_merge=tw.GradientMerge(2),
-        amp=tw.AMP(dtype="bfloat16", loss_scale=tw.FixedLossScale(1024.0)),
-    )
-    engine = strategy.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    amp = tw.AMP(dtype="bfloat16", loss_scale=tw.FixedLossScale(1024.0))
+    engine = engine_of(model, None, lr=0.0, gradient_merge=tw.GradientMerge(2), amp=amp)
     for _ in range(2):
         _, pairs = engine.minimize((model.weight * torch.tensor([1.0, 3.0])).sum())
         assert [grad.tolist() for _, grad in pairs] == [[[1.0, 3.0]]]

@@ -1,5 +1,4 @@
-"""Clipping that `prepare` is given works with every optimizer, on the mean gradient, before the
-update."""
+"""Clipping that `prepare` is given acts on the mean gradient, with every optimizer."""
 
 import warnings
 from typing import Any
@@ -209,8 +208,7 @@ class WithComplex(nn.Module):
 
 
 def with_complex(rank: int, size: int, clip: Any) -> list[complex]:
-    """Where the complex parameter is after an update from the gradient 3 + 4j of its first entry
-    and 0 of the others."""
+    """The complex parameter after an update of gradient 3 + 4j in its first entry, else 0."""
     model = WithComplex()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     engine = tw.DistributedStrategy().prepare(model, optimizer, grad_clip=clip)

@@ -1,5 +1,4 @@
-"""What modules keep by torch's get_extra_state is saved and restored with the engine: all or
-nothing."""
+"""What modules keep by torch's get_extra_state is saved with the engine: all or nothing."""
 
 import copy
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""Messages call parameters as the model does, also where the optimizer was given none of the
-names."""
+"""Messages call parameters as the model does, also where the optimizer was given no names."""
 
 import copy
 import re

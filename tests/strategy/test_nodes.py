@@ -1,5 +1,4 @@
-"""Nodes under a strategy: ranks of a node that see the same data are, bit for bit, one rank in its
-place."""
+"""Ranks of a node that see the same data are, bit for bit, one rank in its place."""
 
 import warnings
 from typing import Any

@@ -1,5 +1,4 @@
-"""Buffers with persistent=False, such as caches that grow: saved and restored where they fit, else
-the model keeps its own; persistent ones are checked as ever."""
+"""Buffers with persistent=False are restored where they fit, else the model keeps its own."""
 
 import logging
 from collections.abc import Callable

@@ -1,5 +1,4 @@
-"""An exchange that begins during the backward pass gives the bits of one that comes after it, and
-never hangs."""
+"""An exchange begun during the backward pass gives the bits of a later one, and never hangs."""
 
 import contextlib
 import dataclasses
@@ -280,9 +279,8 @@ def when(rank: int, size: int) -> tuple[list[str], list[str], list[str], list[st
             found.append(list(events))
             events.clear()
         x, y = batch(6, rank)
-        cross_entropy(
-            engine.model(x), y
-        ).backward()  # of the user's own: nobody else has to call it
+        # of the user's own: nobody else has to call it
+        cross_entropy(engine.model(x), y).backward()
         engine.model.zero_grad()  # or a warning says that the engine does not take them
         found.append(list(events))
         events.clear()
@@ -414,8 +412,7 @@ def test_error_in_the_backward_pass_of_one_rank_is_reported_to_all_and_training_
 
 
 def narrow(rank: int, size: int, where: str) -> tuple[str, int, str, int]:
-    """Parameters in bfloat16, whose merged gradients travel in float32; rank 1 has none of a block,
-    or an error."""
+    """bfloat16 whose merged gradients are float32; rank 1 lacks some, or has an error."""
     torch.manual_seed(7)
     engine = make(
         Case({"gradient_merge": tw.GradientMerge(2)}, model={"dtype": torch.bfloat16}), early=True
@@ -439,8 +436,7 @@ def _fail(_: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("where", ["unused", "error"])
 def test_zeros_for_a_missing_gradient_travel_as_the_gradient_would(where: str, ranks: Pool) -> None:
-    """In another type it would be another collective on one rank; and a merge is as before the call
-    on all ranks."""
+    """Another type would be another collective on one rank; a merge stays as it was on all."""
     answers = ranks.run(narrow, where, size=3)
     assert len({(bits, steps) for _, _, bits, steps in answers}) == 1
     assert all(microsteps == 1 for _, microsteps, _, _ in answers)
@@ -454,8 +450,7 @@ def test_zeros_for_a_missing_gradient_travel_as_the_gradient_would(where: str, r
 
 
 def interrupted(rank: int, size: int, how: str) -> list[str]:
-    """Rank 1 is asked to end, or its sending fails: it must not send anything any more, and the
-    others must notice."""
+    """Rank 1 is asked to end, or fails to send: it sends no more, and others notice it."""
     engine = make(CASES["dense"], early=True)
     for step in range(3):
         engine.train_step(*batch(step, rank))

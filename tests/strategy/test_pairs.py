@@ -1,5 +1,4 @@
-"""Every pair of fields, and triples and more at random: trained on real ranks, or refused in so
-many words."""
+"""Pairs of fields, and triples and more at random: trained on real ranks, or refused in words."""
 
 import math
 import random

@@ -1,5 +1,4 @@
-"""Training that was interrupted goes on as if it had not been: at every phase, and on another
-number of ranks."""
+"""Interrupted training goes on as if it had not been, and on another number of ranks."""
 
 import contextlib
 import math
@@ -12,13 +11,8 @@ from torch import Tensor
 
 import thinwire as tw
 from tests.ranks import Pool
-from tests.strategy.training import (
-    FIELDS,
-    batch,
-    digest,
-    make_engine,
-    train,
-)
+from tests.strategy.training import FIELDS, batch, digest, make_engine, train
+from tests.toys import engine_of
 
 NARROW = tw.DGC(5, 2, (0.75, 0.9), min_numel=64, state_dtype="bfloat16")
 CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
@@ -129,7 +123,7 @@ RESHARD: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-def pending(engine: Any) -> dict[str, Tensor]:
+def pending_of(engine: Any) -> dict[str, Tensor]:
     """What this rank has not given to the others yet, by name."""
     state = engine.state_dict()
     late = state["exchange"].get("pending") or {}
@@ -148,7 +142,7 @@ def pending(engine: Any) -> dict[str, Tensor]:
     if state["merge"]:
         found |= {f"merged {k}": v for k, v in state["merge"]["sums"].items()}
     assert found
-    return found
+    return {name: value.clone() for name, value in found.items()}
 
 
 def leave(rank: int, size: int, case: str, folder: str) -> tuple[int, dict[str, Tensor]]:
@@ -160,10 +154,6 @@ def leave(rank: int, size: int, case: str, folder: str) -> tuple[int, dict[str, 
     assert not case.endswith("way") or any(name.startswith("measured") for name in found)
     engine.close()
     return rank % 2 if "pipeline" in fields else 0, found
-
-
-def pending_of(engine: Any) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in pending(engine).items()}
 
 
 def enter(
@@ -243,24 +233,15 @@ def overflown(
 
     resumed = make_engine(fields, replace=replace)
     resumed.load(folder)
-    assert {k: v for k, v in resumed.stats().items() if k not in OF_PROCESS} == {
-        k: v for k, v in told.items() if k not in OF_PROCESS
-    }
+    both = [{k: v for k, v in s.items() if k not in OF_PROCESS} for s in (resumed.stats(), told)]
+    assert both[0] == both[1]
     found = train(resumed, fields, 5, 12)
     resumed.flush()
     assert resumed.save(folder).name[:15] == straight.save(folder).name[:15]
-    answer = (
-        told["step"],
-        told["dropped_steps"],
-        name,
-        digest(straight),
-        digest(resumed),
-        expected,
-        found,
-    )
+    digests = digest(straight), digest(resumed)
     straight.close()
     resumed.close()
-    return answer
+    return told["step"], told["dropped_steps"], name, *digests, expected, found
 
 
 @pytest.mark.parametrize("case", OVERFLOWING)
@@ -381,17 +362,11 @@ class FromFirstBatch(torch.nn.Module):
 
 
 def merged_over_a_buffer(rank: int, size: int, folder: str) -> list[dict[str, Tensor]]:
-    def engine() -> tw.Engine:
-        model = FromFirstBatch()
-        strategy = tw.DistributedStrategy(gradient_merge=tw.GradientMerge(2))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return strategy.prepare(model, optimizer, torch.nn.functional.mse_loss)
-
     generator = torch.Generator().manual_seed(rank)
     batches = [torch.randn(4, 4, generator=generator) + rank for _ in range(4)]
     found = []
     for loads in (False, True):
-        one = engine()
+        one = engine_of(FromFirstBatch(), gradient_merge=tw.GradientMerge(2))
         if loads:
             one.load(folder)
         else:
@@ -425,9 +400,7 @@ def failing_twice(rank: int, size: int, folder: str) -> list[float]:
             raise ValueError("the user's hook")
 
     optimizer.register_step_post_hook(hook)
-    engine = tw.DistributedStrategy(gradient_merge=tw.GradientMerge(2)).prepare(
-        model, optimizer, torch.nn.functional.mse_loss
-    )
+    engine = engine_of(model, optimizer=optimizer, gradient_merge=tw.GradientMerge(2))
     engine.save(folder)
     x, y = torch.randn(4, 3) + rank, torch.randn(4, 1)
     for _ in range(2):
@@ -456,16 +429,12 @@ def test_ranks_stay_in_step_after_a_failure_a_load_and_another_failure(
 def test_state_in_another_type_than_its_parameter_is_loaded_as_it_was(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    def engine() -> tw.Engine:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(4, 2).to(dtype)
-        optimizer = torch.optim.NAdam(model.parameters(), lr=0.1)
-        return tw.DistributedStrategy().prepare(model, optimizer, torch.nn.functional.mse_loss)
-
     batches = torch.randn(12, 8, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
     found = []
     for loads in (False, True):
-        one = engine()
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 2).to(dtype)
+        one = engine_of(model, optimizer=torch.optim.NAdam(model.parameters(), lr=0.1))
         if loads:
             one.load(tmp_path)
         for step, each in enumerate(batches[5 if loads else 0 :]):

@@ -1,5 +1,4 @@
-"""The table in full: all 45 pairs, what a strategy does with each, and the page that is printed
-from it."""
+"""The table in full: all 45 pairs, what a strategy does with each, and the printed page."""
 
 import itertools
 import re

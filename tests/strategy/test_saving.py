@@ -1,5 +1,4 @@
-"""What an engine saves beside its own state, and what it finds and refuses when it loads: all or
-nothing."""
+"""What an engine saves beside its state, and what it finds and refuses on loading."""
 
 import logging
 import os
@@ -22,15 +21,7 @@ from torch.optim import lr_scheduler as torch_schedulers
 import thinwire as tw
 from tests.checkpoint.states import same
 from tests.ranks import Pool
-from tests.strategy.training import (
-    FIELDS,
-    batch,
-    digest,
-    make_engine,
-    make_model,
-    prepared,
-    train,
-)
+from tests.strategy.training import FIELDS, batch, digest, make_engine, make_model, prepared, train
 from thinwire.errors import CheckpointError, CheckpointMismatch, CheckpointMissing
 
 # ---- nothing there yet, and how many stay
@@ -105,10 +96,8 @@ def test_user_values_come_back(tmp_path: Path) -> None:
         found["sampler"], {"seen": 7, "order": torch.arange(3), "nested": {"a": [1, (2.5, None)]}}
     )
     assert found[3]["deep"][0]["seen"] == 0
-    assert same(
-        {key: found[key] for key in ("epoch", "best", "names", "average")},
-        {k: given[k] for k in ("epoch", "best", "names", "average")},
-    )
+    for key in ("epoch", "best", "names", "average"):
+        assert same(found[key], given[key])
     ema.load_state_dict(found["ema"])
     other = torch.amp.GradScaler("cpu")
     other.load_state_dict(found["scaler"])
@@ -151,15 +140,10 @@ def test_numpy_numbers_return_as_python_numbers(tmp_path: Path) -> None:
     assert engine.extra["deep"] == {1: (float(np.float32(0.1)),)}
 
 
-def extra_of_each(rank: int, size: int, folder: str) -> Any:
-    engine = make_engine((), plain=True)
-    engine.save(folder, extra={"rank": rank, "order": [rank] * (rank + 1), "loss": float(rank)})
-    engine.load(folder)
-    return engine.extra
-
-
-def extra_here(rank: int, size: int, folder: str) -> Any:
-    engine = make_engine((), plain=True)
+def extra_of_each(rank: int, size: int, folder: str, saves: bool) -> Any:
+    engine = prepared()
+    if saves:
+        engine.save(folder, extra={"rank": rank, "order": [rank] * (rank + 1), "loss": float(rank)})
     engine.load(folder)
     return engine.extra
 
@@ -167,9 +151,9 @@ def extra_here(rank: int, size: int, folder: str) -> Any:
 def test_every_rank_gets_its_own_and_other_numbers_of_ranks_that_of_rank_0(
     ranks: Pool, tmp_path: Path
 ) -> None:
-    answers = ranks.run(extra_of_each, str(tmp_path), size=2)
+    answers = ranks.run(extra_of_each, str(tmp_path), True, size=2)
     assert answers == [{"rank": r, "order": [r] * (r + 1), "loss": float(r)} for r in range(2)]
-    assert ranks.run(extra_here, str(tmp_path), size=3) == [answers[0]] * 3
+    assert ranks.run(extra_of_each, str(tmp_path), False, size=3) == [answers[0]] * 3
 
 
 def broken_extra(rank: int, size: int, folder: str) -> None:
@@ -240,12 +224,8 @@ def test_a_scheduler_goes_on_where_it_was(tmp_path: Path, kind: str) -> None:
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
 def test_two_of_a_kind_are_distinguished_by_their_settings(tmp_path: Path) -> None:
     def both(optimizer: Any, order: int) -> list[Any]:
-        makes = [
-            lambda: torch_schedulers.StepLR(optimizer, 2, 0.5),
-            lambda: torch_schedulers.StepLR(optimizer, 3, 0.1),
-        ]
-        made = [make() for make in makes[::order]]
-        return made[::order]
+        settings = [(2, 0.5), (3, 0.1)]
+        return [torch_schedulers.StepLR(optimizer, *each) for each in settings[::order]][::order]
 
     straight = prepared()
     pair = both(straight.optimizer, 1)
@@ -312,11 +292,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "merge on": ({}, {"gradient_merge": tw.GradientMerge(3)}),
     "sparsity": (
         {"dgc": tw.DGC(1, sparsity=(0.75,), min_numel=64)},
-        {
-            "dgc": tw.DGC(
-                4, 3, sparsity=(0.5, 0.9), min_numel=64, value_bits=4, local_grad_clip_norm=3.0
-            )
-        },
+        {"dgc": tw.DGC(4, 3, (0.5, 0.9), min_numel=64, value_bits=4, local_grad_clip_norm=3.0)},
     ),
     "k_steps of local updates": (
         {"localsgd": tw.LocalSGD(2, compression=tw.Sparse(0.5))},
@@ -354,16 +330,9 @@ def test_settings_that_touch_no_state_may_change(
     assert digest(changed) == digest(engine)
     assert "is loaded with changed settings" in caplog.text
     assert case != "sparsity" or "dgc.sparsity was [0.75] and is [0.5, 0.9]" in caplog.text
-    for key in (
-        "sparsity",
-        "rampup_begin_step",
-        "rampup_step",
-        "local_grad_clip_norm",
-        "trust_coefficient",
-    ):
-        assert changed.optimizer.param_groups[0].get(key) == fresh[0].get(key), (
-            "the new setting must be in force"
-        )
+    ramp = ("sparsity", "rampup_begin_step", "rampup_step")
+    for key in (*ramp, "local_grad_clip_norm", "trust_coefficient"):  # new settings are in force
+        assert changed.optimizer.param_groups[0].get(key) == fresh[0].get(key)
     if case == "k_steps of local updates":
         assert changed.stats()["k_steps"] == 5
     train(changed, (), 4, 8)
@@ -462,10 +431,8 @@ def onto_local(rank: int, size: int, folder: str) -> tuple[str, float]:
     other.load_parameters(folder)
     before = [p.detach().clone() for p in other.model.parameters()]
     train(other, (), 30, 34)
-    moved = max(
-        float((p.detach() - b).abs().max())
-        for p, b in zip(other.model.parameters(), before, strict=True)
-    )
+    pairs = zip(other.model.parameters(), before, strict=True)
+    moved = max(float((p.detach() - b).abs().max()) for p, b in pairs)
     other.close()
     return digest(other), moved
 
@@ -677,9 +644,8 @@ def test_a_group_of_other_parameters_is_an_error_that_names_one(tmp_path: Path) 
     def other_groups(net: nn.Module) -> Any:
         params = list(net.named_parameters())[::-1]
         n = len(params)
-        return torch.optim.SGD(
-            [{"params": params[: n - 2]}, {"params": params[n - 2 :]}], lr=0.05, momentum=0.9
-        )
+        groups = [{"params": params[: n - 2]}, {"params": params[n - 2 :]}]
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
 
     same_groups = prepared(optimizer=other_groups)
     same_groups.load(tmp_path)

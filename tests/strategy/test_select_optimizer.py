@@ -1,5 +1,4 @@
-"""The optimizer that trains is told what the given one was, or prepare says what it cannot take
-over."""
+"""The optimizer that trains is told what the given one was, or prepare says what it cannot do."""
 
 import copy
 import warnings
@@ -56,14 +55,8 @@ def test_before_dgc_begins_an_sgd_trains_as_it_would_have(sgd, lr, min_numel):
     kwargs = {"momentum": 0.8, "nesterov": True, "weight_decay": 0.02, "maximize": True}
 
     def groups(model):
-        other = {
-            "params": model[2].parameters(),
-            "lr": 0.03,
-            "weight_decay": 0.5,
-            "momentum": 0.5,
-            "foreach": False,
-        }
-        return [{"params": model[:2].parameters()}, other]
+        own = {"lr": 0.03, "weight_decay": 0.5, "momentum": 0.5, "foreach": False}
+        return [{"params": model[:2].parameters()}, {"params": model[2].parameters(), **own}]
 
     given, own = sgd(groups(twin), lr=lr, **kwargs), sgd(groups(net), lr=lr, **kwargs)
     assert_dense_alike(net, own, twin, given, min_numel)
@@ -304,7 +297,6 @@ def test_amsgrad_is_refused_in_any_group():
         (optim.Lars, {"lars": LARS()}, "lars replaces an SGD.*Lars"),
         (optim.Lamb, {"lamb": LAMB()}, "lamb replaces an Adam.*Lamb"),
         (torch.optim.NAdam, {"lamb": LAMB()}, "lamb replaces.*NAdam"),
-        (torch.optim.SGD, {"lars": LARS(), "lamb": LAMB()}, "both replace"),
     ],
 )
 def test_other_optimizers_are_refused(make, strategy, text):
@@ -343,10 +335,8 @@ def test_nothing_decays_twice(make, own, config, works):
     field = type(config).__name__.lower()
     decay = getattr(config, f"{field}_weight_decay")
     if works:
-        assert (
-            selected(net, optimizer, **{field: config}).optimizer.param_groups[0]["weight_decay"]
-            == decay
-        )
+        new = selected(net, optimizer, **{field: config}).optimizer
+        assert new.param_groups[0]["weight_decay"] == decay
     else:
         said = refused(net, optimizer, **{field: config})
         assert f"weight_decay={own}" in said
@@ -357,10 +347,8 @@ def test_nothing_decays_twice(make, own, config, works):
 @pytest.mark.parametrize(
     ("make", "default", "strategy"),
     [
-        *[
-            (sgd, 0.0, {"lars": LARS(lars_weight_decay=0.3)})
-            for sgd in (torch.optim.SGD, optim.SGD)
-        ],
+        (torch.optim.SGD, 0.0, {"lars": LARS(lars_weight_decay=0.3)}),
+        (optim.SGD, 0.0, {"lars": LARS(lars_weight_decay=0.3)}),
         *[
             (adam, 0.0, {"lamb": LAMB(lamb_weight_decay=0.3)})
             for adam in (torch.optim.Adam, optim.Adam, optim.AdamW, optim.LazyAdam)
@@ -467,15 +455,9 @@ def test_a_stage_trains_its_own_parameters_as_the_whole_would_have(strategy):
         selected(staged, make(staged), keep=stage.__contains__, **strategy).optimizer
         for stage in stages
     ]
-    assert [[len(g["params"]) for g in part.param_groups] for part in parts] == [
-        [2, 0, 0],
-        [0, 2, 2],
-    ]
-    assert (
-        [g["lr"] for g in parts[0].param_groups]
-        == [g["lr"] for g in parts[1].param_groups]
-        == [0.3, 0.2, 0.1]
-    )
+    for part, counts in zip(parts, ([2, 0, 0], [0, 2, 2]), strict=True):
+        assert [len(g["params"]) for g in part.param_groups] == counts
+        assert [g["lr"] for g in part.param_groups] == [0.3, 0.2, 0.1]
     for seed in range(3):
         give_gradients(staged, seed)
         for part in parts:
@@ -493,12 +475,8 @@ def test_an_optimizer_that_stays_lets_go_of_other_stages_and_can_take_them_back(
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     result = selected(net, optimizer, keep=set(net[1:].parameters()).__contains__)
     assert result.optimizer is optimizer
-    assert (
-        len(optimizer.param_groups[0]["params"])
-        == len(optimizer.param_groups[0]["param_names"])
-        == 4
-    )
-    assert len(optimizer.state) == 4
+    [group] = optimizer.param_groups
+    assert len(group["params"]) == len(group["param_names"]) == len(optimizer.state) == 4
     before = net[0].weight.clone()
     steps(net, optimizer, range(1, 2))
     scheduler.step()

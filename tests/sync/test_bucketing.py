@@ -1,5 +1,4 @@
-"""Which tensors travel together, when they may leave, and when ranks may send before they have
-agreed."""
+"""Which tensors travel together, when they may leave, and when before an agreement."""
 
 import random
 
@@ -15,11 +14,8 @@ def test_every_order_launches_every_bucket_once_and_in_order() -> None:
         order = order[: chance.randint(0, len(order))]
         readiness, launched, seen = Readiness(buckets), [], set()
         for name in order:
-            for again in (
-                name,
-                "unknown",
-                name,
-            ):  # a tensor may come twice, and others do not matter
+            # a tensor may come twice, and others do not matter
+            for again in (name, "unknown", name):
                 launched += list(readiness.mark(again))
             seen.add(name)
             # as many as are complete from the front on, and no more

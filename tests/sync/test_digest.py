@@ -1,5 +1,4 @@
-"""Ranks that must hold the same: what differs is `Diverged` on all of them, within a known number
-of updates."""
+"""Where ranks must hold the same, a difference is soon `Diverged` on all of them."""
 
 import itertools
 import warnings

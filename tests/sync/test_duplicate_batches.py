@@ -1,5 +1,4 @@
-"""A forgotten `attach`, or local updates inside DDP, is noticed, and the statistics do not claim
-what is not saved."""
+"""A forgotten `attach`, or local updates inside DDP, is noticed; statistics claim no saving."""
 
 from typing import Any
 

@@ -1,5 +1,4 @@
-"""The mean gradient for optimizers that do not exchange: laws over real ranks, against an oracle in
-float64."""
+"""The mean gradient for optimizers that do not exchange, against an oracle in float64."""
 
 import warnings
 from typing import Any
@@ -245,8 +244,7 @@ def test_local_limit_is_for_compressed_tensors() -> None:
 
 
 def reused(rank: int, size: int) -> list[bool]:
-    """The mean of what is compressed lies in the gradient's memory if that is allowed, with the
-    same bits."""
+    """The mean of what is compressed may lie in the gradient's memory, with the same bits."""
     dgc = DGC(sparsity=(0.9,), min_numel=84, rampup_begin_step=1)
     plain, saving = (GradientMean(Group(), parameters(torch.float32), dgc) for _ in range(2))
     same = []
@@ -270,8 +268,7 @@ def test_means_may_replaces_gradients(ranks: Pool) -> None:
 
 
 def one_memory(rank: int, size: int, reuse: bool) -> list[Tensor]:
-    """Two parameters whose gradients are views of one tensor, as autograd makes them of a sum of
-    views."""
+    """Two gradients that are views of one tensor, as autograd makes them of a sum of views."""
     names = ("a", "b")
     params = {name: Parameter(torch.zeros(40)) for name in names}
     mean = GradientMean(Group(), params, DGC(sparsity=(0.9,), min_numel=1, value_bits=32))

@@ -1,5 +1,4 @@
-"""Nodes as sources: dense inside, sparse between; the same as one rank for each node with the mean
-of its gradients."""
+"""Nodes as sources: dense inside, sparse between; as one rank with the mean of each node."""
 
 import copy
 import os

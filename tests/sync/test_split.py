@@ -1,5 +1,4 @@
-"""The split exchange over real ranks: against an oracle, its conservation law, and what it
-sends."""
+"""The split exchange over real ranks: an oracle, its conservation law, and what it sends."""
 
 from typing import Any
 
@@ -138,8 +137,7 @@ def test_nothing_is_lost_over_50_steps(
 
 
 def count(rank: int, size: int, exchange: str, width: int) -> list[tuple[int, ...]]:
-    """Bytes by the counters of the groups, and as counted from the layout: between nodes, and
-    inside this one."""
+    """Bytes by groups' counters, and by the layout: between nodes, and inside this one."""
     group = Group()
     sources = sources_of(group, width)
     one_round = Round(sources, 0)
@@ -193,8 +191,7 @@ def narrow(rank: int, size: int) -> dict[str, Tensor]:
 
 
 def test_state_in_bfloat16_stays_common_to_a_node_and_right_on_average(ranks: Pool) -> None:
-    """Stochastic rounding: a residual of about 20 has steps of 2^-3, the mean of 4,000 of 2 nodes
-    errs by far less."""
+    """A residual of about 20 has steps of 2^-3; the mean of 4,000 errs by far less."""
     answers = ranks.run(narrow, size=4)
     for rank, answer in enumerate(answers):
         assert torch.equal(answer["p"], answers[0]["p"])

@@ -26,8 +26,7 @@ def test_a_gathered_message_is_given_once_and_got_from_all_others() -> None:
 
 
 def test_two_sources_deal_one_another_a_half() -> None:
-    """One tensor of 1,000 numbers, of which 100 are sent: a half has room for 100 in round one and
-    for 50 in two."""
+    """100 of 1,000 numbers are sent: a half has room for 100 in round one, then for 50."""
     layout = Layout((Slot(1000, 100),), 32)
     part, sums = (32 + elias_fano_bytes(500, k) + 4 * k for k in (100, 50))
     for source in (0, 1):

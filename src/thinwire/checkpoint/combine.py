@@ -118,25 +118,13 @@ class _Combiner:
             return _number(rule, present, absent if rule == "mean_zero" else 0)
         if rule in ("min", "max") and all(isinstance(value, bool) for value in present):
             return (all if rule == "min" else any)(present)
-        kinds = sorted({type(value).__name__ for value in present})
-        if len(kinds) > 1:
-            raise CheckpointError(
-                f"the states of {len(present)} ranks cannot be combined: {path} is "
-                f"{' on one rank and '.join(kinds)} on another. Load with the number of ranks "
-                "that saved"
-            )
+        _require_one(path, present, {type(value).__name__ for value in present})
         return present[0]
 
     def _tensor(self, path: str, rule: str, leaves: list[Any], zeros: int) -> Tensor:
-        looks = {(leaf.dtype, tuple(leaf.shape)) for leaf in leaves}
-        if len(looks) > 1:
-            texts = [f"{dtype} of shape {shape}" for dtype, shape in sorted(looks, key=str)]
-            raise CheckpointError(
-                f"the states of {len(leaves)} ranks cannot be combined: {path} is "
-                f"{' on one rank and '.join(texts)} on another. Load with the number of ranks "
-                "that saved"
-            )
-        [(dtype, _)] = looks
+        looks = {f"{leaf.dtype} of shape {tuple(leaf.shape)}" for leaf in leaves}
+        _require_one(path, leaves, looks)
+        dtype = leaves[0].dtype
         if rule in _MEANS:
             return self._mean(leaves, zeros) if _has_mean(dtype) else self.read(leaves[0])
         if dtype.is_complex:
@@ -158,6 +146,15 @@ class _Combiner:
     def _random_state(self, states: list[Any]) -> Any:
         state = with_tensors(states[self.rank % len(states)], self.read)
         return state if self.rank < len(states) else derived(state, self.rank)
+
+
+def _require_one(path: str, values: list[Any], kinds: set[str]) -> None:
+    if len(kinds) > 1:
+        raise CheckpointError(
+            f"the states of {len(values)} ranks cannot be combined: {path} is "
+            f"{' on one rank and '.join(sorted(kinds))} on another. Load with the number of "
+            "ranks that saved"
+        )
 
 
 def _number(rule: str, values: list[int | float], zeros: int) -> int | float:

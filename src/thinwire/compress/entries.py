@@ -115,12 +115,7 @@ def send_entries(
     return arrived
 
 
-@functools.lru_cache(maxsize=256)
-def _layout(slots: tuple[Slot, ...], value_bits: int) -> Layout:
-    """Return the layout of a message."""
-    return Layout(slots, value_bits)
-
-
+_layout = functools.lru_cache(maxsize=256)(Layout)
 _Steps: TypeAlias = Generator[list[Collective], Sequence[Tensor], None]
 
 

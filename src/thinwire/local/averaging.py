@@ -84,7 +84,7 @@ class Changes(Computed):
     def __getitem__(self, name: str) -> Tensor:
         anchor = self._anchors[name]
         if self.unsent and name in self._errors:
-            return self._errors[name]
+            return self._errors[name].to(self._devices[name])
         return self.part(name, 0, anchor.numel()).view_as(anchor)
 
     def spans(self, name: str, numel: int | None = None) -> list[tuple[int, int]]:

@@ -1,7 +1,9 @@
 """Settings of an optimizer for a replacement, and restriction to fewer parameters."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -88,47 +90,25 @@ def restrict_(
 
     Groups keep their index, empty ones too, so that a learning-rate scheduler finds them.
     """
-    undo_records = _restrict_records_(optimizer, keep)
-    before = [
-        (group, group["params"], group.get("param_names")) for group in optimizer.param_groups
-    ]
-    for group, params, names in before:
-        group["params"] = [param for param in params if keep(param)]
-        if names is not None:
-            group["param_names"] = [
-                name for name, param in zip(names, params, strict=True) if keep(param)
-            ]
+    undo = ExitStack()
+    if isinstance(optimizer, CommonOptimizer):
+        common = optimizer._common
+        undo.callback(setattr, common, "records", common.records)
+        undo.callback(setattr, common, "order", common.order)
+        kept = [(param, record) for param, record in common.records.items() if keep(param)]
+        common.records = {p: replace(record, index=i) for i, (p, record) in enumerate(kept)}
+        common.order = [param for param in common.order if keep(param)]
+    for group in optimizer.param_groups:
+        named = ("params", "param_names")
+        before: dict[str, Any] = {key: group[key] for key in named if key in group}
+        undo.callback(group.update, before)
+        kept_here = [keep(param) for param in before["params"]]
+        group.update({key: [*compress(values, kept_here)] for key, values in before.items()})
     dropped = {
         param: optimizer.state.pop(param) for param in list(optimizer.state) if not keep(param)
     }
-
-    def undo() -> None:
-        for group, params, names in before:
-            group["params"] = params
-            if names is not None:
-                group["param_names"] = names
-        optimizer.state.update(dropped)
-        undo_records()
-
-    return undo
-
-
-def _restrict_records_(
-    optimizer: torch.optim.Optimizer, keep: Callable[[Tensor], bool]
-) -> Callable[[], None]:
-    """Restrict the common part, which torch's lack; return a function that undoes it."""
-    if not isinstance(optimizer, CommonOptimizer):
-        return lambda: None
-    common = optimizer._common
-    records, order = common.records, common.order
-    kept = [(param, record) for param, record in records.items() if keep(param)]
-    common.records = {p: replace(record, index=i) for i, (p, record) in enumerate(kept)}
-    common.order = [param for param in order if keep(param)]
-
-    def undo() -> None:
-        common.records, common.order = records, order
-
-    return undo
+    undo.callback(optimizer.state.update, dropped)
+    return undo.close
 
 
 def _spelled_out(

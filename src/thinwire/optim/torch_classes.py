@@ -112,11 +112,18 @@ class TorchOptimizer(CommonOptimizer):
         )
 
     def _update(self, pairs: list[ParamGrad], rates: list[float]) -> bool:
-        with (
-            self._unscaled(pairs) as unscaled,
-            self._as_torch_reads_them(self._processed(unscaled), rates),
-        ):
-            self._torch_step()
+        with self._unscaled(pairs) as unscaled:
+            processed, groups = self._processed(unscaled), self.param_groups
+            own_grads = [(p, p.grad) for p, _ in processed]
+            self.param_groups = self._groups_for(processed, rates)
+            try:
+                for param, grad in processed:
+                    param.grad = grad.to(param.device, param.dtype)
+                self._torch_step()
+            finally:
+                self.param_groups = groups
+                for param, own_grad in own_grads:
+                    param.grad = own_grad
         return True
 
     @contextmanager
@@ -133,22 +140,6 @@ class TorchOptimizer(CommonOptimizer):
             yield [(p, g / scale.to(g.device, g.dtype)) for p, g in wide]
         finally:
             self.grad_scale = scale
-
-    @contextmanager
-    def _as_torch_reads_them(
-        self, pairs: Sequence[ParamGrad], rates: Sequence[float]
-    ) -> Iterator[None]:
-        groups = self.param_groups
-        own_grads = [(p, p.grad) for p, _ in pairs]
-        self.param_groups = self._groups_for(pairs, rates)
-        try:
-            for param, grad in pairs:
-                param.grad = grad.to(param.device, param.dtype)
-            yield
-        finally:
-            self.param_groups = groups
-            for param, own_grad in own_grads:
-                param.grad = own_grad
 
     def _groups_for(
         self, pairs: Sequence[ParamGrad], rates: Sequence[float]

@@ -60,14 +60,6 @@ class PipelineRunner:
         """Bytes that this rank sent to other stages so far, agreements included."""
         return self._passed_bytes + self._grid.peers.bytes_sent
 
-    def step(
-        self, inputs: Any, targets: Any, problem: Exception | None = None, *, concludes: bool = True
-    ) -> Tensor | None:
-        """Run forward and backward passes of all micro-batches."""
-        # `concludes` false: the caller runs an agreement with this runner as a check, then
-        # `conclude`. The gradient of the mean loss times the scale is added to `p.grad`
-        return self._run(inputs, targets, backward=True, problem=problem, concludes=concludes)
-
     def report(self, vote: Any) -> dict[str, Any]:
         """Return this stage's report for an agreement: its error, if any."""
         facts: dict[str, Any] = {}
@@ -115,19 +107,22 @@ class PipelineRunner:
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any) -> Tensor:
         """Return the mean loss as `step` does, without gradients, in the modules' own mode."""
-        loss = self._run(inputs, targets, backward=False)
+        loss = self.step(inputs, targets, backward=False)
         assert loss is not None, "it concludes"
         return loss
 
-    def _run(
+    def step(
         self,
         inputs: Any,
         targets: Any,
-        *,
-        backward: bool,
         problem: Exception | None = None,
+        *,
+        backward: bool = True,
         concludes: bool = True,
     ) -> Tensor | None:
+        """Run forward and backward passes of all micro-batches."""
+        # `concludes` false: the caller runs an agreement with this runner as a check, then
+        # `conclude`. The gradient of the mean loss times the scale is added to `p.grad`
         if self._broken:
             raise ThinwireError(
                 "this pipeline broke in an earlier step: restart from the last checkpoint"
@@ -220,17 +215,13 @@ class PipelineRunner:
 
     def _gather_outcomes(self, bits: list[int]) -> Pending[Tensor]:
         """Start the gather of the stages' outcomes."""
-        peers, worker = self._grid.peers, self._worker
-        outcome = _CONCLUSION.pack(worker.error is not None, *self._mean_loss(), *bits)
+        peers, worker, kind, mean = self._grid.peers, self._worker, 0, 0.0
+        if losses := worker.losses:
+            kind = _LOSS_TYPES.index(losses[0].dtype)
+            mean = torch.stack(losses).mean(dtype=torch.float64).item()
+        outcome = _CONCLUSION.pack(worker.error is not None, kind, mean, *bits)
         message = torch.frombuffer(bytearray(outcome), dtype=torch.uint8).to(peers.device)
         return peers.all_gather(message, action="concluding a step")
-
-    def _mean_loss(self) -> tuple[int, float]:
-        losses = self._worker.losses
-        if not losses:
-            return 0, 0.0
-        mean = torch.stack(losses).mean(dtype=torch.float64)
-        return _LOSS_TYPES.index(losses[0].dtype), mean.item()
 
     def _raise_on_all(self) -> None:
         """Raise this stage's own error, or one of the same type that names the failing stage."""
@@ -279,7 +270,11 @@ def rehearse(worker: StageWorker, inputs: Any, peers: Group, device: torch.devic
         if peers.rank == stage:
             try:
                 with _restoring_buffers(worker.stage, device):
-                    answer = _parcel(worker, inputs, parcels[-1] if parcels else None, device)
+                    source = parcels[-1] if parcels else None
+                    worker.begin([(inputs, None)], source, None, 1.0)
+                    value = worker.output(inputs, source.blanks(device) if source else ())
+                    parcel, _ = Parcel.of(value, name="the output of a stage")
+                    answer = {"layout": parcel.layout, "tensors": parcel.tensors}
             except Exception as problem:  # raised below, after it was reported
                 if stage:
                     problem.add_note(
@@ -308,15 +303,6 @@ def failure(stage: int, stages: int, kind: str, text: str) -> Exception:
     return kinds.get(kind, ThinwireError)(
         f"stage {stage + 1} of {stages} failed in this step: {kind}: {text}"
     )
-
-
-def _parcel(
-    worker: StageWorker, inputs: Any, source: Parcel | None, device: torch.device
-) -> dict[str, Any]:
-    worker.begin([(inputs, None)], source, None, 1.0)
-    value = worker.output(inputs, source.blanks(device) if source else ())
-    parcel, _ = Parcel.of(value, name="the output of a stage")
-    return {"layout": parcel.layout, "tensors": parcel.tensors}
 
 
 @contextmanager

@@ -212,8 +212,12 @@ def _complete(state: Mapping[str, Any], parts: Parts) -> None:
             lost = saved[kind][name]
             if not isinstance(lost, Tensor) or kind == "pending":
                 continue
-            if kind not in SAME_EVERYWHERE:
-                _require_nothing_pending(f"{kind} of {name}", lost)
+            if kind not in SAME_EVERYWHERE and lost.any():
+                raise CheckpointMismatch(
+                    f"{kind} of {name} belongs to shards that are now too small to be compressed, "
+                    "so its pending values would be lost: lower min_numel (of LowRank, or its "
+                    "rank), or load with the number of shards that saved it"
+                )
             del saved[kind][name]
         for name, tensor in tensors.items():
             if not isinstance(tensor, Tensor):
@@ -221,12 +225,3 @@ def _complete(state: Mapping[str, Any], parts: Parts) -> None:
             drawn = tensor.detach().cpu().clone()
             new = drawn if kind in SAME_EVERYWHERE else torch.zeros_like(drawn)
             saved[kind].setdefault(name, new)
-
-
-def _require_nothing_pending(name: str, tensor: Tensor) -> None:
-    if tensor.any():
-        raise CheckpointMismatch(
-            f"{name} belongs to shards that are now too small to be compressed, so its pending "
-            "values would be lost: lower min_numel (of LowRank, or its rank), or load with the "
-            "number of shards that saved it"
-        )

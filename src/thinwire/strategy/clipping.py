@@ -46,7 +46,11 @@ class Clipping:
         if self.clip is None:
             return dict(grads)
         if isinstance(self.clip, ClipByNorm) and self.shards is not None:
-            return _by_norms_over(self.shards, self.clip.c, grads)
+            limit, norm_of = self.clip.c, norms_over_shards(grads, self.shards.gather_now)
+            return {
+                name: grad * (limit / norm_of[name]) if norm_of[name] > limit else grad
+                for name, grad in grads.items()
+            }
         summed = {name: coalesced(grad) for name, grad in grads.items()}
         if not isinstance(self.clip, ClipByGlobalNorm):
             return dict(zip(grads, clipped(self.clip, list(summed.values())), strict=True))
@@ -144,14 +148,6 @@ def _norms_over(others: Group, norm: float) -> list[float]:
         if len(answer) != 8:
             raise wrong_call_site(action, rank, answer)
     return [float(struct.unpack("<d", answer)[0]) for answer in answers]
-
-
-def _by_norms_over(shards: Group, limit: float, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-    norms = norms_over_shards(grads, shards.gather_now)
-    return {
-        name: grad * (limit / norms[name]) if norms[name] > limit else grad
-        for name, grad in grads.items()
-    }
 
 
 def _scaled_(grads: Mapping[str, Tensor], factor: Tensor) -> dict[str, Tensor]:

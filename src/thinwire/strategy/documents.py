@@ -228,17 +228,10 @@ _REFERENCE = re.compile(r"(?:See|As in) `(\w+)`")
 def attribute_lines(config: type) -> dict[str, str]:
     """Return the text on each attribute in the docstring's section "Attributes", on one line."""
     section = _SECTION.search(inspect.getdoc(config) or "")
-    entries = {
-        name: " ".join(text.split()) for name, text in _ENTRY.findall(section[1] if section else "")
-    }
-    return {
-        name: re.sub(r"`|\*\*", "", _followed(config, name, text)) for name, text in entries.items()
-    }
-
-
-def _followed(config: type, name: str, text: str) -> str:
-    reference = _REFERENCE.match(text)
-    if not reference:
-        return text
-    other: type = getattr(sys.modules[config.__module__], reference[1])
-    return attribute_lines(other)[name]
+    found = {}
+    for name, text in _ENTRY.findall(section[1] if section else ""):
+        line = " ".join(text.split())
+        if reference := _REFERENCE.match(line):
+            line = attribute_lines(getattr(sys.modules[config.__module__], reference[1]))[name]
+        found[name] = re.sub(r"`|\*\*", "", line)
+    return found

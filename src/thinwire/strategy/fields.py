@@ -58,7 +58,12 @@ class Fields:
             if value is not None:
                 advice = f"write {name}={config.__name__}(...), or None for off"
                 check.instance(name, value, config, advice=advice)
-        conflicts = [*self._conflicting_fields(), *self._conflicts_inside()]
+        conflicts = [
+            f"{' and '.join(rule.pair)}: {rule.meaning}; {rule.remedy}"
+            for rule in rules_between(self.on)
+            if not rule.works
+        ]
+        conflicts += self._conflicts_inside()
         if conflicts:
             raise StrategyError("fields of the strategy conflict: " + "; ".join(conflicts))
 
@@ -78,23 +83,16 @@ class Fields:
         """Config of local updates; None if they are off."""
         return self.localsgd or self.adaptive_localsgd
 
-    def _conflicting_fields(self) -> list[str]:
-        return [
-            f"{' and '.join(rule.pair)}: {rule.meaning}; {rule.remedy}"
-            for rule in rules_between(self.on)
-            if not rule.works
-        ]
-
     def _conflicts_inside(self) -> Iterator[str]:
-        local = [name for name in ("localsgd", "adaptive_localsgd") if name in self.on]
-        with_dgc = local if self.dgc is not None else []
-        for name in with_dgc:
+        for name in ("localsgd", "adaptive_localsgd"):
+            if self.dgc is None or name not in self.on:
+                continue
             if self.on[name].compression is not None:
                 yield (
                     f"dgc and {name}.compression: both set the compression of the change; remove "
                     f"dgc, or give {name} compression=None"
                 )
-            if self.on["dgc"].state_dtype == "bfloat16":
+            if self.dgc.state_dtype == "bfloat16":
                 yield (
                     f"dgc.state_dtype='bfloat16' and {name}: the residual of an averaging has the "
                     "dtype of its anchor; omit state_dtype"

@@ -356,7 +356,7 @@ class GradientEditCheck:
             grad = param.grad
             if grad is None or self._seen.get(name, (None, 0)) == (id(grad), grad._version):
                 continue
-            if name in self._seen and bool(_entries(grad).any()):
+            if name in self._seen and bool(values_of(coalesced(shard_of(grad))).any()):
                 self._warned = True
                 warn_user(
                     f"the gradient of {name} was changed after engine.minimize or train_step had "
@@ -367,10 +367,6 @@ class GradientEditCheck:
                 )
                 break
         self._seen = {}
-
-
-def _entries(grad: Tensor) -> Tensor:
-    return values_of(coalesced(shard_of(grad)))
 
 
 StageSplit = tuple[frozenset[str], ...]

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -113,7 +113,34 @@ def select_optimizer(
     if problems:
         raise StrategyError(prefix + "; ".join(problems))
     if lars is None and lamb is None:
-        return _unchanged(optimizer, compression, keep, conversion, local=local, folds=folds)
+        new, notes = optimizer, [f"{type(optimizer).__name__} is used unchanged"]
+    else:
+        new, notes = _converted(optimizer, lars, lamb, names, keep, is_only=is_only, prefix=prefix)
+    notes += _compression(new, compression, local=local, folds=folds)
+    selected = SelectedOptimizer(
+        optimizer=new,
+        compressor=compression,
+        folds=folds,
+        conversion=conversion,
+        notes=tuple(notes),
+    )
+    everything = [p for group in optimizer.param_groups for p in group["params"]]
+    if new is not optimizer or keep is None or all(map(keep, everything)):
+        return selected
+    return replace(selected, restore=restrict_(optimizer, keep))
+
+
+def _converted(
+    optimizer: torch.optim.Optimizer,
+    lars: LARS | None,
+    lamb: LAMB | None,
+    names: Mapping[Parameter, str],
+    keep: Callable[[Tensor], bool] | None,
+    *,
+    is_only: bool,
+    prefix: str,
+) -> tuple[torch.optim.Optimizer, list[str]]:
+    """Return the optimizer of LARS or LAMB, and notes on what it takes over."""
     settings = settings_of(optimizer)
     if lars is not None:
         replacement = as_lars(optimizer, settings, lars)
@@ -137,17 +164,7 @@ def select_optimizer(
         )
     except (TypeError, ValueError) as error:
         raise StrategyError(f"{prefix}{error}") from error
-    notes = [
-        *_notes(optimizer, replacement, settings),
-        *_compression(new, compression, local=local, folds=False),
-    ]
-    return SelectedOptimizer(
-        optimizer=new,
-        compressor=compression,
-        folds=False,
-        conversion=conversion,
-        notes=tuple(notes),
-    )
+    return new, list(_notes(optimizer, replacement, settings))
 
 
 def _mismatches(
@@ -226,29 +243,6 @@ def _unnamed_parameters(
         exclusion_predicate(settings, replacement.patterns, names)
     except ValueError as error:
         yield str(error)
-
-
-def _unchanged(
-    optimizer: torch.optim.Optimizer,
-    compressor: Compression | None,
-    keep: Callable[[Tensor], bool] | None,
-    conversion: tuple[Any, ...],
-    *,
-    local: bool,
-    folds: bool,
-) -> SelectedOptimizer:
-    notes = [f"{type(optimizer).__name__} is used unchanged"]
-    notes += _compression(optimizer, compressor, local=local, folds=folds)
-    return SelectedOptimizer(
-        optimizer=optimizer,
-        compressor=compressor,
-        folds=folds,
-        conversion=conversion,
-        notes=tuple(notes),
-        restore=(lambda: None)
-        if keep is None or all(keep(p) for g in optimizer.param_groups for p in g["params"])
-        else restrict_(optimizer, keep),
-    )
 
 
 def _lost_state(optimizer: torch.optim.Optimizer, replacement: Replacement) -> Iterator[str]:

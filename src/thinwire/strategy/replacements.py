@@ -153,6 +153,7 @@ _SGD_KEYS: Mapping[str, Callable[[Any], Any]] = {
     "nesterov": bool,
     "weight_decay": float,
 }
+_OF_SGD = {"momentum": float, "nesterov": bool, "maximize": bool}
 _SGD_UNUSED = ("dampening", "differentiable", "fused")
 _ADAM_UNUSED = ("eps", "amsgrad", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 
@@ -162,7 +163,7 @@ def as_lars(
 ) -> Replacement:
     """Return the conversion of an SGD to `Lars`."""
     arguments = {
-        **_of_sgd(optimizer),
+        **{key: kind(optimizer.defaults[key]) for key, kind in _OF_SGD.items()},
         "trust_coefficient": lars.lars_coeff,
         "weight_decay": lars.lars_weight_decay,
         "eps": lars.epsilon,
@@ -201,11 +202,6 @@ def as_lamb(
         f"eps is LAMB's own 1e-06, not the optimizer's {optimizer.defaults['eps']:g}"
     )
     return replacement
-
-
-def _of_sgd(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    kinds = {"momentum": float, "nesterov": bool, "maximize": bool}
-    return {key: kind(optimizer.defaults[key]) for key, kind in kinds.items()}
 
 
 def refused_settings(field: str, groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:

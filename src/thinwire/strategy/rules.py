@@ -12,20 +12,6 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-FIELDS = (
-    "amp",
-    "recompute",
-    "pipeline",
-    "gradient_merge",
-    "dgc",
-    "lars",
-    "lamb",
-    "localsgd",
-    "adaptive_localsgd",
-    "low_rank",
-)
-"""The fields of `DistributedStrategy`, in the order of the table."""
-
 
 @dataclass(frozen=True)
 class Rule:
@@ -171,6 +157,8 @@ _TABLE: dict[str, dict[str, str | tuple[str, str]]] = {
     },
 }
 """Meaning, or reason and remedy of the conflict, by pair."""
+FIELDS = (*_TABLE, "low_rank")
+"""The fields of `DistributedStrategy`, in the order of the table."""
 RULES = tuple(
     Rule((first, second), *((entry,) if isinstance(entry, str) else entry))
     for first, others in _TABLE.items()

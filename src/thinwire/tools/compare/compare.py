@@ -36,11 +36,15 @@ def compare(settings: Settings, display: Display, keep: Keep | None = None) -> R
     corpus = _read_corpus(settings)
     reason = why_unavailable() if settings.link.emulated else None
     started_s = time.time()
-    with (
-        _work_folder(settings) as work,
-        _joined(settings, corpus),
-        _network(settings, reason) as emulated,
-    ):
+    with contextlib.ExitStack() as stack:
+        work = stack.enter_context(_work_folder(settings))
+        if settings.joined_rank is not None:
+            text = None if corpus is None else corpus.digest
+            shared = {"the command": settings.command, "text": text}
+            stack.enter_context(joined(shared, _timeout_s(settings)))
+        emulated = None
+        if settings.link.emulated and reason is None:
+            emulated = stack.enter_context(network(settings.sites, settings.link))
         files = {} if corpus is None else _write_corpus(corpus, work, tune=settings.tune)
         configs = [_config(recipe, settings, emulated, files) for recipe in settings.strategies]
         ledger = Ledger(
@@ -56,7 +60,9 @@ def compare(settings: Settings, display: Display, keep: Keep | None = None) -> R
             for config in configs:
                 ledger.begin(config.recipe.name)
                 try:
-                    ledger.finish(_runs(config, settings, emulated, work, display, ledger))
+                    seeded = (replace(config, seed=config.seed + n) for n in range(settings.seeds))
+                    runs = [_run(one, settings, emulated, work, display, ledger) for one in seeded]
+                    ledger.finish(mean_of(runs))
                 except WorkerError as error:
                     ledger.fail(str(error))
                     if settings.joined_rank is not None:  # the ranks may not be in step any more
@@ -168,26 +174,6 @@ def _check(configs: Sequence[RunConfig], settings: Settings, work: Path, display
         )
 
 
-def _runs(
-    config: RunConfig,
-    settings: Settings,
-    emulated: Network | None,
-    work: Path,
-    display: Display,
-    ledger: Ledger,
-) -> Run:
-    """Train one strategy once for every seed."""
-    runs = []
-    for number in range(settings.seeds):
-        seeded = replace(config, seed=config.seed + number)
-        folder = work / config.recipe.name
-        if settings.seeds > 1:
-            folder = folder.with_name(f"{folder.name}-{seeded.seed}")
-        result = _run(seeded, settings, emulated, folder, display, ledger)
-        runs.append(Run.of(seeded.seed, result))
-    return mean_of(runs)
-
-
 def _run(
     config: RunConfig,
     settings: Settings,
@@ -195,10 +181,11 @@ def _run(
     work: Path,
     display: Display,
     ledger: Ledger,
-) -> dict[str, Any]:
-    """Train one strategy; the link limits are lifted while it prepares."""
-    name = config.recipe.name
+) -> Run:
+    """Train one strategy from one seed; the link limits are lifted while it prepares."""
+    name, folder = config.recipe.name, work / config.recipe.name
     if settings.seeds > 1:
+        folder = folder.with_name(f"{name}-{config.seed}")
         name += f", seed {config.seed}"
     result: dict[str, Any] = {}
     if emulated:
@@ -207,7 +194,7 @@ def _run(
     job = Job(task=_TRAINING, config=asdict(config), timeout_s=_timeout_s(settings))
     with (
         display.strategy(name) as bar,
-        contextlib.closing(_started(job, settings, emulated, work)) as news,
+        contextlib.closing(_started(job, settings, emulated, folder)) as news,
     ):
         bar.note("preparing: processes, imports, kernels")
         for event in news:
@@ -216,7 +203,7 @@ def _run(
                     if emulated:
                         emulated.limit()
                     if settings.joined_rank is None:
-                        release(work)
+                        release(folder)
                 case "result":
                     result = {
                         key: value for key, value in event.items() if key not in ("event", "unix_s")
@@ -225,7 +212,7 @@ def _run(
                     ledger.progress = event["progress"]
                     bar.update(event["progress"], event["step"], event["loss"])
         bar.done()
-    return result
+    return Run.of(config.seed, result)
 
 
 def _started(
@@ -235,21 +222,6 @@ def _started(
     if settings.joined_rank is not None:
         return run_here(job)
     return run_workers(job, settings.workers, emulated, work)
-
-
-def _joined(settings: Settings, corpus: Corpus | None) -> contextlib.AbstractContextManager[None]:
-    if settings.joined_rank is None:
-        return contextlib.nullcontext()
-    shared = {"the command": settings.command, "text": None if corpus is None else corpus.digest}
-    return joined(shared, _timeout_s(settings))
-
-
-def _network(
-    settings: Settings, reason: str | None
-) -> contextlib.AbstractContextManager[Network | None]:
-    if not settings.link.emulated or reason is not None:
-        return contextlib.nullcontext()
-    return network(settings.sites, settings.link)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from thinwire.tools.compare.record import (
 from thinwire.tools.compare.settings import Settings
 from thinwire.tools.compare.verdict import verdict
 from thinwire.tools.run.config import OPTIMIZERS
+from thinwire.tools.run.launch import cores
 from thinwire.tools.run.text import Corpus
 
 _LOSS_UNITS = {"transformer": "nats per byte", "convolution": "nats"}
@@ -32,9 +33,7 @@ def describe_machine() -> dict[str, Any]:
     """Return processor, cores, memory and versions; no host name, no user name."""
     return {
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": cores(),
         "memory_gib": _memory_gib(),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),

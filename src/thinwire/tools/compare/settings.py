@@ -115,8 +115,6 @@ class Settings(Training):
                 f"out={str(out)!r} cannot be a folder because {blocked} is a file; choose "
                 "another folder"
             )
-        if text is not None and not text.is_dir():
-            raise ValueError(f"text={str(text)!r} is not a folder; give a folder with text files")
         # Muon trains hidden matrices, which any model need not have
         usual = USUAL if model == "transformer" and task is None else USUAL[:-1]
         recipes = choose(usual if strategies is None else strategies)

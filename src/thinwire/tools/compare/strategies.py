@@ -82,24 +82,21 @@ def _recipe_of_file(word: str) -> Recipe:
 
 
 def _rates(strategy: "DistributedStrategy") -> Mapping[str, float]:
+    """Return the rates of the built-in strategy that sends the same data, but for LAMB and LARS."""
     if strategy.lamb is not None:
         return _LAMB_RATES
     if strategy.lars is not None:
         return _LARS_RATES
-    return STRATEGIES[_nearest(strategy)].rates
-
-
-def _nearest(strategy: "DistributedStrategy") -> str:
-    """Return the name of the built-in strategy that sends the same data as this one."""
-    if strategy.dgc is not None:
-        return "dgc"
-    if strategy.low_rank is not None:
-        return "low-rank"
     compression = None if strategy.local is None else strategy.local.compression
-    if hasattr(compression, "sparsity"):
-        return "sparse-local"
     bits = getattr(compression, "value_bits", None)
-    return {None: "dense", 1: "muon-local"}.get(bits, "quantized-local")
+    nearest = {None: "dense", 1: "muon-local"}.get(bits, "quantized-local")
+    if strategy.dgc is not None:
+        nearest = "dgc"
+    elif strategy.low_rank is not None:
+        nearest = "low-rank"
+    elif hasattr(compression, "sparsity"):
+        nearest = "sparse-local"
+    return STRATEGIES[nearest].rates
 
 
 _RING = "formula of a ring all-reduce, 2(W-1)/W times the message"

@@ -115,13 +115,6 @@ class Machine:
         return next((one for one in self.interfaces if address in one.addresses), None)
 
 
-def _of_gloo() -> tuple[tuple[str, ...], str]:
-    try:
-        return announced_addresses(), ""
-    except RuntimeError as error:
-        return (), " ".join(_WHERE_IN_GLOO.sub("", str(error)).split())
-
-
 def _naming_s(address: str) -> float:
     # as torch asks for each connection of its store, for its log
     mapped = address if ":" in address else f"::ffff:{address}"
@@ -197,16 +190,16 @@ def named_interfaces() -> list[str]:
     return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
 
 
-def announced_addresses() -> tuple[str, ...]:
-    """Return the addresses on which a temporary gloo group of this process listens."""
-    before = listeners()
-    names = named_interfaces()
-    gloo = dist.ProcessGroupGloo
-    devices = (
-        [gloo.create_device(interface=name) for name in names]
-        if names
-        else [gloo.create_default_device()]
-    )
+def _of_gloo() -> tuple[tuple[str, ...], str]:
+    """Return the addresses on which a temporary gloo group of this process listens, or why it does
+    not.
+    """
+    before, gloo = listeners(), dist.ProcessGroupGloo
+    try:
+        devices = [gloo.create_device(interface=name) for name in named_interfaces()]
+        devices = devices or [gloo.create_default_device()]
+    except RuntimeError as error:
+        return (), " ".join(_WHERE_IN_GLOO.sub("", str(error)).split())
     found = [address for one, (address, _) in listeners().items() if one not in before]
     del devices
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(found)), ""

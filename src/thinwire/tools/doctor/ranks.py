@@ -161,9 +161,7 @@ class Examination:
             return self._ended_alone("received nothing from rank 0")
         with contextlib.ExitStack() as stack:
             answering, no_socket = self._answering(bytes.fromhex(token))
-            if answering is not None:
-                stack.enter_context(answering)
-            port = answering.port if answering is not None else 0
+            port = 0 if answering is None else stack.enter_context(answering).port
             view.write("facts", [asdict(self._machine), port, no_socket])
             reports, stuck = self._examined(view, bytes.fromhex(token))
         return self._concluded(view, reports, stuck=stuck)

@@ -243,6 +243,8 @@ PROBE_EXAMPLE = (
     "--master-port 29500 -m thinwire probe --out probe.json"
 )
 _TIMEOUT_S = 60.0
+_OF_OUTPUT = ("out", "html", "all_rows", "as_json", "quiet")
+"""Arguments of `plan` that say where the result goes."""
 
 
 def plan(
@@ -293,6 +295,7 @@ def plan(
         as_json: Print the plan as JSON, with every setting.
         quiet: Show no progress.
     """
+    asked = {name: value for name, value in locals().items() if name not in _OF_OUTPUT}
     for name, path in (("out", out), ("html", html)):
         _require_writable(name, path)
     if out is not None and html is not None and out.resolve() == html.resolve():
@@ -303,20 +306,7 @@ def plan(
         display_for(quiet=quiet or not measures).strategy("plan") as bar,
     ):
         bar.note(f"a step of {task}")
-        made = predicted(
-            params=params,
-            step_seconds=step_seconds,
-            workers=workers,
-            link=link,
-            latency=latency,
-            device=device,
-            probe=probe,
-            task=task,
-            up=up,
-            down=down,
-            loss=loss,
-            shard=shard,
-        )
+        made = predicted(**asked)
         bar.done()
     # files first: whoever reads what is printed may leave early
     notes = [] if html is None else [f"page: {html}"]

@@ -184,7 +184,7 @@ def _dgc(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
         if not large:
             continue
         exchange = own.get("exchange", "auto")
-        dealt = _sparse_dealt(tuple(large), sparsity, bits, exchange, sources.ranks)
+        dealt = _dealt(_layout_of(tuple(large), sparsity, bits), exchange, sources.ranks)
         encode_s = _passes(work, sum(large), 10)
         wire_s, nbytes = dealt.seconds(sources), dealt.sent(sources)
         taken_s = sources.transfer_s(nbytes)
@@ -238,11 +238,7 @@ def _dealt_s(first_bytes: float, row_bytes: float, network: Network, idle_s: flo
     return first_s + network.all_gather_s(row_bytes, 0.0 if first_bytes else idle_s)
 
 
-@lru_cache(maxsize=1024)
-def _sparse_dealt(
-    numels: tuple[int, ...], sparsity: float, value_bits: int, exchange: str, ranks: int
-) -> _Dealt:
-    return _dealt(Layout.of(numels, sparsity, value_bits), exchange, ranks)
+_layout_of = lru_cache(maxsize=1024)(Layout.of)
 
 
 @lru_cache(maxsize=1024)
@@ -323,7 +319,8 @@ def _exchanged(compression: Mapping[str, Any], work: Workload, network: Network)
         return None
     own = compression["sparse"]
     exchange, bits = own.get("exchange", "auto"), own.get("value_bits", 2)
-    return _sparse_dealt(work.numels, own["sparsity"], bits, exchange, network.ranks)
+    layout = _layout_of(work.numels, own["sparsity"], bits)
+    return _dealt(layout, exchange, network.ranks)
 
 
 def _change(

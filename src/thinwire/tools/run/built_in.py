@@ -59,13 +59,9 @@ class ByteTransformer(nn.Module):
         self.blocks = nn.ModuleList(Block(size.width) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width, bias=False)
         self.out = nn.Linear(size.width, VOCABULARY, bias=False)
-        self._initialise(size)
-
-    def _initialise(self, size: ModelSize) -> None:
         for name, p in self.named_parameters():
-            if p.ndim == 1:
-                continue
-            nn.init.normal_(p, std=_spread(name, p.shape[1], size.layers))
+            if p.ndim > 1:
+                nn.init.normal_(p, std=_spread(name, p.shape[1], size.layers))
 
     def forward(self, text: Tensor) -> Tensor:
         """Return logits of shape (batch, context, 256) for integer bytes of shape (batch,

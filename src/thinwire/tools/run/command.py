@@ -216,7 +216,10 @@ def run(
         emulated = stack.enter_context(network(workers, shape)) if shape.emulated else None
         begin_s = time.monotonic()
         try:
-            failed = _wait_for(script, workers, emulated)
+            with Ranks() as ranks:
+                for fd, environment in environments(workers, emulated):
+                    ranks.start([sys.executable, *script], environment, fd)
+                failed = ranks.wait()
         finally:
             if not quiet:
                 print(_summary(shape, emulated, time.monotonic() - begin_s), flush=True)
@@ -237,15 +240,6 @@ def _require_script(script: tuple[str, ...]) -> None:
         raise ValueError(f"{script[0]} is a folder; give a Python script after --")
     if not Path(script[0]).is_file():
         raise ValueError(f"{script[0]} does not exist; give a Python script after --")
-
-
-def _wait_for(
-    script: tuple[str, ...], workers: int, emulated: Network | None
-) -> tuple[int, int] | None:
-    with Ranks() as ranks:
-        for fd, environment in environments(workers, emulated):
-            ranks.start([sys.executable, *script], environment, fd)
-        return ranks.wait()
 
 
 def _summary(link: Link, emulated: Network | None, seconds: float) -> str:

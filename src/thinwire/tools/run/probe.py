@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from thinwire.tools.run.compute import STEPS_S, step_of_built_in, step_of_task
 from thinwire.tools.run.config import ModelSize
+from thinwire.tools.run.task import everyones
 
 _MOST_BYTES, _MOST_S = 32 * 2**20, 10.0
 _PAIRS_BYTES, _TOGETHER_BYTES, _COLLECTIVES_BYTES = 12 * 2**20, 12 * 2**20, 8 * 2**20
@@ -46,7 +47,7 @@ def probe(
     else:
         compute = step_of_task(task, device, line.size, left_s)
     seconds = time.perf_counter() - begin_s
-    parts = _everyones(
+    parts = everyones(
         {
             "pairs": pairs,
             "compute": compute,
@@ -61,7 +62,9 @@ def probe(
         line.not_measured.append(
             "the rate of single pairs: it would exceed the limit of time or bytes"
         )
-    slowest = _slowest([part["compute"] for part in parts])
+    # the others wait for the slowest rank
+    rank = max(range(line.size), key=lambda rank: parts[rank]["compute"]["step_s"])
+    slowest = {**parts[rank]["compute"], "rank": rank}
     if slowest["muon_s"] is None:
         line.not_measured.append("an update by Muon, which cannot train this model")
     return {
@@ -91,12 +94,6 @@ def idle_restarts() -> bool:
     return after_idle.strip() != "0" and not control.startswith("bbr")
 
 
-def _everyones(own: Any) -> list[Any]:
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, own)
-    return parts
-
-
 def _rate_of(nbytes: int, taken_s: float, latency_s: float) -> float:
     """Return the bytes per second of a flow, without the latencies before its first byte."""
     return nbytes / max(taken_s - 2 * latency_s, taken_s / 8)
@@ -107,12 +104,6 @@ def _largest(own: float) -> float:
     value = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return float(value)
-
-
-def _slowest(computes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the step of the slowest rank, for which the others wait."""
-    slowest = max(range(len(computes)), key=lambda rank: computes[rank]["step_s"])
-    return {**computes[slowest], "rank": slowest}
 
 
 class _Line:
@@ -222,7 +213,7 @@ class _Line:
                 break
             nbytes *= 4
         own_s = min(own_s, self._both_ways(to, source, nbytes))
-        return _everyones(_rate_of(nbytes, own_s, self.latency_s))
+        return everyones(_rate_of(nbytes, own_s, self.latency_s))
 
     def collectives(self, rate: float) -> list[dict[str, Any]]:
         """Measure all-reduce and all-gather, small and as large as time allows."""

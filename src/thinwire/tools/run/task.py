@@ -55,10 +55,16 @@ def require_gpu() -> None:
         raise TaskError("device='cuda', but torch finds no GPU; use --device cpu, or omit it")
 
 
+def everyones(own: Any) -> list[Any]:
+    """Return a value of every rank."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    return parts
+
+
 def run_alike(work: Callable[[], R], word: str | None) -> R:
     """Run work that succeeds or fails on all ranks alike."""
     result: list[R] = []
-    problems: list[str | None] = [None] * dist.get_world_size()
     problem = None
     try:
         result.append(work())
@@ -67,7 +73,7 @@ def run_alike(work: Callable[[], R], word: str | None) -> R:
     except (Exception, SystemExit) as error:
         begin = "" if word is None else f"task={word!r}: "
         problem = f"{begin}{type(error).__name__}: {error}"
-    dist.all_gather_object(problems, problem)
+    problems = everyones(problem)
     found = next(((rank, text) for rank, text in enumerate(problems) if text), None)
     if found is not None:
         where = "" if all(problems) else f" (on rank {found[0]})"
@@ -165,8 +171,7 @@ class OwnTask:
     def _all_begin_alike(self) -> bool:
         digest = hashlib.sha256()
         _feed(digest, self.first)
-        firsts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(firsts, digest.digest())
+        firsts = everyones(digest.digest())
         return len(firsts) > 1 and len(set(firsts)) == 1
 
     def _tried(self) -> None:
@@ -199,8 +204,7 @@ class OwnTask:
         looks = [
             (name, tuple(p.shape), str(p.dtype)) for name, p in self.task.model.named_parameters()
         ]
-        all_looks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(all_looks, looks)
+        all_looks = everyones(looks)
         for rank, other in enumerate(all_looks):
             if other == all_looks[0]:
                 continue

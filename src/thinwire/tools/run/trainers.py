@@ -212,7 +212,11 @@ class Prepared:
         self.optimizer = self.engine.optimizer
         local = strategy.local
         merged = 1 if strategy.gradient_merge is None else strategy.gradient_merge.k_steps
-        self.round_steps = merged * _longest_interval(local)
+        self.round_steps = merged
+        if isinstance(local, tw.AdaptiveLocalSGD):
+            self.round_steps *= local.max_k_steps
+        elif local is not None:
+            self.round_steps *= local.k_steps
         settled = 0 if strategy.compression is None else strategy.compression.settled_step
         self.steady_from_step = merged * max(1 if local is None else local.begin_step, settled)
         # parts of the model in turn, or results that come later: ranks are never quite equal before
@@ -272,9 +276,3 @@ def _optimizer(
     if setup.make_optimizer is None and strategy.lars is not None:
         return replace(setup, optimizer="sgd").optimizer_of(model)
     return setup.optimizer_of(model)
-
-
-def _longest_interval(local: tw.LocalSGD | tw.AdaptiveLocalSGD | None) -> int:
-    if local is None:
-        return 1
-    return local.max_k_steps if isinstance(local, tw.AdaptiveLocalSGD) else local.k_steps

@@ -334,6 +334,9 @@ class TrainingRun:
         steady = max(0, min(self.trainer.steady_from_step, self.step - _FEWEST_STEADY_STEPS))
         sent, kernel_sent, kernel_received = self._mean_bytes_per_step(steady)
         measured = self.config.interface is not None
+        optimizer = OPTIMIZERS[self.setup.optimizer]
+        if self.setup.make_optimizer is not None:
+            optimizer = f"the task's {type(self.trainer.optimizer).__name__}"
         return {
             "strategy": self.config.recipe.name,
             "steps": self.step,
@@ -354,16 +357,10 @@ class TrainingRun:
             "kernel_received_bytes_per_step": kernel_received if measured else None,
             "settings": {
                 "lr": max(self.peaks),
-                "optimizer": self._optimizer_text(),
+                "optimizer": optimizer,
                 **self.trainer.settings,
             },
         }
-
-    def _optimizer_text(self) -> str:
-        """Return the optimizer of the strategy as text."""
-        if self.setup.make_optimizer is not None:
-            return f"the task's {type(self.trainer.optimizer).__name__}"
-        return OPTIMIZERS[self.setup.optimizer]
 
     def _mean_bytes_per_step(self, steady: int) -> list[float]:
         counts = (self.library_bytes, self.kernel_sent, self.kernel_received)
