@@ -1,7 +1,6 @@
 """Train neural networks over ordinary networks."""
 
 import importlib
-import logging
 from typing import TYPE_CHECKING, Any
 
 from thinwire._version import __version__
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from thinwire.task import Task
     from thinwire.tools.planning.plan import Plan, plan
 
-logging.getLogger("thinwire").addHandler(logging.NullHandler())
 
 __all__ = [
     "AMP",

@@ -1,5 +1,7 @@
 """A member that goes, in whatever moment, costs the others a part of one averaging."""
 
+import contextlib
+import io
 import os
 import signal
 import threading
@@ -84,6 +86,24 @@ def test_whoever_is_killed_the_others_make_the_round_again(
     for one in survivors:
         assert one["changes"] == [(1, 2)]
         assert 0 < one["stats"]["lost_regrouping"] < 1 - one["stats"]["goodput"]
+
+
+def test_a_lost_member_is_reported_in_one_line_without_a_set_up_of_logging(ranks: Pool) -> None:
+    fault = {"rank": 1, "phase": "once sent", "at": 3, "how": "kill"}
+    found = met(ranks, _reported, {"fault": fault}, size=3, errors=True)
+    for told in (found[0], found[2]):
+        [line] = [line for line in told.splitlines() if "lost" in line]
+        assert line.startswith("lost ")
+        assert line.endswith(" go on")
+        assert "checkpoint" not in told
+        assert "frame #" not in told
+
+
+def _reported(rank: int, size: int, address: str, options: Any) -> str:
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        member(rank, size, address, SPARSE, **options)
+    return told.getvalue()
 
 
 @pytest.mark.parametrize("phase", PHASES)

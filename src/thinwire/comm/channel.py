@@ -95,7 +95,7 @@ class Channel:
         self.close()
         exchange, within = "copying the state of a member", f"{self._timeout_s:g} s"
         explained = explain_failure(
-            error, action=exchange, rank=1 - self._other, size=2, within=within
+            error, action=exchange, rank=1 - self._other, size=2, within=within, advice=""
         )
         known = isinstance(explained, PeerLost | PeerStalled)
         return explained if known else PeerLost(str(explained))

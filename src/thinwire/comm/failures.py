@@ -246,6 +246,9 @@ def state_after_failure() -> str:
     return _state_text.state
 
 
+RESTART = "; restart from the last checkpoint"
+
+
 def explain_failure(
     error: RuntimeError,
     *,
@@ -254,9 +257,10 @@ def explain_failure(
     size: int,
     within: str,
     heartbeats: HeartbeatThread | None = None,
+    advice: str = RESTART,
 ) -> ThinwireError:
     """Return the error to raise on this rank for a failed collective; keep `error` as its cause."""
-    text = str(error)
+    text = str(error).partition("\n")[0]  # torch's own trace follows
     stalled, lost = _STALLED.search(text), _LOST.search(text)
     where = f"rank {rank} of {size}, {action}"
     if not (stalled or lost):
@@ -273,7 +277,7 @@ def explain_failure(
     if stalled or "stalled" in failed:
         cause = _stalled_text(others, within, action, known=heartbeats is not None)
         return PeerStalled(f"{where}: {cause} ({text})")
-    return PeerLost(f"{where}: {_lost_text(others)}; restart from the last checkpoint. ({text})")
+    return PeerLost(f"{where}: {_lost_text(others)}{advice}. ({text})")
 
 
 def _stalled_text(

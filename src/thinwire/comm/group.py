@@ -20,7 +20,7 @@ from torch import Tensor
 
 from thinwire._launched import one_of_several
 from thinwire._wording import warn_user
-from thinwire.comm.failures import explain_failure, state_after_failure
+from thinwire.comm.failures import RESTART, explain_failure, state_after_failure
 from thinwire.comm.macs import MessageMacs, wrong_mac_text
 from thinwire.comm.private import (
     Private,
@@ -116,6 +116,8 @@ class Group:
     macs: MessageMacs | None = None
     """MACs for the messages that callers exchange; see `authenticate`."""
     _agreement_macs: MessageMacs | None = None
+    _advice = RESTART
+    """What to do after the loss of a rank."""
     _ask_before_s = 0.0
     """Time before a time-out at which it asks whether missing ranks are busy."""
     _shared: Private | None
@@ -504,7 +506,7 @@ class Group:
         assert self._shared is not None, "something was launched"
         heartbeats, ranks = self._shared.heartbeats, {"rank": self.rank, "size": self.size}
         explained = explain_failure(
-            error, action=action, within=within, heartbeats=heartbeats, **ranks
+            error, action=action, within=within, heartbeats=heartbeats, advice=self._advice, **ranks
         )
         self.abandon(str(explained), type(explained))
         return explained

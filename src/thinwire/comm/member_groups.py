@@ -84,7 +84,7 @@ class MemberGroups:
             within = f"{timeout_s:.3g} s ({time.monotonic() - began_s:.1f} s taken)"
             action, rank, size = "making a process group", self._rank, self._size
             raise explain_failure(
-                error, action=action, rank=rank, size=size, within=within
+                error, action=action, rank=rank, size=size, within=within, advice=""
             ) from error
 
     def _connect(self, name: str, kinds: Sequence[Kind], timeout_s: float) -> list[ProcessGroup]:

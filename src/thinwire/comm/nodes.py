@@ -281,7 +281,7 @@ class Grid:
         """Return the error for a failed transfer between stages; ranks count within the replica."""
         peers, shared = self.peers, self.peers._shared
         within, heartbeats = f"{peers.timeout_s:g} s", None if shared is None else shared.heartbeats
-        ranks = {"rank": peers.rank, "size": peers.size}
+        ranks: Any = {"rank": peers.rank, "size": peers.size}
         return explain_failure(error, action=action, within=within, heartbeats=heartbeats, **ranks)
 
     def _group(self, which: int) -> dist.ProcessGroup | None:

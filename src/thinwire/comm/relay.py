@@ -298,7 +298,7 @@ class RelayClient:
                 if self._outage is None:
                     why = str(error) or type(error).__name__
                     self._outage = time.monotonic(), why
-                    _log.info("lost the relay at %s, reconnecting: %s", self.endpoint, why)
+                    _log.warning("lost the relay at %s, reconnecting: %s", self.endpoint, why)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), _RETRY_S)
 
@@ -306,6 +306,8 @@ class RelayClient:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         with self.changed:
+            if self._outage is not None and self._next_out:
+                _log.warning("connected to the relay at %s again", self.endpoint)
             self._outage = None
             self._present.clear()
             self.departed.clear()

@@ -26,6 +26,7 @@ class ElasticGroup(Group):
     # interrupted exchange raises `Regrouped`: the caller repeats it
 
     static_membership = False
+    _advice = ""
 
     def __init__(self, membership: Membership) -> None:
         self.membership = membership

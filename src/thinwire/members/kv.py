@@ -225,7 +225,7 @@ class KeyValueView:
                 break
             if store.session == self.store.session:
                 self.store, self._lost_connection = store, None
-                _log.info("reconnected to the meeting place after: %s", lost)
+                _log.warning("reconnected to the meeting place: %s", str(lost).partition("\n")[0])
                 if self._closed.is_set():  # closed by another thread meanwhile
                     self.disconnect()
                 return

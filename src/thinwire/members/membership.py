@@ -563,8 +563,11 @@ class Watcher:
             return
         self.kv.put(f"break/{old.number}", {"by": self.own_id, "why": why})
         self._freeze()
-        _log.warning("generation %d is broken: %s", old.number, why)
         self._enter(old.number + 1, self._next_decision(old))
+        now = self.shared.generation
+        ids = () if now is None else now.ids
+        lost = ", ".join(member for member in old.ids if member not in ids) or "no member"
+        _log.warning("lost %s (%s). %s go on", lost, why, ", ".join(ids))
 
     def _next_decision(self, old: Generation, connecting_s: float | None = None) -> Decision:
         """Return the next generation, of those present; they may need `connecting_s` more."""
