@@ -567,7 +567,8 @@ class Watcher:
         now = self.shared.generation
         ids = () if now is None else now.ids
         lost = ", ".join(member for member in old.ids if member not in ids) or "no member"
-        _log.warning("lost %s (%s). %s go on", lost, why, ", ".join(ids))
+        # the rest is for who must restart
+        _log.warning("lost %s (%s). %s go on", lost, why.partition(". ")[0], ", ".join(ids))
 
     def _next_decision(self, old: Generation, connecting_s: float | None = None) -> Decision:
         """Return the next generation, of those present; they may need `connecting_s` more."""
