@@ -40,6 +40,7 @@ _LOOKED_AT = re.compile(
 _WHERE_IN_GLOO = re.compile(r"^\[enforce fail at [^]]*\] ([\w ]+[!=]= [\w ]+\. )?")
 _LONGEST_NAMING_S = 1.0
 _PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Machine:
     listeners: tuple[str, ...]
     outward: tuple[str, ...]
     naming_s: float
+    congestion: str
 
     @classmethod
     def look(cls) -> Self:
@@ -93,6 +95,7 @@ class Machine:
             listeners=everywhere,
             outward=outward,
             naming_s=_naming_s(gloo[0] if gloo else "127.0.0.1"),
+            congestion=_CONGESTION.read_text().strip() if _CONGESTION.exists() else "",
         )
 
     @classmethod
