@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
+from math import ceil
 from typing import ClassVar, Generic, TypeVar
 
 import torch
@@ -306,7 +307,7 @@ class Group:
             return Pending(lambda: parts)
         device, parts = parts.device, parts.to(self._carrier(parts.device))
         longest = max(1, *map(max, lengths))
-        width = max(piece_bytes(self.size * longest, self.timeout_s) // self.size, 1)
+        width = ceil(piece_bytes(self.size * longest, self.timeout_s) / self.size)
         begins = range(0, longest, width)
         strings = torch.split(parts, list(given))
         gone = [[string[at : at + width] for string in strings] for at in begins]
@@ -599,8 +600,12 @@ def piece_bytes(nbytes: int, timeout_s: float) -> int:
     """
     # the same on all ranks, and for any number of streams: sums are made piece by piece
     wanted = int(min(timeout_s, 1e6)) * _BYTES_PER_S
-    streams = STREAMS if nbytes > _WHOLE_BYTES else 1
-    return max(min(wanted, _LARGEST_BYTES) // streams, _SMALLEST_BYTES)
+    most = min(max(wanted, _SMALLEST_BYTES), _LARGEST_BYTES)
+    if nbytes <= _WHOLE_BYTES:
+        return most
+    # every stream carries as many pieces; whole numbers of any type
+    of_each = ceil(nbytes / STREAMS / max(most // STREAMS, _SMALLEST_BYTES))
+    return 16 * ceil(nbytes / STREAMS / of_each / 16)
 
 
 def pieces_of(buffer: Tensor, limit_bytes: int) -> Sequence[Tensor]:
