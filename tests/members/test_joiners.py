@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -151,11 +152,37 @@ def large(rank: int) -> torch.nn.Module:
     return torch.nn.Linear(1024, 1024, bias=False)
 
 
+def moved(
+    net: Any,
+    optimizer: Any,
+    sync: Any,
+    *,
+    start: Callable[[], None] | None,
+    last: Callable[[], bool],
+) -> dict[int, str]:
+    """The digests after averagings, until two after `last`; `start` is called at step 8."""
+    rounds, end = dict[int, str](), MOST_STEPS
+    while sync.step < end:
+        net.weight.grad = torch.randn_like(net.weight)
+        optimizer.step()
+        time.sleep(0.05)
+        if sync.synced:
+            rounds[sync.step] = digest(sync)
+            if last():
+                end = min(end, sync.step + 8)
+        if start is not None and sync.step == 8:
+            start()
+    return rounds
+
+
+def state_bytes(sync: Any) -> int:
+    return sum(t.nbytes for t in JoinerState(sync._averager, None).tensors().values())
+
+
 def losing_a_donor(rank: int, size: int, address: str, flag: str, victim: int) -> Any:
     """The state in bytes, what a joiner received, and the digests after averagings."""
     wait_for(flag if rank == 3 else "")
-    net, rounds = large(rank), dict[int, str]()
-    fault = {"rank": victim, "phase": "giving", "at": 30}
+    net, fault = large(rank), {"rank": victim, "phase": "giving", "at": 30}
     options = {"start_members": 3}
     received, close, send = 0, Download.close, Channel.send
 
@@ -174,21 +201,14 @@ def losing_a_donor(rank: int, size: int, address: str, flag: str, victim: int) -
         faulty(rank, fault),
         in_run(address, net, MOVING, **options) as (members, sync, optimizer),
     ):
-        end = MOST_STEPS
-        while sync.step < end:
-            net.weight.grad = torch.randn_like(net.weight)
-            optimizer.step()
-            time.sleep(0.05)
-            if sync.synced:
-                rounds[sync.step] = digest(sync)
-                if rank < 3 and members.size == 3 and members.generation > 1:
-                    end = min(end, sync.step + 8)
-                if rank == 3:
-                    end = min(end, sync.step + 8)
-            if rank == 0 and sync.step == 8:
-                Path(flag).touch()
-        state = sum(t.nbytes for t in JoinerState(sync._averager, None).tensors().values())
-        return state, received, rounds
+        rounds = moved(
+            net,
+            optimizer,
+            sync,
+            start=Path(flag).touch if rank == 0 else None,
+            last=lambda: rank == 3 or (members.size == 3 and members.generation > 1),
+        )
+        return state_bytes(sync), received, rounds
 
 
 @pytest.mark.slow
@@ -206,27 +226,21 @@ def test_the_others_send_the_rest_of_a_lost_donor(ranks: Pool, tmp_path: Path, p
 def coming_back(rank: int, size: int, address: str, flag: str, path: str) -> Any:
     """Bytes that a joiner received, of how many, and the digests after averagings."""
     wait_for(flag if rank == 2 else "")
-    net, rounds, options = large(rank), dict[int, str](), {"start_members": 2, "timeout": TIMEOUT_S}
+    net, options = large(rank), {"start_members": 2, "timeout": TIMEOUT_S}
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
+
+    def keep() -> None:
+        torch.save(sync.state_dict(), path)
+        Path(flag).touch()
+
     with tw.join(address, run="test", **options) as members:
         sync = tw.local_sgd(net, optimizer, MOVING, members=members)
         if rank == 2:
             sync.load_state_dict(torch.load(path))
         with sync:
-            end = MOST_STEPS
-            while sync.step < end:
-                net.weight.grad = torch.randn_like(net.weight)
-                optimizer.step()
-                time.sleep(0.05)
-                if sync.synced:
-                    rounds[sync.step] = digest(sync)
-                    if members.size == 3:
-                        end = min(end, sync.step + 8)
-                if rank == 0 and sync.step == 8:
-                    torch.save(sync.state_dict(), path)
-                    Path(flag).touch()
-            state = sum(t.nbytes for t in JoinerState(sync._averager, None).tensors().values())
-            return state, sync.stats()["joining_bytes"], rounds
+            start, last = (keep if rank == 0 else None), lambda: members.size == 3
+            rounds = moved(net, optimizer, sync, start=start, last=last)
+            return state_bytes(sync), sync.stats()["joining_bytes"], rounds
 
 
 def test_a_joiner_with_an_earlier_state_receives_the_difference(

@@ -419,7 +419,8 @@ class Averaging:
         parts = pending.moved.spans(name) if contiguous else [(0, measured.numel())]
         own = [t for t in (self.anchors[name], self.momentum.get(name)) if t is not None]
         changes = self._mean_changes(name, pending, parts)
-        for (start, end), change in zip(parts, changes, strict=True):
+        for (start, end), total in zip(parts, changes, strict=True):
+            change = total if pending.share == 1 else total / pending.share
             with _moved(device, *(_part(t, start, end) for t in own)) as (s, *buffer):
                 step = outer_step_(change, buffer[0] if buffer else None, self._outer)
                 target = s - step if single or pending.delayed else s.sub_(step)
@@ -444,23 +445,24 @@ class Averaging:
     ) -> Iterator[Tensor]:
         """Yield each part of the mean of all sent changes; what is not sent stays as residual."""
         assert pending.round is not None, "launched"
-        arrived, device, sent = pending.round.arrived[name], self.devices[name], pending.moved
-        codes = arrived if name in sent.compressed else None
-        assert codes is None or isinstance(codes, MeanChange), "compressed"
-        if codes is None:
+        arrived, device = pending.round.arrived[name], self.devices[name]
+        if name not in pending.moved.compressed:
             whole = arrived.mean(name, self.anchors[name]).reshape(-1)
-        else:
-            sent = sent.only([name], codes.node_means)
-            if not codes.has_parts:
-                whole = codes.take_mean_(name, self._home(sent[name]), self.kept).reshape(-1)
+            for start, end in parts:
+                mean = whole[start:end].to(device)
+                self._note(pending.moved.part(name, start, end), mean)
+                yield mean
+            return
+        assert isinstance(arrived, MeanChange), "compressed"
+        folded = pending.moved.only([name], arrived.node_means)
+        if not arrived.has_parts:
+            whole = arrived.take_mean_(name, self._home(folded[name]), self.kept).reshape(-1)
         for start, end in parts:
-            if codes is not None and codes.has_parts:
+            if arrived.has_parts:
                 with _moved(device, self.errors[name].view(-1)[start:end]) as (error,):
-                    part = sent.part(name, start, end)
-                    mean = codes.take_part_(name, start, part, error)
+                    part = folded.part(name, start, end)
+                    mean = arrived.take_part_(name, start, part, error)
                     self._note(part.sub_(error), mean)
             else:
                 mean = whole[start:end].to(device)
-                if codes is None:
-                    self._note(sent.part(name, start, end), mean)
-            yield mean if pending.share == 1 else mean / pending.share
+            yield mean

@@ -19,7 +19,8 @@ from thinwire.members.transfer import StateMessage
 
 def receive_state(averager: Averager, members: Members) -> float:
     """Copy the state of the run to this process, continue where the others are; return seconds."""
-    began_s, averager.pending = time.perf_counter(), None
+    began_s = time.perf_counter()
+    averager.pending = None  # of a loaded state: the others have applied it
     with own_deadlines():
         members._fetch_state(JoinerState(averager, members._group))
         for optimizer in averager.tensors.optimizers:

@@ -228,7 +228,7 @@ def _copied(params: Iterable[Tensor], value: Any) -> list[tuple[Tensor, Tensor]]
             elif at:
                 break
             del left[0]
-        if not at or theirs.flatten()[at:].any():
+        if not at or (at < theirs.numel() and theirs[at:].any()):
             return []
     return pairs
 

@@ -261,6 +261,7 @@ class LocalUpdates:
             members._step = lambda: self.step
             if self._start is not None:
                 saving.load(self._start, averager)
+                self._start = None
             if members._joiner:
                 joining_s = receive_state(averager, members)
         first = ranks.rank_and_size[0] == 0
