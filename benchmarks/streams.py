@@ -23,7 +23,7 @@ from thinwire.comm import Group
 from thinwire.tools.network.netns import Link, network
 
 RATE, NBYTES, TIMES = "50mbit", 8_400_000, 5
-STREAMS = (1, 4, 8, 16)
+STREAMS = (1, 4, 8, 16, 32)
 LATENCIES, LOSSES, CONTROLS = ("20ms", "40ms"), ("0%", "0.2%", "1%"), ("cubic", "bbr")
 _WORKER = "BENCHMARK_OF_STREAMS"
 

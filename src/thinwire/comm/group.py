@@ -591,12 +591,12 @@ class Rate:
 
 _LARGEST_BYTES, _SMALLEST_BYTES = 4 << 20, 64 << 10
 _BYTES_PER_S = 32 << 10
-_WHOLE_BYTES = 512 << 10
+_WHOLE_BYTES, _OF_STREAM_BYTES = 512 << 10, 128 << 10
 
 
 def piece_bytes(nbytes: int, timeout_s: float) -> int:
-    """Return the bytes of a piece of a message: those in flight, two for each of 16 streams,
-    cross a line of 0.5 Mbit/s within the time-out.
+    """Return the bytes of a piece of a message: those in flight, two for each stream, cross a line
+    of 0.5 Mbit/s within the time-out.
     """
     # the same on all ranks, and for any number of streams: sums are made piece by piece
     wanted = int(min(timeout_s, 1e6)) * _BYTES_PER_S
@@ -604,8 +604,9 @@ def piece_bytes(nbytes: int, timeout_s: float) -> int:
     if nbytes <= _WHOLE_BYTES:
         return most
     # every stream carries as many pieces; whole numbers of any type
-    of_each = ceil(nbytes / STREAMS / max(most // STREAMS, _SMALLEST_BYTES))
-    return 16 * ceil(nbytes / STREAMS / of_each / 16)
+    streams = min(1 << (nbytes // _OF_STREAM_BYTES).bit_length() - 1, STREAMS)
+    of_each = ceil(nbytes / streams / max(most // STREAMS, _SMALLEST_BYTES))
+    return 16 * ceil(nbytes / streams / of_each / 16)
 
 
 def pieces_of(buffer: Tensor, limit_bytes: int) -> Sequence[Tensor]:

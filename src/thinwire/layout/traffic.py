@@ -33,7 +33,7 @@ an averaging: each has one step.
 """
 
 
-STREAMS, _MOST_STREAMS = 16, 64
+STREAMS, _MOST_STREAMS = 32, 64
 """Most connections to one rank for large messages, and to all ranks together, by default."""
 
 
