@@ -600,12 +600,12 @@ def piece_bytes(nbytes: int, timeout_s: float) -> int:
     """
     # the same on all ranks, and for any number of streams: sums are made piece by piece
     wanted = int(min(timeout_s, 1e6)) * _BYTES_PER_S
-    most = min(max(wanted, _SMALLEST_BYTES), _LARGEST_BYTES)
     if nbytes <= _WHOLE_BYTES:
-        return most
+        return min(max(wanted, _SMALLEST_BYTES), _LARGEST_BYTES)
     # every stream carries as many pieces; whole numbers of any type
     streams = min(1 << (nbytes // _OF_STREAM_BYTES).bit_length() - 1, STREAMS)
-    of_each = ceil(nbytes / streams / max(most // STREAMS, _SMALLEST_BYTES))
+    most = min(max(wanted // STREAMS, _SMALLEST_BYTES), _LARGEST_BYTES)
+    of_each = ceil(nbytes / streams / most)
     return 16 * ceil(nbytes / streams / of_each / 16)
 
 
