@@ -26,7 +26,7 @@ def check(ends: Sequence[Ended | None]) -> list[str]:
 
 @pytest.mark.fault
 @pytest.mark.slow  # a time-out that a loaded machine keeps
-@pytest.mark.parametrize("kind", ["votes", "engine"])
+@pytest.mark.parametrize("kind", ["votes", "engine", "streams"])
 def test_the_host_of_the_store_is_stopped(kind: str) -> None:
     with trainees(kind, 3, TIMEOUT_S) as job:
         time.sleep(random.random())
@@ -55,15 +55,14 @@ def test_a_busy_rank_is_stopped(
 @pytest.mark.parametrize(
     ("cut", "victim"), [(lambda there, _: state(there, "down"), 0), (blackhole, 1)]
 )
+@pytest.mark.parametrize("kind", ["engine", "streams"])
 def test_the_network_of_a_rank_is_cut(
-    cut: Callable[[int, Sequence[str]], None], victim: int
+    kind: str, cut: Callable[[int, Sequence[str]], None], victim: int
 ) -> None:
     with network(3, Link.parse("100mbit")) as net:
         others = [address for rank, address in enumerate(net.addresses) if rank != victim]
         namespaces = net.namespace_fds
-        with trainees(
-            "engine", 3, TIMEOUT_S, address=net.addresses[0], namespaces=namespaces
-        ) as job:
+        with trainees(kind, 3, TIMEOUT_S, address=net.addresses[0], namespaces=namespaces) as job:
             time.sleep(random.random())
             texts = check(job.ended([0, 1, 2], lambda: cut(namespaces[victim], others), 40))
     if victim == 1:  # the others reach the store

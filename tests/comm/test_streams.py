@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,10 @@ import torch
 from torch import nn
 
 import thinwire as tw
-from tests.api import Group, connections
+from tests.api import Group, Link, connections, enter
+from tests.faults import disorder
+from tests.faults.lines import over_lines
+from tests.lab.namespaces import needs_netns
 from tests.ranks import Lost, Pool, Raised
 from tests.toys import bits
 from tests.waiting import time_out
@@ -76,6 +80,33 @@ def test_a_rank_that_fails_is_named(ranks: Pool, how: str, error: str) -> None:
         assert isinstance(answer, Raised)
         assert answer.type_name == error
         assert "rank 1" in answer.text
+
+
+def over_line(rank: int, size: int, folder: str, streams: int | None) -> str:
+    return trained(rank, size, streams, None, 0)
+
+
+@pytest.mark.fault("5 % and 30 % of the packets lost, with several connections")
+@needs_netns
+@pytest.mark.parametrize("loss", ["5%", "30%"])
+def test_lost_packets_change_no_bit(ranks: Pool, tmp_path: Path, loss: str) -> None:
+    whole = ranks.run(trained, 4, None, 0, size=2)
+    link = Link.of("200mbit", None, None, "1ms", loss=loss)
+    found = over_lines(ranks, over_line, 4, folder=tmp_path, size=2, link=link)
+    failed = [one.type_name for one in found if isinstance(one, Raised)]
+    assert set(failed) <= {"PeerLost", "PeerStalled"}
+    assert found == whole or len(failed) == 2
+
+
+@pytest.mark.fault("packets that come twice, and in another order")
+@needs_netns
+def test_doubled_and_late_packets_change_no_bit(
+    ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = ranks.run(trained, 4, None, 0, size=2)
+    monkeypatch.setattr(enter, "__file__", disorder.__file__)
+    link = Link.parse("200mbit", "1ms")
+    assert over_lines(ranks, over_line, 4, folder=tmp_path, size=2, link=link) == whole
 
 
 def differing(rank: int, size: int) -> None:

@@ -37,6 +37,17 @@ def engine(rank: int) -> None:
         yield_line(step)
 
 
+def streams(rank: int) -> None:
+    """Local updates whose messages travel on several connections."""
+    model = torch.nn.Linear(1000, 700)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tw.local_sgd(model, optimizer, tw.LocalSGD(1, begin_step=0), streams=4):
+        for step in range(10**9):
+            model(torch.randn(8, 1000)).square().mean().backward()
+            optimizer.step()
+            yield_line(step)
+
+
 def normed() -> torch.nn.Module:
     """A model with buffers, the same on all ranks."""
     torch.manual_seed(0)
@@ -104,7 +115,7 @@ def main() -> None:
     kind, rank = sys.argv[1:3]
     torch.set_num_threads(1)
     meet()
-    kinds = {"votes": votes, "engine": engine, "busy": busy, "again": again}
+    kinds = {"votes": votes, "engine": engine, "streams": streams, "busy": busy, "again": again}
     try:
         kinds[kind](int(rank))
     except Exception as error:

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import subprocess
 import threading
 import time
 import warnings
@@ -28,7 +27,6 @@ __all__ = [
     "TIMEOUT_S",
     "alike",
     "blackhole",
-    "nft",
     "over_lines",
     "state",
     "traffic",
@@ -195,17 +193,6 @@ def blackhole(namespace: int, addresses: Sequence[str]) -> None:
                 ip.route("add", dst=f"{address}/32", type="blackhole")
 
     inside(namespace, act)
-
-
-def nft(namespace: int, rule: str) -> None:
-    """One rule for all that comes in to a namespace by eth0."""
-    hook = 'type filter hook input priority 0; iifname "eth0"'
-    text = f"table ip faults {{\nchain input {{ {hook} {rule}; }}\n}}"
-    inside(namespace, lambda: _nft(text))
-
-
-def _nft(text: str) -> None:
-    subprocess.run(["nft", "-f", "-"], input=text, text=True, check=True)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """What lines do to training: down for a while or for good, slower, late, lossy, apart."""
 
-import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +10,12 @@ import pytest
 import thinwire as tw
 from tests.api import Link
 from tests.api import netns_Network as Network
-from tests.faults.lines import TIMEOUT_S, blackhole, nft, over_lines, state, trained, wide
+from tests.faults.lines import TIMEOUT_S, blackhole, over_lines, state, trained, wide
 from tests.faults.training import Seen, said_nothing_moved
 from tests.lab.namespaces import needs_netns
 from tests.ranks import Pool
 
 FAST = Link.parse("200mbit")
-needs_nft = pytest.mark.skipif(shutil.which("nft") is None, reason="needs the command nft")
 
 
 def undisturbed(ranks: Pool, folder: Path, way: str, last: int) -> list[str]:
@@ -49,17 +47,10 @@ def test_a_line_is_down_for_less_than_the_time_out(ranks: Pool, tmp_path: Path, 
 
 @pytest.mark.fault("1 % of the packets lost")
 @needs_netns
-@needs_nft
 def test_every_hundredth_packet_is_lost(ranks: Pool, tmp_path: Path) -> None:
     whole = undisturbed(ranks, tmp_path / "whole", "dgc", 30)
-
-    def lose(net: Network) -> None:
-        for namespace in net.namespace_fds:
-            nft(namespace, "numgen random mod 100 < 1 drop")
-
-    seen = over_lines(
-        ranks, trained, "dgc", 30, 30.0, folder=tmp_path, size=3, link=FAST, at=2, act=lose
-    )
+    link = Link.of("200mbit", None, None, loss="1%")
+    seen = over_lines(ranks, trained, "dgc", 30, 30.0, folder=tmp_path, size=3, link=link)
     assert [one.error for one in seen] == [""] * 3
     assert [one.common for one in seen] == whole
 
