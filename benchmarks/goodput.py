@@ -1,11 +1,13 @@
 """Goodput under faults: members that come and go, beside torchrun with restarts.
 
-    python -m benchmarks.goodput --seconds 900 --out benchmarks/results/goodput.json
+    python -m benchmarks.goodput --seconds 1800 --out benchmarks/results/goodput.json
 
 Four workers, one at half speed, each in a network of its own behind a line of 20 Mbit/s and 20 ms.
-A step sleeps for 0.2 s (0.4 s), as if a GPU worked. One worker is killed once and started again at
-once, and the line of another is cut for 15 s in every 300 s; no time is scaled. The contenders run
-at the same time, under the same faults at the same times:
+A step sleeps for 0.2 s (0.4 s), as if a GPU worked. The faults are those of a file, by default
+`settings/faults.jsonl`: a line for each, with `at_s`, seconds since all workers train, `worker`,
+which is 0 to 3, and `what`: "kill", after which the worker is started again at once, "cut" and
+"mend" of its line. There one is killed, and a line is cut for 15 s in every 300 s; no time is
+scaled. The contenders run at the same time, under the same faults at the same times:
 
 - `members`: rounds of 30 s between members (`thinwire host`, `tw.join`);
 - `rounds`: the same rounds of fixed ranks under torchrun, a checkpoint after every round;
@@ -17,8 +19,8 @@ it.
 """
 
 import contextlib
+import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -37,7 +39,7 @@ from thinwire.tools.network.netns import Link, Network, inside, network
 from thinwire.tools.run.launch import signal_group, start
 
 MODES = ("members", "rounds", "ddp")
-CUT_S, CUT_EVERY_S, KILLED = 15.0, 300.0, 2
+FAULTS = Path(__file__).with_name("settings") / "faults.jsonl"
 _LINK, _LATENCY = "20mbit", "20ms"
 _START_S, _POLL_S, _PORT = 300.0, 0.2, 29500
 LOSSES = {
@@ -137,21 +139,12 @@ class Run:
                 os.kill(pid, signal.SIGKILL)
 
 
-def faults(seconds: float, seed: int = 1) -> list[tuple[float, str, int]]:
-    """Return the faults: seconds from the start, kind and worker; never the first worker."""
-    dice = random.Random(seed)
-    found = [(dice.uniform(0.4, 0.6) * seconds, "kill", KILLED)]
-    for index in range(int(seconds / CUT_EVERY_S)):
-        at = CUT_EVERY_S * index + dice.uniform(ROUND_S, CUT_EVERY_S - 2 * ROUND_S)
-        victim = 1 + index % (MEMBERS - 1)
-        found += [(at, "cut", victim), (at + CUT_S, "mend", victim)]
-    return sorted(found)
-
-
-def run(folder: Path, modes: Sequence[str], seconds: float) -> dict[str, Any]:
+def run(
+    folder: Path, modes: Sequence[str], seconds: float, faults: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """Run the contenders and return what came of them."""
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # no name server is reached there
-    plan = faults(seconds)
+    plan = sorted(faults, key=lambda fault: float(fault["at_s"]))
     with contextlib.ExitStack() as stack:
         runs = []
         for mode in modes:
@@ -169,8 +162,9 @@ def run(folder: Path, modes: Sequence[str], seconds: float) -> dict[str, Any]:
             time.sleep(_POLL_S)
         begun_s = time.monotonic()
         while time.monotonic() < begun_s + seconds:
-            while plan and time.monotonic() >= begun_s + plan[0][0]:
-                at, kind, victim = plan.pop(0)
+            while plan and time.monotonic() >= begun_s + plan[0]["at_s"]:
+                at, kind, victim = (plan[0][name] for name in ("at_s", "what", "worker"))
+                plan.pop(0)
                 print(f"{at:.0f} s: {kind} {victim}", flush=True)
                 for made in runs:
                     made.kill(victim) if kind == "kill" else made.line(victim, kind)
@@ -265,18 +259,20 @@ def table(results: Mapping[str, Any]) -> str:
 
 def main() -> None:
     parser = bare_parser(__doc__)
-    parser.add_argument("--seconds", type=float, default=900)
+    parser.add_argument("--seconds", type=float, default=1800)
+    parser.add_argument("--faults", type=Path, default=FAULTS, help="the file of the faults")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--folder", type=Path, help="keeps logs and events")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     folder = given.folder or Path(tempfile.mkdtemp(prefix="thinwire-goodput-"))
-    results = run(folder, given.modes, given.seconds)
+    faults = [json.loads(line) for line in given.faults.read_text().splitlines()]
+    results = run(folder, given.modes, given.seconds, faults)
     print(table(results))
     about = {
         "command": f"python -m benchmarks.goodput --seconds {given.seconds:g}",
         "machine": describe_machine(),
-        "faults": faults(given.seconds),
+        "faults": faults,
         "step_seconds": [step_seconds(number) for number in range(MEMBERS)],
         "round_seconds": ROUND_S,
         "line": f"{_LINK}, {_LATENCY} one way to the middle",
