@@ -605,8 +605,8 @@ def piece_bytes(nbytes: int, timeout_s: float) -> int:
     # every stream carries as many pieces; whole numbers of any type
     streams = min(1 << (nbytes // _OF_STREAM_BYTES).bit_length() - 1, STREAMS)
     most = min(max(wanted // STREAMS, _SMALLEST_BYTES), _LARGEST_BYTES)
-    of_each = ceil(nbytes / streams / most)
-    return 16 * ceil(nbytes / streams / of_each / 16)
+    pieces = ceil(nbytes / streams / most)
+    return 16 * ceil(nbytes / streams / pieces / 16)
 
 
 def pieces_of(buffer: Tensor, limit_bytes: int) -> Sequence[Tensor]:
