@@ -2,6 +2,7 @@
 a round, and how often a member uploads its message.
 
     python -m benchmarks.relay --repeats 10 --out benchmarks/results/relay.json
+    python -m benchmarks.relay --latency 20ms --loss 0.2% --congestion cubic --out FILE
 
 Needs root: every member is a process in a network namespace of its own, behind a line of that rate
 in each direction; the host has 1 Gbit/s. A message has 2 MB. Relay and direct take turns, twice.
@@ -32,7 +33,7 @@ from thinwire.comm.sockets import connections
 from thinwire.tools.network.enter import enter_network
 from thinwire.tools.network.netns import Link, Network, inside, limit_rate, network, why_unavailable
 
-LINE, HOST_LINE = Link.parse("20mbit"), Link.parse("1gbit")
+RATE, HOST_LINE = "20mbit", Link.parse("1gbit")
 WIDTH = 1400
 MESSAGE_BYTES = WIDTH * WIDTH
 TURNS, WARM_UP = 2, 3
@@ -118,11 +119,11 @@ def measured(size: int, net: Network, place: Any, repeats: int) -> list[Any]:
     return sorted(found)
 
 
-def row(size: int, repeats: int) -> dict[str, Any]:
+def row(size: int, repeats: int, line: Link) -> dict[str, Any]:
     """Rounds of `size` members, through the relay and directly."""
     seconds: defaultdict[bool, list[float]] = defaultdict(list)
     uploads: defaultdict[bool, list[float]] = defaultdict(list)
-    with network(1 + size, LINE) as net, tempfile.TemporaryDirectory() as folder:
+    with network(1 + size, line) as net, tempfile.TemporaryDirectory() as folder:
         widen_host(net)
         token_file = Path(folder, "token")
         token_file.write_bytes(TOKEN)
@@ -143,7 +144,7 @@ def row(size: int, repeats: int) -> dict[str, Any]:
         "direct_s": round(direct_s, 3),
         "relay_s": round(relayed_s, 3),
         "ratio": round(relayed_s / direct_s, 3),
-        "line_s": round(LINE.seconds(direct_uploads * MESSAGE_BYTES), 3),
+        "line_s": round(line.seconds(direct_uploads * MESSAGE_BYTES), 3),
         "direct_uploads": round(direct_uploads, 3),
         "relay_uploads": round(statistics.median(uploads[True]), 3),
     }
@@ -152,7 +153,12 @@ def row(size: int, repeats: int) -> dict[str, Any]:
 def main() -> int:
     parser = parser_for(__doc__)
     parser.add_argument("--members", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--latency", default="0ms")
+    parser.add_argument("--loss", default="0%")
+    parser.add_argument("--congestion")
     given = parser.parse_args()
+    lossy = {"loss": given.loss, "congestion": given.congestion}
+    line = Link.of(RATE, None, None, given.latency, **lossy)
     reason = why_unavailable()
     if reason is not None:
         parser.error(f"the lines cannot be emulated here: network namespaces {reason}")
@@ -160,14 +166,14 @@ def main() -> int:
     rows = []
     print(f"{'members':>7} {'line s':>7} {'direct s':>9} {'relay s':>8} {'ratio':>6} uploads")
     for size in given.members[:1] if given.quick else given.members:
-        rows.append(row(size, 2 if given.quick else given.repeats))
+        rows.append(row(size, 2 if given.quick else given.repeats, line))
         one = rows[-1]
         print(
             f"{size:7} {one['line_s']:7.2f} {one['direct_s']:9.2f} {one['relay_s']:8.2f} "
             f"{one['ratio']:6.2f} {one['relay_uploads']:.2f} (direct {one['direct_uploads']:.2f})",
             flush=True,
         )
-    save({"rows": rows, "surroundings": surroundings(given.repeats)}, given.out)
+    save({"line": str(line), "rows": rows, "surroundings": surroundings(given.repeats)}, given.out)
     return 0
 
 
