@@ -14,6 +14,8 @@ _SYSTEM = ctypes.CDLL(None)
 """C library of this process; its calls here return 0 on success."""
 _LONGEST_NAME_BYTES = 128
 """Size of a `sockaddr_storage`."""
+_ESTABLISHED = 1
+"""State of a connection that is open, in the first byte of the kernel's `tcp_info`."""
 
 Endpoint = tuple[str, int]
 """Address as text, and port."""
@@ -55,6 +57,14 @@ def shut_down(connection: Connection) -> None:
             _SYSTEM.shutdown(held, socket.SHUT_RDWR)
 
 
+def has_ended(connection: Connection) -> bool:
+    """Return True once the peer or the kernel has closed a connection."""
+    with contextlib.suppress(OSError), _held(connection.descriptor) as (inode, held):
+        state = _option(held, socket.TCP_INFO, socket.IPPROTO_TCP) & 0xFF
+        return inode == connection.inode and state != _ESTABLISHED
+    return False
+
+
 def end_unanswered(connection: Connection, seconds: int) -> None:
     """Let the kernel end a connection whose data or probes go unacknowledged for `seconds`."""
     # a stopped process still acknowledges
@@ -93,12 +103,10 @@ def _held(descriptor: int) -> Iterator[tuple[int | None, int]]:
         os.close(held)
 
 
-def _option(descriptor: int, option: int) -> int:
+def _option(descriptor: int, option: int, level: int = socket.SOL_SOCKET) -> int:
     value = ctypes.c_int()
     length = ctypes.c_uint32(ctypes.sizeof(value))
-    _SYSTEM.getsockopt(
-        descriptor, socket.SOL_SOCKET, option, ctypes.byref(value), ctypes.byref(length)
-    )
+    _SYSTEM.getsockopt(descriptor, level, option, ctypes.byref(value), ctypes.byref(length))
     return value.value
 
 

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistError, DistNetworkError
 
 from thinwire._watchdog import Late, within
-from thinwire.comm.sockets import Connection, connections, end_unanswered, shut_down
+from thinwire.comm.sockets import Connection, connections, end_unanswered, has_ended, shut_down
 from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
 from thinwire.members.credentials import derived_key
 
@@ -205,6 +205,9 @@ class KeyValueView:
 
     def _with_reconnect(self, request: Callable[[], _T]) -> _T:
         while True:
+            # a call that meets a closed connection prints some fifteen lines of torch's own
+            if self._lost_connection is None and any(map(has_ended, self._connections)):
+                self._lost_connection = DistNetworkError("the connection was closed")
             if self._lost_connection is not None:
                 self._reconnect(self._lost_connection)
             try:
