@@ -35,7 +35,7 @@ _NAMES = {
     ),
     "thinwire.comm.member_groups": "MemberGroups",
     "thinwire.comm.replicate": "make_equal_",
-    "thinwire.comm.sockets": "connections listeners shut_down",
+    "thinwire.comm.sockets": "connections has_ended listeners shut_down",
     "thinwire.comm.waiting": "left_s one_deadline",
     "thinwire.compress": "CHANGE_COMPRESSIONS compression_of",
     "thinwire.compress.dense": "checked_sum send_dense with_checksum",
