@@ -1,13 +1,13 @@
 """Sources of an exchange that are not single ranks: nodes, sites of sharded models, and pipelines.
 
-One rank of a node, the leader, exchanges with other nodes. A site holds a whole model in shards, a
-pipeline holds it in stages.
+A site holds a whole model in shards, a pipeline holds it in stages.
 """
 
 import datetime
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -101,32 +101,26 @@ class Nodes:
 
     def all_gather(self, message: Tensor, *, action: str) -> Pending[Tensor]:
         """Gather as `Group.all_gather` does: shape (size, B), row n from node n."""
-        pending = None if self.leaders is None else self.leaders.all_gather(message, action=action)
-        return self._shared(
-            pending, lambda: message.new_empty((self.size, message.numel())), action
-        )
+        empty = partial(message.new_empty, (self.size, message.numel()))
+        return self._shared(lambda group: group.all_gather(message, action=action), empty, action)
 
     def all_to_all(self, parts: Tensor, lengths: Sequence[int], *, action: str) -> Pending[Tensor]:
         """Exchange as `Group.all_to_all` does: shape (size, lengths[rank]), row n from node n."""
-        pending = (
-            None if self.leaders is None else self.leaders.all_to_all(parts, lengths, action=action)
-        )
-        return self._shared(
-            pending, lambda: parts.new_empty((self.size, lengths[self.rank])), action
-        )
+        empty = partial(parts.new_empty, (self.size, lengths[self.rank]))
+        return self._shared(lambda g: g.all_to_all(parts, lengths, action=action), empty, action)
 
     def all_reduce_(self, buffer: Tensor, *, action: str) -> Pending[Tensor]:
         """Sum over the nodes as `Group.all_reduce_` does."""
-        pending = None if self.leaders is None else self.leaders.all_reduce_(buffer, action=action)
-        return self._shared(pending, lambda: buffer, action)
+        return self._shared(lambda g: g.all_reduce_(buffer, action=action), lambda: buffer, action)
 
     def _shared(
-        self, pending: Pending[Tensor] | None, allocate: Callable[[], Tensor], action: str
+        self, launch: Callable[[Group], Pending[Tensor]], empty: Callable[[], Tensor], action: str
     ) -> Pending[Tensor]:
-        """Broadcast the leader's result to all ranks of this node."""
+        """Launch on the leader, and broadcast its result to all ranks of this node."""
+        pending = None if self.leaders is None else launch(self.leaders)
 
         def finish() -> Tensor:
-            result = allocate() if pending is None else pending.wait()
+            result = empty() if pending is None else pending.wait()
             return self.node.broadcast_(result, action=f"{action}, inside the node").wait()
 
         return Pending(finish)

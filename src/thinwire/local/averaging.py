@@ -170,8 +170,7 @@ class PendingAveraging:
 class Averaging:
     """State of averaging by name: anchors, outer momentum and residuals; `commit_` changes it.
 
-    An anchor is the exact value of a parameter after its last averaging, equal on all ranks like
-    outer momentum. A residual belongs to this rank, or its node.
+    An anchor is a parameter's exact value after an averaging, equal on all ranks like momentum.
     """
 
     def __init__(

@@ -476,10 +476,10 @@ class LocalUpdates:
         found |= {} if self._members is None else self._members._joining
         # each fragment has an outer optimizer of its own
         averagings = -(-averagings // self.config.fragments)
-        found["applied_share"] = averager.averaging.applied_share(averagings)
-        found["drift"] = averager.averaging.drift
-        goodput = averager.pace.goodput(self.step - self._skipped, self._skipped)
-        return found | averager.traffic() | goodput
+        averaging, made = averager.averaging, self.step - self._skipped
+        found["applied_share"] = averaging.applied_share(averagings)
+        found["drift"] = averaging.drift
+        return found | averager.traffic() | averager.pace.goodput(made, self._skipped)
 
     def stats(self) -> dict[str, float]:
         """Return flat numbers about this rank so far; names as in `thinwire.Engine.stats`.
