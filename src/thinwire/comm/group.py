@@ -128,7 +128,10 @@ class Group:
         process_group: dist.ProcessGroup | None = None,
         timeout: float | datetime.timedelta | None = None,
         streams: int | None = None,
+        *,
+        gloo: bool = False,
     ) -> None:
+        # with `gloo`, between sites, data too travels by a gloo group of ours
         self._begin(time_limit_s(process_group, timeout))
         self.streams = streams
         if is_alone():
@@ -148,7 +151,7 @@ class Group:
         parent = process_group if process_group is not None else dist.group.WORLD
         assert parent is not None
         if self.size > 1:
-            self._shared = private_group(parent, self.timeout_s)
+            self._shared = private_group(parent, self.timeout_s, gloo=gloo)
 
     @classmethod
     def alone(cls, timeout_s: float) -> "Group":
@@ -210,7 +213,7 @@ class Group:
     @property
     def global_ranks(self) -> list[int]:
         """Global ranks of this group, in the order of the group."""
-        return dist.get_process_group_ranks(self._private) if self.size > 1 else [0]
+        return [0] if self._shared is None else self._shared.ranks
 
     @property
     def _private(self) -> dist.ProcessGroup:
@@ -252,14 +255,14 @@ class Group:
 
     @property
     def device(self) -> torch.device:
-        """Device on which this group's backend needs small control tensors."""
+        """Device on which this group's backend needs data from the host."""
         if self.size > 1 and not has_cpu(self._private):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
     def all_gather(self, message: Tensor, *, action: str) -> Pending[Tensor]:
         """Launch an all-gather of equally long byte strings, untouched until `wait`, uint8 (n,)."""
-        carried = message.to(self.device) if message.is_cpu else message
+        carried = message.to(self._carrier(message.device))
         gathered = self._gather(carried, action, control=False)
         return Pending(lambda: gathered.wait().to(message.device))
 
@@ -273,7 +276,7 @@ class Group:
         rows, limit = out.view(self.size, -1), piece_bytes(message.numel(), self.timeout_s)
         held = [out, message]
         # gloo's gather hands every message on W - 1 times, a round trip each; this needs one
-        at_once = self.size > 2 and not self.relayed and self.device.type == "cpu"
+        at_once = self.size > 2 and not self.relayed
         if control and at_once and message.numel() <= _SHORT_BYTES:
             held.append(copies := message.repeat(self.size))
             launches = [partial(dist.all_to_all_single, out, copies)]
@@ -329,12 +332,12 @@ class Group:
         )
 
     def _carrier(self, device: torch.device) -> torch.device:
-        """Device on which this group's backend needs byte strings."""
-        if device == self.device:
-            return device
+        """Device from which this group's backend sends a tensor: gloo sends from the host."""
+        if device.type == "cpu" or self.size == 1:
+            return self.device
         try:
             backend = self._private._get_backend(device)
-        except RuntimeError:  # such as NCCL, which needs tensors on a GPU
+        except RuntimeError:  # it has no backend for this device
             return self.device
         return torch.device("cpu") if backend.name() == "gloo" else device
 
@@ -344,7 +347,7 @@ class Group:
         if self.size == 1:
             return Pending(lambda: buffer)
         self.bytes_received += buffer.nbytes
-        carried = buffer.to(self.device) if buffer.is_cpu else buffer
+        carried = buffer.to(self._carrier(buffer.device))
         pieces = pieces_of(carried, piece_bytes(carried.nbytes, self.timeout_s))
         launches = [partial(dist.all_reduce, piece) for piece in pieces]
         wire = (self.copies if self.relayed else 2 * (self.size - 1) / self.size) * buffer.nbytes
@@ -358,11 +361,17 @@ class Group:
             return Pending(lambda: buffer)
         self.bytes_sent += buffer.nbytes if self.rank == source else 0
         self.bytes_received += 0 if self.rank == source else buffer.nbytes
-        pieces = pieces_of(buffer, piece_bytes(buffer.nbytes, self.timeout_s))
+        carried = buffer.to(self._carrier(buffer.device))
+        pieces = pieces_of(carried, piece_bytes(carried.nbytes, self.timeout_s))
         launches = [partial(dist.broadcast, piece, group_src=source) for piece in pieces]
         share = (self.size - 1) / self.size * buffer.nbytes  # the mean over the ranks
         return self._launched(
-            launches, lambda: buffer, action, [buffer], wire_bytes=share, rated=False
+            launches,
+            lambda: buffer.copy_(carried),
+            action,
+            [carried],
+            wire_bytes=share,
+            rated=False,
         )
 
     def take_regroup_s(self) -> float:
@@ -412,10 +421,10 @@ class Group:
         number = 0 if macs is None else macs.next()
         if macs is not None:
             message = macs.with_mac(message, number)
-        gathered = self._gather(message.to(self.device), action, control=True)
+        gathered = self._gather(message, action, control=True)
 
         def strings() -> list[bytes]:
-            rows = gathered.wait().cpu()
+            rows = gathered.wait()
             if macs is not None:
                 rows, wrong = macs.verified(rows, number)
                 if wrong:
@@ -447,15 +456,15 @@ class Group:
         control: bool = False,
     ) -> Pending[Tensor]:
         """Launch all pieces. `held` is kept until they end; `wire_bytes` counts for the rate."""
-        group, launched_s = self._private, time.perf_counter()
+        group, launched_s, shared = self._private, time.perf_counter(), self._shared
+        assert shared is not None, "there are other ranks"
         Group.on_the_wire += wire_bytes
         Group.within_sites += wire_bytes * self.one_site
-        if control and self._shared is not None:
-            group = self._shared.control
-        works, groups = [], [group]
-        if len(launches) > 1 and self._shared is not None:
+        by_gloo = control or (shared.watched and held[0].is_cpu)
+        works, groups = [], [shared.control if control else group]
+        if len(launches) > 1 and by_gloo:
             count = self.streams or streams_between(self.size)
-            groups = self._shared.streams(min(count, len(launches)), self.timeout_s)
+            groups = shared.streams(min(count, len(launches)), self.timeout_s)
         for launch, carrier in zip(launches, cycle(groups), strict=False):
             try:
                 work = launch(group=carrier, async_op=True)
@@ -468,7 +477,7 @@ class Group:
             set_activity(action, waiting=True)
             begin_s = time.perf_counter()
             try:
-                self._wait_for_all(works, action, held)
+                self._wait_for_all(works, action, held, in_slices=by_gloo)
                 nbytes = wire_bytes if rated and not control else 0.0
                 self._rate.ended(nbytes, launched_s, begin_s, time.perf_counter())
             finally:
@@ -479,10 +488,13 @@ class Group:
         return Pending(finish)
 
     def _wait_for_all(
-        self, works: Sequence[dist.Work], action: str, held: Sequence[Tensor]
+        self,
+        works: Sequence[dist.Work],
+        action: str,
+        held: Sequence[Tensor],
+        *,
+        in_slices: bool,
     ) -> None:
-        assert self._shared is not None, "something was launched"
-        in_slices = held[0].device.type in self._shared.watched
         nbytes = sum(tensor.nbytes for tensor in held) if len(works) > 1 else 0
         progress = Progress(action, nbytes) if len(works) > 1 else None
         for work in works:
@@ -604,8 +616,8 @@ def piece_bytes(nbytes: int, timeout_s: float) -> int:
     if nbytes <= _WHOLE_BYTES:
         return most
     # every stream carries as many pieces; whole numbers of any type
-    of_each = ceil(nbytes / STREAMS / max(most // STREAMS, _SMALLEST_BYTES))
-    return 16 * ceil(nbytes / STREAMS / of_each / 16)
+    pieces = ceil(nbytes / STREAMS / max(most // STREAMS, _SMALLEST_BYTES))
+    return 16 * ceil(nbytes / STREAMS / pieces / 16)
 
 
 def pieces_of(buffer: Tensor, limit_bytes: int) -> Sequence[Tensor]:

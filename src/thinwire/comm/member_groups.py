@@ -35,7 +35,7 @@ class MemberGroups:
 
     heartbeats = None
     """Heartbeat thread of `Private`; here members send heartbeats to the store themselves."""
-    watched = frozenset({"cpu"})
+    watched = True
 
     def __init__(
         self, store: Store, rank: int, size: int, timeout_s: float, endpoint: RelayEndpoint

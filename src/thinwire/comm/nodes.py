@@ -60,10 +60,10 @@ def sites_of(
     """Return all ranks of this job, with `Group.shards` and `Group.replicas`."""
     # all ranks vote together: a bad message to one shard must stop all ranks
     require_mesh(mesh)
-    job = Group(None, timeout)
+    job = Group(None, timeout, gloo=True)
     job.shards = Group(mesh.get_group("shard"), timeout)
     job.shards.one_site = True
-    job.replicas = Group(mesh.get_group("replicate"), timeout, streams)
+    job.replicas = Group(mesh.get_group("replicate"), timeout, streams, gloo=True)
     shard_of = {rank: i for site in mesh.mesh.tolist() for i, rank in enumerate(site)}
     job.parts = [shard_of[rank] for rank in range(job.size)]
     return job
@@ -198,9 +198,15 @@ def _groups_of(nodes: Nodes) -> _Groups:
 
     def make() -> _Groups:
         ranks, first = all_ranks.global_ranks, nodes.rank * width
-        node = Private(ranks[first : first + width], all_ranks.timeout_s)
-        leads = nodes.size > 1 and all_ranks.rank == first
-        return node, Private(ranks[::width], all_ranks.timeout_s) if leads else None
+        assert all_ranks._shared is not None
+        parent = all_ranks._shared.parent and all_ranks._shared.parent()
+        assert parent is not None, "a group over ranks of it was made"
+        own, its = (parent, all_ranks.timeout_s), f"nodes of {width}"
+        node = Private(*own, ranks[first : first + width], f"{its}, {first}")
+        if nodes.size == 1 or all_ranks.rank != first:
+            return node, None
+        gloo = parent is dist.group.WORLD  # else the user named a group, whose backend counts
+        return node, Private(*own, ranks[::width], f"{its}, leaders", gloo=gloo)
 
     return groups_once(all_ranks._private, width, make)
 
@@ -238,7 +244,10 @@ class Grid:
             stages = list(range(first, first + self.stages))
             replicas = [replica * self.stages + self.stage for replica in every]
             # torch makes the transfers between stages, so the backend must enforce the time-out
-            return Private(stages, timeout_s, timed=True), Private(replicas, timeout_s, timed=True)
+            return (
+                Private(world, timeout_s, stages, f"replica {self.replica}", timed=True),
+                Private(world, timeout_s, replicas, f"stage {self.stage}", timed=True),
+            )
 
         return groups_once(world, (self.stages, timeout_s), make)
 

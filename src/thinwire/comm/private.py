@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import copy
 import ctypes
 import datetime
 import os
@@ -48,48 +49,71 @@ class Private:
     """A process group with its heartbeat thread, shared by all users of the same ranks."""
 
     # `control` is separate from the data: a rank that makes another call then meets the others in
-    # an agreement, never in a message of another length, for which gloo aborts the process
+    # an agreement, never in a message of another length, for which gloo aborts the process. It is
+    # gloo whatever the job has, and so are the data between sites (`gloo`): torch's registry does
+    # not have these groups, and they end with their last reference
 
-    def __init__(self, ranks: list[int], timeout_s: float, *, timed: bool = False) -> None:
-        self.control = _new_group(ranks, timeout_s)
-        self._group: dist.ProcessGroup | None = self.control
+    def __init__(
+        self,
+        parent: dist.ProcessGroup,
+        timeout_s: float,
+        ranks: list[int],
+        name: str,
+        *,
+        gloo: bool = False,
+        timed: bool = False,
+    ) -> None:
+        self.ranks = ranks
+        self.parent: Callable[[], dist.ProcessGroup | None] | None = weakref.ref(parent)
+        self._here = ranks.index(dist.get_rank()), len(ranks)
+        self._store = PrefixStore(f"thinwire/{name}", parent.get_group_store())
         self.more: list[dist.ProcessGroup] = []
         """Further groups for data, of `streams`."""
         self.abandoned: tuple[type[ThinwireError], str] | None = None
         self.heartbeats: HeartbeatThread | None = None
-        gloo = _gloo_backends(self._group)
-        self.watched = frozenset(() if timed else gloo)
-        if timed:
-            # construction was limited by the rest of a deadline, which differs between ranks
-            for backend in gloo.values():
-                backend.options._timeout = datetime.timedelta(seconds=timeout_s)
-                backend._set_default_timeout(datetime.timedelta(seconds=timeout_s))
-        elif gloo:
-            self.control = _new_group(ranks, timeout_s)
-            for backend in (*gloo.values(), *_gloo_backends(self.control).values()):
-                # set afterwards: the same value limits the construction
-                backend._set_default_timeout(_NEVER)
+        self._group: dist.ProcessGroup | None
+        self._group = data = self._gloo("data", timeout_s) if gloo else self._like(timeout_s)
+        backends = _gloo_backends(data)
+        self.watched = "cpu" in backends and not timed
+        """True if data travels by gloo, from the host's memory."""
+        self.control = data if timed else self._gloo("control", timeout_s)
+        for backend in backends.values():
+            # set afterwards: the same value limits the construction, by the rest of a deadline
+            limit = datetime.timedelta(seconds=timeout_s) if timed else _NEVER
+            backend.options._timeout = limit
+            backend._set_default_timeout(limit)
         if not timed:
-            store, rank = self._group.get_group_store(), dist.get_rank(self._group)
-            self.heartbeats = HeartbeatThread(store, rank, len(ranks), timeout_s)
+            self.heartbeats = HeartbeatThread(self._store, *self._here, timeout_s)
             weakref.finalize(self, self.heartbeats.stop).atexit = False
-        self._registered = True
         released_at_exit(self)
+
+    def _gloo(self, name: str, timeout_s: float) -> dist.ProcessGroup:
+        store = PrefixStore(name, self._store)
+        return _limited(timeout_s, *self._here, partial(gloo_group, store, *self._here))
+
+    def _like(self, timeout_s: float) -> dist.ProcessGroup:
+        """Return a group with the backend of the parent."""
+        parent = self.parent and self.parent()
+        assert parent is not None, "the constructor holds it"
+        backend = None if parent is dist.group.WORLD else dist.get_backend(parent)
+
+        def make(limit_s: float) -> dist.ProcessGroup:
+            timeout = datetime.timedelta(seconds=limit_s)
+            group: dist.ProcessGroup = dist.new_group(
+                self.ranks, timeout, backend, use_local_synchronization=True
+            )
+            return group
+
+        # nccl must stay on the thread of its device
+        return _limited(timeout_s, *self._here, make, own_thread=has_cpu(parent))
 
     def detached(self, timeout_s: float) -> "Private":
         """Return a gloo group over the same ranks, for the agreements of one other thread."""
-        # torch's registry does not have it, so that `destroy_process_group` does not end it: it
-        # ends with its last reference
-        parent, new = self._group, Private.__new__(Private)
+        new, parent = copy.copy(self), self._group
         assert parent is not None, "an exchange has just succeeded"
-        store = PrefixStore(f"detached/{next_identity(parent)}", parent.get_group_store())
-        here = dist.get_rank(parent), parent.size()
-        new._group = new.control = _limited(
-            timeout_s, *here, lambda limit_s: gloo_group(store, *here, limit_s)
-        )
-        new.more = []
-        new.heartbeats, new.abandoned = self.heartbeats, None
-        new.watched, new._registered = frozenset({"cpu"}), False
+        new._group = new.control = self._gloo(f"detached/{next_identity(parent)}", timeout_s)
+        new.more, new.abandoned = [], None
+        new.watched, new.parent = True, None
         released_at_exit(new)
         return new
 
@@ -101,21 +125,17 @@ class Private:
     def streams(self, count: int, timeout_s: float) -> list[dist.ProcessGroup]:
         """Return up to `count` groups over the same ranks; missing ones are made, on all ranks."""
         assert self._group is not None, "not released"
-        if not self.watched:
-            return [self._group]
-        here, parent = (self._group.rank(), self._group.size()), self._group.get_group_store()
         while len(self.more) < count - 1:
-            store = PrefixStore(f"stream/{len(self.more)}", parent)
-            make = partial(gloo_group, store, *here)
-            self.more.append(_limited(timeout_s, *here, make))
+            self.more.append(self._gloo(f"stream/{len(self.more)}", timeout_s))
         return [self._group, *self.more][:count]
 
     def disconnect(self) -> None:
         """Close the connections of gloo, which ends every wait for this rank at once."""
-        if self._group is None or not self.watched:
+        if self._group is None or self.heartbeats is None:
             return
-        others = set(range(self._group.size())) - {self._group.rank()}
-        for group, peer in product((self._group, self.control, *self.more), others):
+        others = set(range(len(self.ranks))) - {self._here[0]}
+        groups = [self.control, *self.more, *([self._group] if self.watched else [])]
+        for group, peer in product(groups, others):
             # gloo closes all connections of a group when a receive of it runs out: not from a peer
             # that has gone, of which it fails at once
             with contextlib.suppress(RuntimeError):
@@ -124,9 +144,10 @@ class Private:
 
     @property
     def lives(self) -> bool:
-        """True until `destroy_process_group` is called for it or for the world."""
+        """True until `destroy_process_group` is called for its parent or for the world."""
         try:
-            return not self._registered or bool(dist.get_backend(self._group))
+            parent = None if self.parent is None else self.parent()
+            return self.parent is None or (parent is not None and bool(dist.get_backend(parent)))
         except (ValueError, AssertionError):
             return False
 
@@ -146,17 +167,21 @@ class Private:
 
 
 _made: list[weakref.ref[_Released]] = []
-_shared: "weakref.WeakKeyDictionary[dist.ProcessGroup, Private]" = weakref.WeakKeyDictionary()
+_shared: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[bool, Private]]" = (
+    weakref.WeakKeyDictionary()
+)
 _pending: dict[int, _Pending] = {}
 
 
-def private_group(parent: dist.ProcessGroup, timeout_s: float) -> Private:
+def private_group(parent: dist.ProcessGroup, timeout_s: float, *, gloo: bool = False) -> Private:
     """Return the library's own group over the ranks of `parent`, made once within `timeout_s`."""
-    if parent not in _shared:
+    made = _shared.setdefault(parent, {})
+    if gloo not in made:
         warn_of_restarts()
+        ranks, name = dist.get_process_group_ranks(parent), "gloo" if gloo else "all"
         with one_deadline(timeout_s):
-            _shared[parent] = Private(dist.get_process_group_ranks(parent), timeout_s)
-    return _shared[parent]
+            made[gloo] = Private(parent, timeout_s, ranks, name, gloo=gloo)
+    return made[gloo]
 
 
 def released_at_exit(groups: _Released) -> None:
@@ -229,26 +254,19 @@ def _gloo_backends(group: dist.ProcessGroup) -> dict[str, Any]:
     return {kind: backend for kind, backend in backends.items() if backend.name() == "gloo"}
 
 
-def _new_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
-    def make(limit_s: float) -> dist.ProcessGroup:
-        timeout = datetime.timedelta(seconds=limit_s)
-        group: dist.ProcessGroup = dist.new_group(ranks, timeout, use_local_synchronization=True)
-        return group
-
-    return _limited(timeout_s, ranks.index(dist.get_rank()), len(ranks), make)
-
-
 def _limited(
-    timeout_s: float, rank: int, size: int, make: Callable[[float], dist.ProcessGroup]
+    timeout_s: float,
+    rank: int,
+    size: int,
+    make: Callable[[float], dist.ProcessGroup],
+    *,
+    own_thread: bool = True,
 ) -> dist.ProcessGroup:
     """Return the group of `make`, which gets the time left."""
     limit_s, begun = max(left_s(timeout_s), 0.1), time.monotonic()
     try:
-        # a store whose host is stopped never answers, whatever its time-out, so the call needs a
-        # thread of its own; nccl must stay on the thread of its device
-        if not has_cpu(dist.distributed_c10d._get_default_group()):
-            return make(limit_s)
-        return made_within(limit_s, lambda: make(limit_s))
+        # a store whose host is stopped never answers, whatever its time-out
+        return made_within(limit_s, partial(make, limit_s)) if own_thread else make(limit_s)
     except RuntimeError as error:
         within, action = f"{limit_s:g} s", "making a process group"
         raise explain_failure(error, action=action, rank=rank, size=size, within=within) from error

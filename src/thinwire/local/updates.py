@@ -183,6 +183,7 @@ class LocalUpdates:
             members=members,
             node_size=config.node_size,
             streams=streams,
+            between_sites=True,
         )
         self._members = members
         if compression is not None:

@@ -89,7 +89,10 @@ def prepare(setup: Setup) -> Engine:
     reshard_(model)
     require_shards(dict(named_parameters(model)), None if mesh is None else mesh["shard"])
     setup.digest_every = check.integer("digest_every", setup.digest_every, at_least=0)
-    setup.ranks = Ranks(timeout=setup.timeout, members=members, streams=setup.streams)
+    local = mesh is not None or strategy.local is not None
+    setup.ranks = Ranks(
+        timeout=setup.timeout, members=members, streams=setup.streams, between_sites=local
+    )
     with setup.ranks.deadline():
         return _prepared(setup)
 
