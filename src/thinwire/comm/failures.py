@@ -194,7 +194,7 @@ def _connections_to(port: int | None) -> set[Connection]:
 
 
 _REPORT_WAIT_S = 0.5
-"""Wait for the reports of living ranks: their exchange fails within milliseconds of this one's."""
+"""Wait for the reports of living ranks."""
 _AT_WORK = (
     "If a rank works that long on purpose, wrap its work in thinwire.busy, or raise timeout=."
 )
@@ -215,9 +215,7 @@ _state_text = _StateText()
 
 @contextmanager
 def state_in_errors(state: str) -> Iterator[None]:
-    """Let errors of exchanges inside the block describe this rank's state, which has changed before
-    them, in a sentence without its full stop.
-    """
+    """Let errors of exchanges inside the block describe the state of this rank, in a sentence."""
     before, _state_text.state = _state_text.state, state
     try:
         yield

@@ -131,7 +131,6 @@ def while_busy(
         work()
         rows = [_answer(outcome)]
     else:
-        # a daemon thread never blocks the end of the process
         threading.Thread(target=work, name="thinwire-work", daemon=True).start()
         rows = _answers(group, action, outcome, limit_s, moved)
     problems = by_rank([row.get("problem") for row in rows])
@@ -182,8 +181,7 @@ def _answers(
         return math.inf if limit_s is None else max(limit_s - (time.monotonic() - since), 0.0)
 
     while True:
-        # the main thread reports "busy" in every round while the work runs on the other thread; all
-        # ranks see the same answers, so all leave the loop in the same round
+        # all ranks see the same answers, so all leave the loop in the same round
         wait([outcome], min(group.timeout_s / 4, _PACE_S, left_s()))
         answer: _Answer = _answer(outcome) if outcome.done() else {"busy": True}
         if not outcome.done() and left_s() == 0:

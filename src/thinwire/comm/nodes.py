@@ -72,8 +72,7 @@ def sites_of(
 class Nodes:
     """Group whose members are nodes of consecutive ranks; `rank` and `size` count nodes."""
 
-    # the first rank of a node sends its input and broadcasts the result: ranks of a node pass
-    # bit-identical inputs and wait in the same order
+    # the first rank of a node sends for it: its ranks pass equal inputs and wait in the same order
 
     macs: None = None
     """None: messages between nodes have no MAC; see `Group.authenticate`."""
@@ -214,8 +213,8 @@ def _groups_of(nodes: Nodes) -> _Groups:
 class Grid:
     """Pipelines side by side."""
 
-    # rank = replica * stages + stage. `peers` are for agreements, apart from the traffic of
-    # `stage_group`; `job` agrees on every update: a stage must not go on where another cannot
+    # rank = replica * stages + stage. `peers` agree apart from the traffic of `stage_group`, `job`
+    # on every update
 
     def __init__(self, stages: int, timeout: float | datetime.timedelta | None = None) -> None:
         joined = not is_alone()

@@ -83,17 +83,6 @@ class Ranks:
             require_mesh(mesh, process_group=process_group, node_size=size)
         self.process_group, self.mesh, self.members = process_group, mesh, members
 
-    def fresh(self) -> "Ranks":
-        """Return the same ranks with counters at zero."""
-        return Ranks(
-            self.process_group,
-            timeout=self.timeout_s,
-            mesh=self.mesh,
-            members=self.members,
-            streams=self.streams,
-            between_sites=self._gloo,
-        )
-
     @cached_property
     def group(self) -> Group:
         """All ranks that agree. With a mesh, creating it is collective."""

@@ -19,6 +19,7 @@ from thinwire.comm import Regrouped, long_waits_logged, own_deadlines
 from thinwire.comm.private import forget_ended
 from thinwire.compress import COMPRESSIONS, GradientConfig, compression_of, field_of
 from thinwire.compress.coverage import report_coverage
+from thinwire.compress.low_rank import LowRank
 from thinwire.core.arithmetic import arithmetic
 from thinwire.core.norms import grad_norm
 from thinwire.core.provenance import PROVENANCE, Provenance, without_provenance
@@ -239,6 +240,8 @@ class LocalUpdates:
         members, ranks, tensors, config = self._members, self._ranks, self._tensors, self.config
         self._entered_once, group = True, ranks.group
         facts = _facts(config, self._of_gradients) | {"digest_every": self._digest_every}
+        # every rank decodes products of matrices by itself, which processors round differently
+        facts |= arithmetic(tensors.device, elementwise=not isinstance(self._changes, LowRank))
         _compare(facts, tensors, ranks, members)
         dense = config.node_size is None and self._changes is None
         separate = ranks.mesh is None and (dense or config.by_time)
@@ -590,8 +593,7 @@ def _compare(
 ) -> None:
     """Compare the setup over the ranks, and with the run of members; raise where it differs."""
     problem = tensors.difference()
-    facts = {**facts, **ranks.facts, **arithmetic(tensors.device)}
-    facts |= {"user error": problem, **tensors.facts()}
+    facts = {**facts, **ranks.facts, "user error": problem, **tensors.facts()}
     if members is not None:
         members._require_same_setup("local", facts)
     ranks.compare(facts, "setting up local updates")

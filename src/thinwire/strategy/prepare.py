@@ -468,6 +468,7 @@ def _rounding_facts(
     every = all_of(optimizer)
     layerwise = bool(strategy.lamb or strategy.lars)
     layerwise |= any(isinstance(single, Lamb | Lars) for single in every)
-    alike = strategy.local is None
+    if strategy.local is not None:  # it compares what its averagings need
+        return {}
     products = any(isinstance(single, Muon) for single in every)
-    return arithmetic(device, kernels=layerwise and alike, products=products and alike)
+    return arithmetic(device, kernels=layerwise, products=products)
