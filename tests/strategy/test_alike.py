@@ -95,7 +95,7 @@ def test_another_instruction_set_is_allowed_in_averagings(way: str, ranks: Pool)
 
 
 @pytest.mark.slow
-def test_processors_with_different_instructions_hold_equal_anchors() -> None:
+def test_other_instruction_sets_lead_to_equal_anchors() -> None:
     here, machines = [sys.executable], [MACHINES["default"], MACHINES["two threads"]]
     both = list(answers_of([here, here], machines, 8))
     assert len(both) == len(METHODS)

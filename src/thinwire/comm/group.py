@@ -256,7 +256,7 @@ class Group:
 
     def all_gather(self, message: Tensor, *, action: str) -> Pending[Tensor]:
         """Launch an all-gather of equally long byte strings, untouched until `wait`, uint8 (n,)."""
-        carried = message.to(self._carrier(message.device))
+        carried = message.to(self.device if message.is_cpu else self._carrier(message.device))
         gathered = self._gather(carried, action, control=False)
         return Pending(lambda: gathered.wait().to(message.device))
 
@@ -331,7 +331,7 @@ class Group:
             return self.device
         try:
             backend = self._private._get_backend(device)
-        except RuntimeError:  # it has no backend for this device
+        except RuntimeError:  # it has none for this device
             return self.device
         return torch.device("cpu") if backend.name() == "gloo" else device
 
@@ -341,7 +341,7 @@ class Group:
         if self.size == 1:
             return Pending(lambda: buffer)
         self.bytes_received += buffer.nbytes
-        carried = buffer.to(self._carrier(buffer.device))
+        carried = buffer.to(self.device if buffer.is_cpu else self._carrier(buffer.device))
         pieces = pieces_of(carried, piece_bytes(carried.nbytes, self.timeout_s))
         launches = [partial(dist.all_reduce, piece) for piece in pieces]
         wire = (self.copies if self.relayed else 2 * (self.size - 1) / self.size) * buffer.nbytes
@@ -355,7 +355,7 @@ class Group:
             return Pending(lambda: buffer)
         self.bytes_sent += buffer.nbytes if self.rank == source else 0
         self.bytes_received += 0 if self.rank == source else buffer.nbytes
-        carried = buffer.to(self._carrier(buffer.device))
+        carried = buffer.to(self.device if buffer.is_cpu else self._carrier(buffer.device))
         pieces = pieces_of(carried, piece_bytes(carried.nbytes, self.timeout_s))
         launches = [partial(dist.broadcast, piece, group_src=source) for piece in pieces]
         share = (self.size - 1) / self.size * buffer.nbytes  # the mean over the ranks

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.kernels.reference import divided_
-
 _WORDS = 512
 """Number of 64-bit words in a block. The sum of a block has one weight."""
 _BLOCK = 8 * _WORDS
@@ -88,7 +86,7 @@ def checked_mean_(total: Tensor, count: int, *, bits: bool) -> Tensor:
     )
     sums, words = [], []
     for piece in torch.split(total, length) if total.numel() > length else [total]:
-        sums.append((piece if count == 1 else divided_(piece, count)).sum())
+        sums.append((piece if count == 1 else piece.div_(total.new_full((), count))).sum())
         words += bit_sums([piece]) if bits else []
     finite = (sums[0] if len(sums) == 1 else torch.stack(sums).sum()).isfinite().long()
     if len(words) > 1:

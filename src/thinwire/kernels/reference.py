@@ -92,7 +92,7 @@ def step_along_(param: Tensor, touched: Tensor, total: Tensor, rate: float, sour
         param.copy_(flat.view(param.shape))
 
 
-def divided_(total: Tensor, count: float) -> Tensor:
+def divided_(total: Tensor, count: int) -> Tensor:
     """Divide `total` by `count` in place; the same bits on every device.
 
     The divisor is a tensor: on a GPU torch divides by a plain number through its reciprocal, which

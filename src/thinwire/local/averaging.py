@@ -27,7 +27,6 @@ from thinwire.core.outer import outer_step_
 from thinwire.exchange.agreement import Answers
 from thinwire.exchange.nodes import in_nodes, make_common_
 from thinwire.exchange.round import Round
-from thinwire.kernels.reference import divided_
 from thinwire.kernels.rules import OuterRule
 from thinwire.layout.message import SKETCH_NUMEL
 from thinwire.local.config import LocalConfig
@@ -157,11 +156,7 @@ class PendingAveraging:
         """Return the mean over the ranks of a dense tensor, by name."""
         assert self.round is not None, "launched"
         mean = self.round.arrived[name].mean(name, like).to(like.device)
-        return self.shared(mean)
-
-    def shared(self, total: Tensor) -> Tensor:
-        """Divide by the mean weight of the ranks."""
-        return total if self.share == 1 else divided_(total.clone(), self.share)
+        return mean if self.share == 1 else mean / mean.new_full((), self.share)
 
     def first_not_finite(self, buffers: Mapping[str, bool]) -> str | None:
         """Return the name of the first tensor that is not finite, of buffers with a true flag."""
@@ -424,7 +419,8 @@ class Averaging:
         own = [t for t in (self.anchors[name], self.momentum.get(name)) if t is not None]
         changes = self._mean_changes(name, pending, parts)
         for (start, end), total in zip(parts, changes, strict=True):
-            change = pending.shared(total)
+            # by a tensor: on a GPU torch divides by a number through its reciprocal
+            change = total if pending.share == 1 else total / total.new_full((), pending.share)
             with _moved(device, *(_part(t, start, end) for t in own)) as (s, *buffer):
                 step = outer_step_(change, buffer[0] if buffer else None, self._outer)
                 target = s - step if single or pending.delayed else s.sub_(step)
