@@ -32,9 +32,11 @@ def watch() -> dict[str, float]:
     found: dict[str, float] = defaultdict(float)
     plain = Group._wait_for_all
 
-    def waiting(self: Group, works: Sequence[dist.Work], action: str, held: Any) -> None:
+    def waiting(
+        self: Group, works: Sequence[dist.Work], action: str, *given: Any, **how: Any
+    ) -> None:
         begin_s = time.perf_counter()
-        plain(self, works, action, held)
+        plain(self, works, action, *given, **how)
         kind = "agreements" if "agreeing" in action else "messages"
         found[kind] += time.perf_counter() - begin_s
 

@@ -265,10 +265,12 @@ def test_a_rank_that_dies_while_the_group_connects_is_lost(ranks: Pool) -> None:
 
 
 @pytest.mark.fault("SIGSTOP for longer than the time-out")
-def test_a_stopped_rank_is_named_by_all_others(ranks: Pool) -> None:
-    answers = ranks.run(
-        die_or_gather, signal.SIGSTOP, size=3, group_timeout_s=60, expect_errors=True
-    )
+@pytest.mark.parametrize(
+    "backend", ["gloo", *(pytest.param(name, marks=pytest.mark.slow) for name in BACKENDS[1:])]
+)
+def test_a_stopped_rank_is_named_by_all_others(ranks: Pool, backend: str | None) -> None:
+    how = {"group_timeout_s": 60, "expect_errors": True, "backend": backend}
+    answers = ranks.run(die_or_gather, signal.SIGSTOP, size=3, **how)
     assert answers[1] is None  # it is stopped still; the pool is rebuilt without it
     for answer in (answers[0], answers[2]):
         assert answer.type_name == "PeerStalled"

@@ -1,6 +1,7 @@
 """What ranks have in common beside their strategy: builds, processors, kernels, buffers."""
 
 import os
+import sys
 import warnings
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
+from benchmarks.mixed import MACHINES, METHODS, answers_of
 from tests.ranks import Pool
 from thinwire.optim import DGCMomentum
 
@@ -16,11 +18,13 @@ from thinwire.optim import DGCMomentum
 def prepared(rank: int, size: int, way: str, setting: str) -> list[str]:
     """What was warned of."""
     build, body = torch.__version__, os.environ.get("THINWIRE_KERNELS")
-    threads = torch.get_num_threads()
+    threads, capability = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability
     if rank == 1 and setting == "build":
         torch.__version__ = "2.13.0+cu128"
     if rank == 1 and setting == "denormals":
         torch.set_flush_denormal(True)
+    if rank == 1 and setting == "instructions":
+        torch.backends.cpu.get_cpu_capability = lambda: "SVE256"  # as on another machine
     if setting == "threads":
         torch.set_num_threads(1 + rank)
     if rank == 1 and setting == "kernels":
@@ -35,6 +39,7 @@ def prepared(rank: int, size: int, way: str, setting: str) -> list[str]:
         torch.__version__ = build
         torch.set_num_threads(threads)
         torch.set_flush_denormal(False)
+        torch.backends.cpu.get_cpu_capability = capability
         os.environ.pop("THINWIRE_KERNELS", None)
         if body is not None:
             os.environ["THINWIRE_KERNELS"] = body
@@ -47,8 +52,9 @@ def start(way: str) -> None:
         optimizer = DGCMomentum(model.parameters(), 0.1, min_numel=1)
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-    elif way == "local_sgd":
-        with tw.local_sgd(model, torch.optim.SGD(model.parameters(), 0.1), tw.LocalSGD(2)):
+    elif "local_sgd" in way:
+        config = tw.LocalSGD(2, compression=tw.LowRank(1) if "low rank" in way else None)
+        with tw.local_sgd(model, torch.optim.SGD(model.parameters(), 0.1), config):
             pass
     else:
         fields: dict[str, Any] = {
@@ -74,6 +80,28 @@ def test_another_build_of_torch_is_a_warning_and_no_error(way: str, ranks: Pool)
 @pytest.mark.parametrize("way", ["engine", "DGCMomentum", "local_sgd"])
 def test_numbers_that_become_zero_on_one_rank_are_a_mismatch(way: str, ranks: Pool) -> None:
     ranks.raise_alike("Mismatch", "set_flush_denormal", prepared, way, "denormals")
+
+
+@pytest.mark.parametrize("way", ["engine", "DGCMomentum", "local_sgd, low rank"])
+def test_another_instruction_set_is_a_mismatch_where_ranks_round_by_it(
+    way: str, ranks: Pool
+) -> None:
+    ranks.raise_alike("Mismatch", "ATEN_CPU_CAPABILITY", prepared, way, "instructions")
+
+
+@pytest.mark.parametrize("way", ["local_sgd", "local muon"])
+def test_another_instruction_set_is_allowed_in_averagings(way: str, ranks: Pool) -> None:
+    assert ranks.run(prepared, way, "instructions") == [[], []]
+
+
+@pytest.mark.slow
+def test_other_instruction_sets_lead_to_equal_anchors() -> None:
+    here, machines = [sys.executable], [MACHINES["default"], MACHINES["two threads"]]
+    both = list(answers_of([here, here], machines, 8))
+    assert len(both) == len(METHODS)
+    for method, (first, second) in zip(METHODS, both, strict=True):
+        assert first == second, method
+        assert len(first.get("digests", [0] * 4)) == 4
 
 
 def test_another_number_of_threads_is_a_mismatch_where_muon_updates_all_ranks_alike(

@@ -24,8 +24,8 @@ _LEAST_BYTES, _MOST_BYTES = 512, 8 << 20
 class Channel:
     """Byte strings between two processes, in order, both ways."""
 
-    # a message leaves only when the other end awaits it, with its length: so two are awaited at any
-    # time, each message announces the length of the second one after it, and is padded to its own
+    # a message leaves only when the other end awaits its length: two are awaited at any time, and
+    # each announces the length of the second one after it
 
     def __init__(
         self, store: Store, *, sending: bool, timeout_s: float, endpoint: RelayEndpoint

@@ -23,8 +23,7 @@ _taps: "weakref.WeakKeyDictionary[DistributedDataParallel, BucketTap]" = weakref
 class BucketTap:
     """Call a function for every bucket and keep the rank's own gradients instead of their average.
 
-    DDP accepts one communication hook and cannot remove it. A closed tap therefore leaves a hook
-    that passes local gradients through, and `tap_buckets` opens the same tap again.
+    DDP cannot remove its one hook: a closed tap passes local gradients on, and is opened again.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -44,9 +43,7 @@ class BucketTap:
         if (ddp := self._ddp()) is not None:
             vars(ddp).pop("join_hook", None)
 
-    # DDP inspects this signature: it needs a bound method whose second argument is named `bucket`
-    # and annotated with the class itself, not with a string
-    # missing in torch's stubs
+    # DDP inspects this signature: the name `bucket`, and the class itself, missing in torch's stubs
     def _hook(self, _state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         buffer = bucket.buffer()
         if self.on_bucket is not None:
@@ -62,8 +59,7 @@ class BucketTap:
 def _gradients(bucket: dist.GradBucket) -> list[Tensor]:  # type: ignore[name-defined]
     """Return views of a bucket in the layouts of the parameters, as DDP's reducer lays them out."""
     # `bucket.gradients()` returns some layouts, such as channels_last, in the wrong order
-    # Source: torch/csrc/distributed/c10d/reducer.cpp, `initialize_bucket_views`: the strides of the
-    # parameter where it is dense without overlap, else contiguous.
+    # Source: torch/csrc/distributed/c10d/reducer.cpp, `initialize_bucket_views`.
     buffer, at, found = bucket.buffer(), 0, []
     for param in bucket.parameters():
         part = buffer.narrow(0, at, param.numel())
@@ -81,11 +77,10 @@ def _gradients(bucket: dist.GradBucket) -> list[Tensor]:  # type: ignore[name-de
 def tap_buckets(
     ddp: DistributedDataParallel, group: Group, on_bucket: OnBucket, *, instead: str
 ) -> BucketTap:
-    """Call `on_bucket(index, parameters, gradients)` in every synchronising backward pass
-    of `ddp`.
+    """Call `on_bucket(index, parameters, gradients)` in the synchronising backward passes of `ddp`.
+
+    It must not change the gradients, nor wait for other ranks.
     """
-    # `on_bucket` must not change the gradients, nor block on a collective that other ranks have not
-    # launched
     if dist.get_world_size(ddp.process_group) != group.size:
         raise ValueError(
             f"ddp spans {dist.get_world_size(ddp.process_group)} ranks and the optimizer "

@@ -1,8 +1,4 @@
-"""Turn a backend's failure into one of our errors and name the rank at fault.
-
-Every rank sends heartbeats with its current exchange to the store. They are read only after an
-exchange has failed.
-"""
+"""Turn a backend's failure into one of our errors and name the rank at fault, by heartbeats."""
 
 import contextlib
 import json
@@ -29,9 +25,7 @@ if TYPE_CHECKING:
 _KEY_PREFIX = "thinwire/alive"
 _SHORTEST_S, _LONGEST_S = 0.5, 5.0
 _QUICK_S = 0.2
-"""Time limit for a quick answer, beside the slack in `ask`: enough for a responsive store on a
-loaded machine.
-"""
+"""Time limit for a quick answer, beside the slack in `ask`."""
 _connecting = threading.Lock()
 _Question = tuple[str, float, "Future[list[Heartbeat | None]]"]
 """Failure to report, time until which to wait for that of others, and the heartbeats."""
@@ -64,8 +58,8 @@ class HeartbeatThread:
     """Heartbeat thread: reports this rank to the store of a group."""
 
     # a store client blocks until the store's host answers, which may be stopped: the thread has a
-    # connection of its own, heartbeats need no answer, and `ask` gives up by closing it. No thread
-    # is left inside a call at exit, where it would abort the interpreter
+    # connection of its own, and `ask` gives up by closing it. A thread inside a call at exit would
+    # abort the interpreter
 
     def __init__(self, store: "Store", rank: int, size: int, timeout_s: float) -> None:
         self._rank, self._size = rank, size
@@ -123,9 +117,8 @@ class HeartbeatThread:
             _heartbeat_threads.remove(self)
 
     def _run(self, store: "Store") -> None:
-        # Errors of the store are ignored: heartbeats only make an error message clearer.
-        # The clone has a connection of its own. It is found as the new one to the store's port, so
-        # only one thread at a time may connect.
+        # errors of the store are ignored: heartbeats only make a message clearer. The clone's
+        # connection is the new one to the store's port, so only one thread at a time may connect
         with contextlib.suppress(RuntimeError, ValueError):
             with _connecting:
                 self._other_connections = _connections_to(self._host)
@@ -144,16 +137,8 @@ class HeartbeatThread:
                         answer.set_result(self._read_until(own, until_s))
 
     def _own_heartbeat(self) -> str:
-        action, waiting, since = activity()
-        now = time.monotonic()
-        fields = {
-            "at": now - self._began_s,
-            "action": action,
-            "waiting": waiting,
-            "for": now - since,
-            "failed": self._failed,
-            "idle": idle_s(),
-        }
+        (action, waiting, since), now = activity(), time.monotonic()
+        fields = now - self._began_s, action, waiting, now - since, self._failed, idle_s()
         return json.dumps(fields)
 
     def _read_until(self, store: "Store", until_s: float) -> list[Heartbeat | None]:
@@ -174,11 +159,10 @@ class HeartbeatThread:
         ]
 
     def _parse_heartbeat(self, answer: bytes) -> Heartbeat:
-        fields: dict[str, Any] = json.loads(answer)
-        age_s = max(time.monotonic() - self._began_s - fields["at"], 0.0)
-        idle_s = None if fields["idle"] is None else fields["idle"] + age_s
-        state = fields["action"], fields["waiting"], fields["for"], fields["failed"]
-        return Heartbeat(age_s, self.interval_s, *state, idle_s)
+        at, action, waiting, since_s, failed, idle = json.loads(answer)
+        age_s = max(time.monotonic() - self._began_s - at, 0.0)
+        idle = None if idle is None else idle + age_s
+        return Heartbeat(age_s, self.interval_s, action, waiting, since_s, failed, idle)
 
     def _disconnect(self) -> None:
         """Close the connection, which ends a call that waits for it or for an answer."""
@@ -210,7 +194,7 @@ def _connections_to(port: int | None) -> set[Connection]:
 
 
 _REPORT_WAIT_S = 0.5
-"""Wait for the reports of living ranks: their exchange fails within milliseconds of this one's."""
+"""Wait for the reports of living ranks."""
 _AT_WORK = (
     "If a rank works that long on purpose, wrap its work in thinwire.busy, or raise timeout=."
 )
@@ -231,9 +215,7 @@ _state_text = _StateText()
 
 @contextmanager
 def state_in_errors(state: str) -> Iterator[None]:
-    """Let errors of exchanges inside the block describe this rank's state, which has changed before
-    them, in a sentence without its full stop.
-    """
+    """Let errors of exchanges inside the block describe the state of this rank, in a sentence."""
     before, _state_text.state = _state_text.state, state
     try:
         yield

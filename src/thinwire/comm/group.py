@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from math import ceil
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from thinwire._wording import warn_user
 from thinwire.comm.failures import RESTART, explain_failure, state_after_failure
 from thinwire.comm.macs import MessageMacs, wrong_mac_text
 from thinwire.comm.private import (
+    UNKNOWN_S,
     Private,
     forget,
     has_cpu,
@@ -37,13 +38,10 @@ from thinwire.comm.waiting import Limit, Progress, one_deadline, seconds_of, set
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.layout.traffic import STREAMS, streams_between
 
-_ALONE_S = 1800.0
 _SHORT_BYTES = 1024
 """Longest control message that goes to all ranks at once."""
 _HEAD = struct.Struct("<I8s8s")
-"""Header of a string: its length, its digest, and the digest of what ranks of all parts must have
-in common.
-"""
+"""Length of a string, its digest, and that of what ranks of all parts have in common."""
 _CHECKSUM = struct.Struct("<I")
 """CRC-32 at the end of each control message."""
 _T_co = TypeVar("_T_co", covariant=True)
@@ -85,14 +83,12 @@ class Pending(Generic[_T_co]):
 class Group:
     """The ranks that exchange with each other."""
 
-    # a private process group carries the traffic, so that collectives of the user cannot
-    # interleave; making it is collective. After a failure all exchanges over these ranks are
-    # refused
+    # a private process group carries the traffic: collectives of the user cannot interleave.
+    # Making it is collective. After a failure all exchanges over these ranks are refused
 
     on_the_wire: ClassVar[float] = 0.0
-    """Bytes on the wire of all groups of this process, agreements included, without TCP and IP
-    headers: a gathered message W-1 times (`bytes_sent`: once), a reduced one 2(W-1)/W times.
-    """
+    """Bytes of all groups of this process, without TCP and IP headers: a gathered message W-1 times
+    (`bytes_sent`: once), a reduced one 2(W-1)/W times."""
     within_sites: ClassVar[float] = 0.0
     """The part of `on_the_wire` between ranks of one site, which shard a model."""
     one_site = False
@@ -128,7 +124,10 @@ class Group:
         process_group: dist.ProcessGroup | None = None,
         timeout: float | datetime.timedelta | None = None,
         streams: int | None = None,
+        *,
+        gloo: bool = False,
     ) -> None:
+        # with `gloo`, between sites, data too travels by a gloo group of ours
         self._begin(time_limit_s(process_group, timeout))
         self.streams = streams
         if is_alone():
@@ -142,13 +141,12 @@ class Group:
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
         if self.rank < 0:
-            raise ValueError(
-                "process_group does not contain this rank: pass the group that this rank belongs to"
-            )
+            advice = "pass the group that this rank belongs to"
+            raise ValueError(f"process_group does not contain this rank: {advice}")
         parent = process_group if process_group is not None else dist.group.WORLD
         assert parent is not None
         if self.size > 1:
-            self._shared = private_group(parent, self.timeout_s)
+            self._shared = private_group(parent, self.timeout_s, gloo=gloo)
 
     @classmethod
     def alone(cls, timeout_s: float) -> "Group":
@@ -189,8 +187,7 @@ class Group:
         return one_deadline(self.timeout_s)
 
     def one_attempt(self) -> AbstractContextManager[None]:
-        """Bind an exchange to its agreement: if the membership changes, both are repeated."""
-        # raises `Regrouped` if the membership changed since the block began
+        """Bind an exchange to its agreement: `Regrouped` if the membership changes meanwhile."""
         return nullcontext()
 
     @property
@@ -210,7 +207,7 @@ class Group:
     @property
     def global_ranks(self) -> list[int]:
         """Global ranks of this group, in the order of the group."""
-        return dist.get_process_group_ranks(self._private) if self.size > 1 else [0]
+        return [0] if self._shared is None else self._shared.ranks
 
     @property
     def _private(self) -> dist.ProcessGroup:
@@ -252,14 +249,14 @@ class Group:
 
     @property
     def device(self) -> torch.device:
-        """Device on which this group's backend needs small control tensors."""
+        """Device on which this group's backend needs data from the host."""
         if self.size > 1 and not has_cpu(self._private):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
     def all_gather(self, message: Tensor, *, action: str) -> Pending[Tensor]:
         """Launch an all-gather of equally long byte strings, untouched until `wait`, uint8 (n,)."""
-        carried = message.to(self.device) if message.is_cpu else message
+        carried = message.to(self.device if message.is_cpu else self._carrier(message.device))
         gathered = self._gather(carried, action, control=False)
         return Pending(lambda: gathered.wait().to(message.device))
 
@@ -273,7 +270,7 @@ class Group:
         rows, limit = out.view(self.size, -1), piece_bytes(message.numel(), self.timeout_s)
         held = [out, message]
         # gloo's gather hands every message on W - 1 times, a round trip each; this needs one
-        at_once = self.size > 2 and not self.relayed and self.device.type == "cpu"
+        at_once = self.size > 2 and not self.relayed
         if control and at_once and message.numel() <= _SHORT_BYTES:
             held.append(copies := message.repeat(self.size))
             launches = [partial(dist.all_to_all_single, out, copies)]
@@ -329,12 +326,12 @@ class Group:
         )
 
     def _carrier(self, device: torch.device) -> torch.device:
-        """Device on which this group's backend needs byte strings."""
-        if device == self.device:
-            return device
+        """Device from which this group's backend sends a tensor: gloo sends from the host."""
+        if device.type == "cpu" or self.size == 1:
+            return self.device
         try:
             backend = self._private._get_backend(device)
-        except RuntimeError:  # such as NCCL, which needs tensors on a GPU
+        except RuntimeError:  # it has none for this device
             return self.device
         return torch.device("cpu") if backend.name() == "gloo" else device
 
@@ -344,7 +341,7 @@ class Group:
         if self.size == 1:
             return Pending(lambda: buffer)
         self.bytes_received += buffer.nbytes
-        carried = buffer.to(self.device) if buffer.is_cpu else buffer
+        carried = buffer.to(self.device if buffer.is_cpu else self._carrier(buffer.device))
         pieces = pieces_of(carried, piece_bytes(carried.nbytes, self.timeout_s))
         launches = [partial(dist.all_reduce, piece) for piece in pieces]
         wire = (self.copies if self.relayed else 2 * (self.size - 1) / self.size) * buffer.nbytes
@@ -358,12 +355,12 @@ class Group:
             return Pending(lambda: buffer)
         self.bytes_sent += buffer.nbytes if self.rank == source else 0
         self.bytes_received += 0 if self.rank == source else buffer.nbytes
-        pieces = pieces_of(buffer, piece_bytes(buffer.nbytes, self.timeout_s))
+        carried = buffer.to(self.device if buffer.is_cpu else self._carrier(buffer.device))
+        pieces = pieces_of(carried, piece_bytes(carried.nbytes, self.timeout_s))
         launches = [partial(dist.broadcast, piece, group_src=source) for piece in pieces]
         share = (self.size - 1) / self.size * buffer.nbytes  # the mean over the ranks
-        return self._launched(
-            launches, lambda: buffer, action, [buffer], wire_bytes=share, rated=False
-        )
+        held, done = [carried], partial(buffer.copy_, carried)
+        return self._launched(launches, done, action, held, wire_bytes=share, rated=False)
 
     def take_regroup_s(self) -> float:
         """Return the seconds spent on forming new generations since the last call."""
@@ -371,7 +368,6 @@ class Group:
 
     def gather_bytes(self, payload: bytes, *, action: str) -> list[bytes]:
         """Return every rank's byte string, of any lengths, in rank order."""
-        # one round of 24 bytes if all are equal, as in a healthy step; else a second, padded one
         rows = self.launch_bytes(payload, action=action).wait()
         return [row for row in rows if row is not None]
 
@@ -379,8 +375,8 @@ class Group:
         self, payload: bytes, *, action: str, common: bytes | None = None
     ) -> Pending[Sequence[bytes | None]]:
         """Launch the first round of `gather_bytes`; `wait` makes a second one if it is needed."""
-        # all ranks wait for it before they launch another one. If the strings are equal within each
-        # of the `parts`, and `common` on all ranks, None stands for the strings of other parts
+        # one round of 24 bytes if all are equal. If they are within each of the `parts`, and
+        # `common` is on all ranks, None stands for the strings of other parts
         parts = () if common is None or not self.static_membership else self.parts
         shared = common if parts and common is not None else payload
         own = _HEAD.pack(len(payload), _digest(payload), _digest(shared))
@@ -393,7 +389,7 @@ class Group:
             equal_within_parts = len(set(zip(parts, fields, strict=False))) == len(set(parts))
             if parts and equal_within_parts and len({agreed for *_, agreed in fields}) == 1:
                 return [payload if part == parts[self.rank] else None for part in parts]
-            # all ranks have these headers, so all of them make a second round
+            # all ranks have these headers, so all make a second round
             lengths = [length for length, *_ in fields]
             rows = self.gather_now(payload.ljust(max(lengths), b"\0"), action)
             return [row[:length] for row, length in zip(rows, lengths, strict=True)]
@@ -412,10 +408,10 @@ class Group:
         number = 0 if macs is None else macs.next()
         if macs is not None:
             message = macs.with_mac(message, number)
-        gathered = self._gather(message.to(self.device), action, control=True)
+        gathered = self._gather(message, action, control=True)
 
         def strings() -> list[bytes]:
-            rows = gathered.wait().cpu()
+            rows = gathered.wait()
             if macs is not None:
                 rows, wrong = macs.verified(rows, number)
                 if wrong:
@@ -447,15 +443,15 @@ class Group:
         control: bool = False,
     ) -> Pending[Tensor]:
         """Launch all pieces. `held` is kept until they end; `wire_bytes` counts for the rate."""
-        group, launched_s = self._private, time.perf_counter()
+        group, launched_s, shared = self._private, time.perf_counter(), self._shared
+        assert shared is not None, "there are other ranks"
         Group.on_the_wire += wire_bytes
         Group.within_sites += wire_bytes * self.one_site
-        if control and self._shared is not None:
-            group = self._shared.control
-        works, groups = [], [group]
-        if len(launches) > 1 and self._shared is not None:
+        by_gloo = control or (shared.watched and held[0].is_cpu)
+        works, groups = [], [shared.control if control else group]
+        if len(launches) > 1 and by_gloo:
             count = self.streams or streams_between(self.size)
-            groups = self._shared.streams(min(count, len(launches)), self.timeout_s)
+            groups = shared.streams(min(count, len(launches)), self.timeout_s)
         for launch, carrier in zip(launches, cycle(groups), strict=False):
             try:
                 work = launch(group=carrier, async_op=True)
@@ -468,7 +464,7 @@ class Group:
             set_activity(action, waiting=True)
             begin_s = time.perf_counter()
             try:
-                self._wait_for_all(works, action, held)
+                self._wait_for_all(works, action, held, by_gloo=by_gloo)
                 nbytes = wire_bytes if rated and not control else 0.0
                 self._rate.ended(nbytes, launched_s, begin_s, time.perf_counter())
             finally:
@@ -479,16 +475,14 @@ class Group:
         return Pending(finish)
 
     def _wait_for_all(
-        self, works: Sequence[dist.Work], action: str, held: Sequence[Tensor]
+        self, works: Sequence[dist.Work], action: str, held: Sequence[Tensor], *, by_gloo: bool
     ) -> None:
-        assert self._shared is not None, "something was launched"
-        in_slices = held[0].device.type in self._shared.watched
         nbytes = sum(tensor.nbytes for tensor in held) if len(works) > 1 else 0
         progress = Progress(action, nbytes) if len(works) > 1 else None
         for work in works:
             limit = Limit(self.timeout_s, self._ask_before_s, self._extension_s)
             try:
-                limit.wait(work, in_slices=in_slices)
+                limit.wait(work, in_slices=by_gloo)
             except RuntimeError as error:
                 if work.is_completed():
                     forget(work)
@@ -526,19 +520,16 @@ def time_limit_s(
     if own_s is not None:
         return own_s
     parent = None if is_alone() else process_group or dist.group.WORLD
-    return timeout_s_of(parent) if isinstance(parent, dist.ProcessGroup) else _ALONE_S
+    return timeout_s_of(parent) if isinstance(parent, dist.ProcessGroup) else UNKNOWN_S
 
 
 def collective_calls() -> int:
     """Return the number of collectives of this process over its gloo and NCCL groups."""
     # those of other libraries count, those of other threads of this library do not
-    calls = 0
-    for group in dist.distributed_c10d._world.pg_map:
-        for backend in map(group._get_backend, group._device_types):
-            if backend.name() in ("gloo", "nccl"):
-                # torch's backends have it, their stub not
-                calls += backend._get_sequence_number_for_group()  # type: ignore[attr-defined]
-    return calls
+    groups = dist.distributed_c10d._world.pg_map
+    backends: list[Any] = [g._get_backend(device) for g in groups for device in g._device_types]
+    known = (backend for backend in backends if backend.name() in ("gloo", "nccl"))
+    return sum(backend._get_sequence_number_for_group() for backend in known)
 
 
 def require_process_group(value: object) -> None:
@@ -590,14 +581,12 @@ class Rate:
 
 
 _LARGEST_BYTES, _SMALLEST_BYTES = 4 << 20, 64 << 10
-_BYTES_PER_S = 32 << 10
 _WHOLE_BYTES, _OF_STREAM_BYTES = 512 << 10, 128 << 10
+_BYTES_PER_S = 32 << 10
 
 
 def piece_bytes(nbytes: int, timeout_s: float) -> int:
-    """Return the bytes of a piece of a message: those in flight, two for each stream, cross a line
-    of 0.5 Mbit/s within the time-out.
-    """
+    """Return the bytes of a piece: those in flight cross 0.5 Mbit/s within the time-out."""
     # the same on all ranks, and for any number of streams: sums are made piece by piece
     wanted = int(min(timeout_s, 1e6)) * _BYTES_PER_S
     if nbytes <= _WHOLE_BYTES:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -116,9 +117,8 @@ def while_busy(
     error: type[ThinwireError] = ThinwireError,
 ) -> list[_T]:
     """Run `act` on every rank and wait for all of them, however long they take."""
-    # the work runs on a second thread, so that the main thread can report that it is still running;
-    # a rank that reports nothing within the time-out counts as lost. Work that exceeds `limit_s`
-    # keeps running, and its result is lost
+    # on a second thread, so that the main thread can report that it is still running. Work that
+    # exceeds `limit_s` keeps running, and its result is lost
     outcome: Future[_T] = Future()
 
     def work() -> None:
@@ -131,7 +131,6 @@ def while_busy(
         work()
         rows = [_answer(outcome)]
     else:
-        # a daemon thread never blocks the end of the process
         threading.Thread(target=work, name="thinwire-work", daemon=True).start()
         rows = _answers(group, action, outcome, limit_s, moved)
     problems = by_rank([row.get("problem") for row in rows])
@@ -176,20 +175,18 @@ def _answers(
 ) -> list[_Answer]:
     """Return all ranks' answers once all have ended their work, or one has taken too long."""
     begun = logged_s = time.monotonic()
-    while True:
+
+    def left_s() -> float:
         since = begun if moved is None else max(begun, moved())
-        left = _PACE_S if limit_s is None else max(limit_s - (time.monotonic() - since), 0.0)
-        # the main thread reports "busy" in every round while the work runs on the other thread; all
-        # ranks see the same answers, so all leave the loop in the same round
-        wait([outcome], min(group.timeout_s / 4, _PACE_S, left))
-        answer: _Answer = {"busy": True}
-        if outcome.done():
-            answer = _answer(outcome)
-        else:
-            since = begun if moved is None else max(begun, moved())
-            if limit_s is not None and time.monotonic() - since >= limit_s:
-                failure = "did not end within" if moved is None else "made no progress for"
-                answer = {"problem": f"it {failure} {limit_s:g} s", "late": True}
+        return math.inf if limit_s is None else max(limit_s - (time.monotonic() - since), 0.0)
+
+    while True:
+        # all ranks see the same answers, so all leave the loop in the same round
+        wait([outcome], min(group.timeout_s / 4, _PACE_S, left_s()))
+        answer: _Answer = _answer(outcome) if outcome.done() else {"busy": True}
+        if not outcome.done() and left_s() == 0:
+            failure = "did not end within" if moved is None else "made no progress for"
+            answer = {"problem": f"it {failure} {limit_s:g} s", "late": True}
         with own_deadlines():
             rows = group.gather_bytes(
                 json.dumps({"work": action, **answer}).encode(), action=action

@@ -18,8 +18,7 @@ ALL_RANKS: Final = -1
 class MessageMacs:
     """Keyed BLAKE2b MAC, 16 bytes, appended to every message of one group of ranks."""
 
-    # covers the message, the number of the exchange, sender and receiver; numbers are counted, not
-    # sent, and start at 0 in every object: use a key for one group only
+    # covers message, exchange, sender and receiver; numbers start at 0: a key is for one group only
     # Source: RFC 7693, keyed hashing.
 
     def __init__(self, key: bytes, channel: str, rank: int) -> None:

@@ -29,13 +29,12 @@ class MemberGroups:
     """Process groups of ranks that met at a store; the counterpart of `Private` for members."""
 
     # ranks that listen reach each other directly, all other pairs through a relay; where one takes
-    # part, sums are gathered and added in the order of the ranks
-    # Source: `ProcessGroupGloo` and `ProcessGroup` in torch/csrc/distributed/c10d. `abort` does not
-    # end a wait there; closing its connections does (`disconnect`).
+    # part, sums are gathered and added in the order of the ranks. `abort` of torch's groups does
+    # not end a wait; closing its connections does (`disconnect`)
 
     heartbeats = None
     """Heartbeat thread of `Private`; here members send heartbeats to the store themselves."""
-    watched = frozenset({"cpu"})
+    watched = True
 
     def __init__(
         self, store: Store, rank: int, size: int, timeout_s: float, endpoint: RelayEndpoint

@@ -1,13 +1,13 @@
 """Sources of an exchange that are not single ranks: nodes, sites of sharded models, and pipelines.
 
-One rank of a node, the leader, exchanges with other nodes. A site holds a whole model in shards, a
-pipeline holds it in stages.
+A site holds a whole model in shards, a pipeline holds it in stages.
 """
 
 import datetime
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -60,10 +60,10 @@ def sites_of(
     """Return all ranks of this job, with `Group.shards` and `Group.replicas`."""
     # all ranks vote together: a bad message to one shard must stop all ranks
     require_mesh(mesh)
-    job = Group(None, timeout)
+    job = Group(None, timeout, gloo=True)
     job.shards = Group(mesh.get_group("shard"), timeout)
     job.shards.one_site = True
-    job.replicas = Group(mesh.get_group("replicate"), timeout, streams)
+    job.replicas = Group(mesh.get_group("replicate"), timeout, streams, gloo=True)
     shard_of = {rank: i for site in mesh.mesh.tolist() for i, rank in enumerate(site)}
     job.parts = [shard_of[rank] for rank in range(job.size)]
     return job
@@ -72,8 +72,7 @@ def sites_of(
 class Nodes:
     """Group whose members are nodes of consecutive ranks; `rank` and `size` count nodes."""
 
-    # the first rank of a node sends its input and broadcasts the result: ranks of a node pass
-    # bit-identical inputs and wait in the same order
+    # the first rank of a node sends for it: its ranks pass equal inputs and wait in the same order
 
     macs: None = None
     """None: messages between nodes have no MAC; see `Group.authenticate`."""
@@ -101,32 +100,26 @@ class Nodes:
 
     def all_gather(self, message: Tensor, *, action: str) -> Pending[Tensor]:
         """Gather as `Group.all_gather` does: shape (size, B), row n from node n."""
-        pending = None if self.leaders is None else self.leaders.all_gather(message, action=action)
-        return self._shared(
-            pending, lambda: message.new_empty((self.size, message.numel())), action
-        )
+        empty = partial(message.new_empty, (self.size, message.numel()))
+        return self._shared(lambda group: group.all_gather(message, action=action), empty, action)
 
     def all_to_all(self, parts: Tensor, lengths: Sequence[int], *, action: str) -> Pending[Tensor]:
         """Exchange as `Group.all_to_all` does: shape (size, lengths[rank]), row n from node n."""
-        pending = (
-            None if self.leaders is None else self.leaders.all_to_all(parts, lengths, action=action)
-        )
-        return self._shared(
-            pending, lambda: parts.new_empty((self.size, lengths[self.rank])), action
-        )
+        empty = partial(parts.new_empty, (self.size, lengths[self.rank]))
+        return self._shared(lambda g: g.all_to_all(parts, lengths, action=action), empty, action)
 
     def all_reduce_(self, buffer: Tensor, *, action: str) -> Pending[Tensor]:
         """Sum over the nodes as `Group.all_reduce_` does."""
-        pending = None if self.leaders is None else self.leaders.all_reduce_(buffer, action=action)
-        return self._shared(pending, lambda: buffer, action)
+        return self._shared(lambda g: g.all_reduce_(buffer, action=action), lambda: buffer, action)
 
     def _shared(
-        self, pending: Pending[Tensor] | None, allocate: Callable[[], Tensor], action: str
+        self, launch: Callable[[Group], Pending[Tensor]], empty: Callable[[], Tensor], action: str
     ) -> Pending[Tensor]:
-        """Broadcast the leader's result to all ranks of this node."""
+        """Launch on the leader, and broadcast its result to all ranks of this node."""
+        pending = None if self.leaders is None else launch(self.leaders)
 
         def finish() -> Tensor:
-            result = allocate() if pending is None else pending.wait()
+            result = empty() if pending is None else pending.wait()
             return self.node.broadcast_(result, action=f"{action}, inside the node").wait()
 
         return Pending(finish)
@@ -204,9 +197,15 @@ def _groups_of(nodes: Nodes) -> _Groups:
 
     def make() -> _Groups:
         ranks, first = all_ranks.global_ranks, nodes.rank * width
-        node = Private(ranks[first : first + width], all_ranks.timeout_s)
-        leads = nodes.size > 1 and all_ranks.rank == first
-        return node, Private(ranks[::width], all_ranks.timeout_s) if leads else None
+        assert all_ranks._shared is not None
+        parent = all_ranks._shared.parent and all_ranks._shared.parent()
+        assert parent is not None, "a group over ranks of it was made"
+        own, its = (parent, all_ranks.timeout_s), f"nodes of {width}"
+        node = Private(*own, ranks[first : first + width], f"{its}, {first}")
+        if nodes.size == 1 or all_ranks.rank != first:
+            return node, None
+        gloo = parent is dist.group.WORLD  # else the user named a group, whose backend counts
+        return node, Private(*own, ranks[::width], f"{its}, leaders", gloo=gloo)
 
     return groups_once(all_ranks._private, width, make)
 
@@ -214,8 +213,8 @@ def _groups_of(nodes: Nodes) -> _Groups:
 class Grid:
     """Pipelines side by side."""
 
-    # rank = replica * stages + stage. `peers` are for agreements, apart from the traffic of
-    # `stage_group`; `job` agrees on every update: a stage must not go on where another cannot
+    # rank = replica * stages + stage. `peers` agree apart from the traffic of `stage_group`, `job`
+    # on every update
 
     def __init__(self, stages: int, timeout: float | datetime.timedelta | None = None) -> None:
         joined = not is_alone()
@@ -244,7 +243,10 @@ class Grid:
             stages = list(range(first, first + self.stages))
             replicas = [replica * self.stages + self.stage for replica in every]
             # torch makes the transfers between stages, so the backend must enforce the time-out
-            return Private(stages, timeout_s, timed=True), Private(replicas, timeout_s, timed=True)
+            return (
+                Private(world, timeout_s, stages, f"replica {self.replica}", timed=True),
+                Private(world, timeout_s, replicas, f"stage {self.stage}", timed=True),
+            )
 
         return groups_once(world, (self.stages, timeout_s), make)
 

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import copy
 import ctypes
 import datetime
 import os
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import ProcessGroup
 
 from thinwire._watchdog import Late, within
 from thinwire._wording import warn_user
@@ -25,7 +27,8 @@ from thinwire.comm.waiting import left_s, one_deadline, waited
 from thinwire.errors import ThinwireError
 
 _T = TypeVar("_T")
-_Pending = tuple[dist.ProcessGroup, dist.Work, Sequence[Tensor]]
+_Pending = tuple[ProcessGroup, dist.Work, Sequence[Tensor]]
+_Make = Callable[[float], ProcessGroup]
 
 
 class _Released(Protocol):
@@ -35,106 +38,134 @@ class _Released(Protocol):
 _NEVER = datetime.timedelta(days=30)
 _EXIT_PATIENCE_S = 0.5
 _SMALL_BYTES = 64 << 10
-_NOTHING_SENT = 1
-"""Tag under which no message is sent."""
+_NOTHING_SENT = 1  # a tag
 _SLACK_S = 1.6
 """Slack for waits at the store, which end up to a second late."""
 _RESTART_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-_LONGEST_UNKNOWN_S = 1800.0
-"""Time-out of a backend that does not report its own; torch's default."""
+UNKNOWN_S = 1800.0
+"""Time-out of a backend that does not report its own, and of a rank alone; torch's default."""
 
 
 class Private:
     """A process group with its heartbeat thread, shared by all users of the same ranks."""
 
     # `control` is separate from the data: a rank that makes another call then meets the others in
-    # an agreement, never in a message of another length, for which gloo aborts the process
+    # an agreement, never in a message of another length, for which gloo aborts the process. It is
+    # gloo whatever the job has, and so are data between sites (`gloo`). torch's registry does not
+    # have these groups: they end with their last reference
 
-    def __init__(self, ranks: list[int], timeout_s: float, *, timed: bool = False) -> None:
-        self.control = _new_group(ranks, timeout_s)
-        self._group: dist.ProcessGroup | None = self.control
-        self.more: list[dist.ProcessGroup] = []
+    def __init__(
+        self,
+        parent: ProcessGroup,
+        timeout_s: float,
+        ranks: list[int],
+        name: str,
+        *,
+        gloo: bool = False,
+        timed: bool = False,
+    ) -> None:
+        self.ranks = ranks
+        self.parent: Callable[[], ProcessGroup | None] | None = weakref.ref(parent)
+        self._here = ranks.index(dist.get_rank()), len(ranks)
+        self._store = PrefixStore(f"thinwire/{name}", parent.get_group_store())
+        self.more: list[ProcessGroup] = []
         """Further groups for data, of `streams`."""
         self.abandoned: tuple[type[ThinwireError], str] | None = None
         self.heartbeats: HeartbeatThread | None = None
-        gloo = _gloo_backends(self._group)
-        self.watched = frozenset(() if timed else gloo)
-        if timed:
-            # construction was limited by the rest of a deadline, which differs between ranks
-            for backend in gloo.values():
-                backend.options._timeout = datetime.timedelta(seconds=timeout_s)
-                backend._set_default_timeout(datetime.timedelta(seconds=timeout_s))
-        elif gloo:
-            self.control = _new_group(ranks, timeout_s)
-            for backend in (*gloo.values(), *_gloo_backends(self.control).values()):
-                # set afterwards: the same value limits the construction
-                backend._set_default_timeout(_NEVER)
+        data = self._gloo("data", timeout_s) if gloo else self._like(timeout_s)
+        self.group: ProcessGroup | None = data
+        """None after `release`."""
+        backends = _gloo_backends(data)
+        self.watched = "cpu" in backends and not timed
+        """True if data travels by gloo, from the host's memory."""
+        self.control = data if timed else self._gloo("control", timeout_s)
+        for backend in backends.values():
+            # set afterwards: the same value limits the construction, by the rest of a deadline
+            limit = datetime.timedelta(seconds=timeout_s) if timed else _NEVER
+            backend.options._timeout = limit
+            backend._set_default_timeout(limit)
         if not timed:
-            store, rank = self._group.get_group_store(), dist.get_rank(self._group)
-            self.heartbeats = HeartbeatThread(store, rank, len(ranks), timeout_s)
+            self.heartbeats = HeartbeatThread(self._store, *self._here, timeout_s)
             weakref.finalize(self, self.heartbeats.stop).atexit = False
-        self._registered = True
         released_at_exit(self)
+
+    def _gloo(self, name: str, timeout_s: float) -> ProcessGroup:
+        store = PrefixStore(name, self._store)
+        return self._limited(timeout_s, partial(gloo_group, store, *self._here))
+
+    def _like(self, timeout_s: float) -> ProcessGroup:
+        """Return a group with the backend of the parent."""
+        parent = self.parent and self.parent()
+        assert parent is not None, "the constructor holds it"
+        backend = None if parent is dist.group.WORLD else dist.get_backend(parent)
+
+        def make(limit_s: float) -> ProcessGroup:
+            timeout = datetime.timedelta(seconds=limit_s)
+            group: ProcessGroup = dist.new_group(
+                self.ranks, timeout, backend, use_local_synchronization=True
+            )
+            return group
+
+        # nccl must stay on the thread of its device
+        return self._limited(timeout_s, make, own_thread=has_cpu(parent))
+
+    def _limited(self, timeout_s: float, make: _Make, *, own_thread: bool = True) -> ProcessGroup:
+        """Return the group of `make`, which gets the time left."""
+        limit_s, begun = max(left_s(timeout_s), 0.1), time.monotonic()
+        try:
+            # a store whose host is stopped never answers, whatever its time-out
+            return made_within(limit_s, partial(make, limit_s)) if own_thread else make(limit_s)
+        except RuntimeError as error:
+            within, (rank, size) = f"{limit_s:g} s", self._here
+            raise explain_failure(
+                error, action="making a process group", rank=rank, size=size, within=within
+            ) from error
+        finally:
+            waited(time.monotonic() - begun)
 
     def detached(self, timeout_s: float) -> "Private":
         """Return a gloo group over the same ranks, for the agreements of one other thread."""
-        # torch's registry does not have it, so that `destroy_process_group` does not end it: it
-        # ends with its last reference
-        parent, new = self._group, Private.__new__(Private)
+        new, parent = copy.copy(self), self.group
         assert parent is not None, "an exchange has just succeeded"
-        store = PrefixStore(f"detached/{next_identity(parent)}", parent.get_group_store())
-        here = dist.get_rank(parent), parent.size()
-        new._group = new.control = _limited(
-            timeout_s, *here, lambda limit_s: gloo_group(store, *here, limit_s)
-        )
-        new.more = []
-        new.heartbeats, new.abandoned = self.heartbeats, None
-        new.watched, new._registered = frozenset({"cpu"}), False
+        new.group = new.control = self._gloo(f"detached/{next_identity(parent)}", timeout_s)
+        new.more, new.abandoned = [], None
+        new.watched, new.parent = True, None
         released_at_exit(new)
         return new
 
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """Process group; None after `release`."""
-        return self._group
-
-    def streams(self, count: int, timeout_s: float) -> list[dist.ProcessGroup]:
+    def streams(self, count: int, timeout_s: float) -> list[ProcessGroup]:
         """Return up to `count` groups over the same ranks; missing ones are made, on all ranks."""
-        assert self._group is not None, "not released"
-        if not self.watched:
-            return [self._group]
-        here, parent = (self._group.rank(), self._group.size()), self._group.get_group_store()
+        assert self.group is not None, "not released"
         while len(self.more) < count - 1:
-            store = PrefixStore(f"stream/{len(self.more)}", parent)
-            make = partial(gloo_group, store, *here)
-            self.more.append(_limited(timeout_s, *here, make))
-        return [self._group, *self.more][:count]
+            self.more.append(self._gloo(f"stream/{len(self.more)}", timeout_s))
+        return [self.group, *self.more][:count]
 
     def disconnect(self) -> None:
         """Close the connections of gloo, which ends every wait for this rank at once."""
-        if self._group is None or not self.watched:
+        if self.group is None or self.heartbeats is None:
             return
-        others = set(range(self._group.size())) - {self._group.rank()}
-        for group, peer in product((self._group, self.control, *self.more), others):
-            # gloo closes all connections of a group when a receive of it runs out: not from a peer
-            # that has gone, of which it fails at once
+        others = set(range(len(self.ranks))) - {self._here[0]}
+        groups = [self.control, *self.more, *([self.group] if self.watched else [])]
+        for group, peer in product(groups, others):
+            # gloo closes all connections of a group when a receive of it runs out
             with contextlib.suppress(RuntimeError):
                 work = group.recv([torch.empty(1, device="cpu")], peer, _NOTHING_SENT)
                 work.wait(datetime.timedelta(milliseconds=1))
 
     @property
     def lives(self) -> bool:
-        """True until `destroy_process_group` is called for it or for the world."""
+        """True until `destroy_process_group` is called for its parent or for the world."""
         try:
-            return not self._registered or bool(dist.get_backend(self._group))
+            parent = None if self.parent is None else self.parent()
+            return self.parent is None or (parent is not None and bool(dist.get_backend(parent)))
         except (ValueError, AssertionError):
             return False
 
     def release(self) -> None:
         """Drop the groups, which joins their threads, unless one of these may be blocked."""
-        if self._group is None:
+        if self.group is None:
             return
-        groups, self._group = dict.fromkeys([self._group, self.control]), None
+        groups, self.group = dict.fromkeys([self.group, self.control]), None
         del self.control
         self.more.clear()  # they end with their last reference, those in flight too
         for group in groups:
@@ -146,17 +177,21 @@ class Private:
 
 
 _made: list[weakref.ref[_Released]] = []
-_shared: "weakref.WeakKeyDictionary[dist.ProcessGroup, Private]" = weakref.WeakKeyDictionary()
+_shared: "weakref.WeakKeyDictionary[ProcessGroup, dict[bool, Private]]" = (
+    weakref.WeakKeyDictionary()
+)
 _pending: dict[int, _Pending] = {}
 
 
-def private_group(parent: dist.ProcessGroup, timeout_s: float) -> Private:
+def private_group(parent: ProcessGroup, timeout_s: float, *, gloo: bool = False) -> Private:
     """Return the library's own group over the ranks of `parent`, made once within `timeout_s`."""
-    if parent not in _shared:
+    made = _shared.setdefault(parent, {})
+    if gloo not in made:
         warn_of_restarts()
+        ranks, name = dist.get_process_group_ranks(parent), "gloo" if gloo else "all"
         with one_deadline(timeout_s):
-            _shared[parent] = Private(dist.get_process_group_ranks(parent), timeout_s)
-    return _shared[parent]
+            made[gloo] = Private(parent, timeout_s, ranks, name, gloo=gloo)
+    return made[gloo]
 
 
 def released_at_exit(groups: _Released) -> None:
@@ -165,7 +200,7 @@ def released_at_exit(groups: _Released) -> None:
     _made.append(weakref.ref(groups))
 
 
-def keep_alive(group: dist.ProcessGroup, work: dist.Work, tensors: Sequence[Tensor]) -> None:
+def keep_alive(group: ProcessGroup, work: dist.Work, tensors: Sequence[Tensor]) -> None:
     """Keep an exchange in flight: its group and its tensors must live until it ends."""
     if len(_pending) > 1000:
         forget_ended()
@@ -189,7 +224,7 @@ def forget(work: dist.Work) -> None:
     _pending.pop(id(work), None)
 
 
-def in_flight(groups: Sequence[dist.ProcessGroup | None]) -> bool:
+def in_flight(groups: Sequence[ProcessGroup | None]) -> bool:
     """Return True while a large exchange of one of these groups is kept and has not ended."""
     own = [(work, held) for owner, work, held in list(_pending.values()) if owner in groups]
     large = [work for work, held in own if sum(tensor.nbytes for tensor in held) > _SMALL_BYTES]
@@ -199,8 +234,7 @@ def in_flight(groups: Sequence[dist.ProcessGroup | None]) -> bool:
 @cache
 def warn_of_restarts() -> None:
     """Warn once, on rank 0, if torchrun may restart this job and the restart is likely to fail."""
-    # Source: pytorch issue 135712: workers that start again meet keys of the last start in the
-    # store of the launcher.
+    # Source: pytorch issue 135712: workers that start again meet keys of the last start
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "")
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
     first = os.environ.get("RANK") == "0"
@@ -212,48 +246,21 @@ def warn_of_restarts() -> None:
         )
 
 
-def timeout_s_of(group: dist.ProcessGroup) -> float:
+def timeout_s_of(group: ProcessGroup) -> float:
     """Return the time-out that the user gave to a group; torch has no public way to read it."""
     options = getattr(group._get_backend(min(group._device_types, key=str)), "options", None)
     timeout = getattr(options, "_timeout", None)
-    return timeout.total_seconds() if timeout is not None else _LONGEST_UNKNOWN_S
+    return timeout.total_seconds() if timeout is not None else UNKNOWN_S
 
 
-def has_cpu(group: dist.ProcessGroup) -> bool:
+def has_cpu(group: ProcessGroup) -> bool:
     """Return True if a group carries tensors on the CPU; one of nccl alone does not."""
     return torch.device("cpu") in group._device_types
 
 
-def _gloo_backends(group: dist.ProcessGroup) -> dict[str, Any]:
+def _gloo_backends(group: ProcessGroup) -> dict[str, Any]:
     backends = {device.type: group._get_backend(device) for device in group._device_types}
     return {kind: backend for kind, backend in backends.items() if backend.name() == "gloo"}
-
-
-def _new_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
-    def make(limit_s: float) -> dist.ProcessGroup:
-        timeout = datetime.timedelta(seconds=limit_s)
-        group: dist.ProcessGroup = dist.new_group(ranks, timeout, use_local_synchronization=True)
-        return group
-
-    return _limited(timeout_s, ranks.index(dist.get_rank()), len(ranks), make)
-
-
-def _limited(
-    timeout_s: float, rank: int, size: int, make: Callable[[float], dist.ProcessGroup]
-) -> dist.ProcessGroup:
-    """Return the group of `make`, which gets the time left."""
-    limit_s, begun = max(left_s(timeout_s), 0.1), time.monotonic()
-    try:
-        # a store whose host is stopped never answers, whatever its time-out, so the call needs a
-        # thread of its own; nccl must stay on the thread of its device
-        if not has_cpu(dist.distributed_c10d._get_default_group()):
-            return make(limit_s)
-        return made_within(limit_s, lambda: make(limit_s))
-    except RuntimeError as error:
-        within, action = f"{limit_s:g} s", "making a process group"
-        raise explain_failure(error, action=action, rank=rank, size=size, within=within) from error
-    finally:
-        waited(time.monotonic() - begun)
 
 
 def made_within(limit_s: float, make: Callable[[], _T]) -> _T:
@@ -267,8 +274,8 @@ def made_within(limit_s: float, make: Callable[[], _T]) -> _T:
 @atexit.register
 def _release_all() -> None:
     """Free all groups, the latest first, which joins their threads."""
-    # a backend thread that frees a tensor while the interpreter is finalizing aborts the process,
-    # and one blocked in an exchange would delay it: exchanges in flight are never freed
+    # a backend thread that frees a tensor while the interpreter is finalizing aborts the process:
+    # exchanges in flight are never freed
     stop_all()
     until = time.monotonic() + _EXIT_PATIENCE_S
     for key, pending in list(_pending.items()):
@@ -276,15 +283,14 @@ def _release_all() -> None:
             time.sleep(0.01)
         if pending[1].is_completed():
             del _pending[key]
-        else:
-            # leaked on purpose: freeing it while the backend uses it would abort the process
+        else:  # leaked on purpose
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(pending))
     for private in [made() for made in reversed(_made)]:
         if private is not None:
             private.release()
 
 
-_numbered: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+_numbered: "weakref.WeakKeyDictionary[ProcessGroup, int]" = weakref.WeakKeyDictionary()
 
 
 def is_alone() -> bool:
@@ -292,18 +298,18 @@ def is_alone() -> bool:
     return not (dist.is_available() and dist.is_initialized())
 
 
-def next_identity(process_group: dist.ProcessGroup | None = None) -> int:
+def next_identity(process_group: ProcessGroup | None = None) -> int:
     """Return the number, from 1, of the next object that these ranks (None: all) make."""
     if is_alone():
         return 0
     parent = process_group if process_group is not None else dist.group.WORLD
-    if not isinstance(parent, dist.ProcessGroup):
+    if not isinstance(parent, ProcessGroup):
         return 0
     _numbered[parent] = _numbered.get(parent, 0) + 1
     return _numbered[parent]
 
 
-def rank_and_size_in(process_group: dist.ProcessGroup | None = None) -> tuple[int, int]:
+def rank_and_size_in(process_group: ProcessGroup | None = None) -> tuple[int, int]:
     """Return this rank's index among these ranks and their number; (0, 1) without a group."""
     if is_alone():
         return 0, 1

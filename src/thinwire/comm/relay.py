@@ -18,8 +18,7 @@ from typing import Final, NamedTuple
 from thinwire.errors import Mismatch, PeerLost, ThinwireError
 
 HEAD: Final = struct.Struct("<IhhBIII")
-"""Length, receiver, sender, kind, number of the message, offset of this part, length of the whole
-message."""
+"""Length, receiver, sender, kind, number of the message, offset of this part, full length."""
 FRAME_BYTES: Final = 16 << 10
 """Size of a part: small enough that the relay forwards over a slow link while it still reads."""
 ALL: Final = -1

@@ -134,7 +134,7 @@ class RelayedGroup(ProcessGroup):
         return self._gathered(inputs[0], outputs[0])
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
-        # torch calls the first of its three forms; the sum is in the order of the ranks
+        # the first of torch's three forms; the sum is in the order of the ranks
         (total,) = tensors
         rows = [torch.empty_like(total) for _ in range(self.size())]
 

@@ -51,8 +51,7 @@ def make_equal_(
     tensors: Mapping[str, Tensor], group: Group, *, action: str, source: int = 0
 ) -> None:
     """Copy those of `tensors` that differ between ranks from rank `source`: all of them or none."""
-    # the size of the pieces follows the speed, so that each takes a small part of the time-out;
-    # received tensors are compared with digests before anything is written
+    # pieces follow the speed; digests are compared before anything is written
     if group.size == 1:
         return
     nonempty = {name: tensor for name, tensor in tensors.items() if tensor.numel()}

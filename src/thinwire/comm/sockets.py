@@ -93,8 +93,7 @@ def _streams() -> Iterator[tuple[int, int, int]]:
 @contextlib.contextmanager
 def _held(descriptor: int) -> Iterator[tuple[int | None, int]]:
     """Yield the inode of a socket (else None) and a descriptor that no other code closes."""
-    # not a Python socket object: under socket.setdefaulttimeout it would make the connection
-    # non-blocking for all its users, torch included
+    # not a Python socket: under setdefaulttimeout it makes the connection non-blocking for all
     held = os.dup(descriptor)
     try:
         about = os.fstat(held)

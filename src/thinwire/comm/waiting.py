@@ -89,8 +89,7 @@ class Limit:
 
     def wait(self, work: Work, *, in_slices: bool) -> None:
         """Wait until the work has ended; raise its error, or `RuntimeError` at the limit."""
-        # shortly before the limit ask whether the missing ranks are busy: if so, the limit moves
-        # (`longer`), else it stands (`denied`) and the wait runs out
+        # shortly before the limit ask whether missing ranks are busy: then it moves, else it stands
         self.limit_s, began_s = left_s(self.timeout_s), time.monotonic()
         ended = longer = denied = False
         while True:
@@ -199,8 +198,8 @@ def busy(at_most: float | datetime.timedelta) -> Iterator[None]:
     Raises:
         TypeError, ValueError: `at_most` is not a duration, or not positive.
 
-    Communication: none; the heartbeat thread reports the work through the rendezvous store. With
-    nccl, and between the stages of a pipeline, the time-out stays as it is.
+    Communication: none; the heartbeat thread reports the work through the rendezvous store. The
+    time-out of data that nccl carries, and between stages of a pipeline, stays as it is.
     """
     outer = _busy_until[0]
     until = time.monotonic() + _seconds("at_most", at_most)

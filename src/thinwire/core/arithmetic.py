@@ -34,12 +34,19 @@ CURES = {
 
 
 def arithmetic(
-    device: torch.device, *, kernels: bool = False, products: bool = False
+    device: torch.device,
+    *,
+    elementwise: bool = False,
+    kernels: bool = False,
+    products: bool = False,
 ) -> dict[str, str]:
     """Return the facts that ranks must share if they train on devices like this one.
 
     Args:
         device: Of the parameters.
+        elementwise: True if what ranks compute alike are sums, products and quotients of two
+            numbers, as in averagings: all processors round these alike, but for numbers below
+            the normal range.
         kernels: True if the kernel bodies differ in bits for the work to come.
         products: True if replicated updates contain matrix products.
 
@@ -47,11 +54,12 @@ def arithmetic(
     []
     """
     facts = {}
-    if device.type == "cpu":
+    if elementwise or device.type == "cpu":
         least = torch.finfo(torch.float32).tiny
-        tiny = torch.full((64,), least, dtype=torch.float32, device="cpu") * 0.5
-        facts[_INSTRUCTIONS] = torch.backends.cpu.get_cpu_capability()
+        tiny = torch.full((64,), least, dtype=torch.float32, device=device) * 0.5
         facts[_DENORMALS] = "become zero" if not bool(tiny.any()) else "are kept"
+    if device.type == "cpu" and not elementwise:
+        facts[_INSTRUCTIONS] = torch.backends.cpu.get_cpu_capability()
     if kernels:
         facts[_KERNELS] = body_name(device)
     if products:

@@ -86,7 +86,7 @@ def checked_mean_(total: Tensor, count: int, *, bits: bool) -> Tensor:
     )
     sums, words = [], []
     for piece in torch.split(total, length) if total.numel() > length else [total]:
-        sums.append((piece if count == 1 else piece.div_(count)).sum())
+        sums.append((piece if count == 1 else piece.div_(total.new_full((), count))).sum())
         words += bit_sums([piece]) if bits else []
     finite = (sums[0] if len(sums) == 1 else torch.stack(sums).sum()).isfinite().long()
     if len(words) > 1:

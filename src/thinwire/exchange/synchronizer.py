@@ -71,24 +71,17 @@ class Ranks:
         members: RunMember | None = None,
         node_size: int | None = None,
         streams: int | None = None,
+        between_sites: bool = False,
     ) -> None:
+        # between sites all data travels by gloo, unless the user named the ranks, with a backend
         require_process_group(process_group)
+        self._gloo = between_sites and process_group is None
         self.timeout_s = seconds_of(timeout)
         self.streams = None if streams is None else check.integer("streams", streams, at_least=1)
         if mesh is not None and members is None:
             size = None if node_size == 1 else node_size
             require_mesh(mesh, process_group=process_group, node_size=size)
         self.process_group, self.mesh, self.members = process_group, mesh, members
-
-    def fresh(self) -> "Ranks":
-        """Return the same ranks with counters at zero."""
-        return Ranks(
-            self.process_group,
-            timeout=self.timeout_s,
-            mesh=self.mesh,
-            members=self.members,
-            streams=self.streams,
-        )
 
     @cached_property
     def group(self) -> Group:
@@ -98,7 +91,7 @@ class Ranks:
             return self.members._job
         if self.mesh is not None:
             return sites_of(self.mesh, self.timeout_s, self.streams)
-        return Group(self.process_group, self.timeout_s, self.streams)
+        return Group(self.process_group, self.timeout_s, self.streams, gloo=self._gloo)
 
     @property
     def facts(self) -> dict[str, Any]:

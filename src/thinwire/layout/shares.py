@@ -28,18 +28,18 @@ class Piece(NamedTuple):
     """Number of positions."""
 
 
-_Form = TypeVar("_Form", Layout, WholeLayout)
+Form = TypeVar("Form", Layout, WholeLayout)
 
 
 @dataclass(frozen=True)
-class SplitLayout(Generic[_Form]):
+class SplitLayout(Generic[Form]):
     """Owners of pieces and lengths of all messages; the same on all sources."""
 
     pieces: tuple[tuple[Piece, ...], ...]
     """Pieces by owner, in the order of the tensors."""
-    first: tuple[_Form, ...]
+    first: tuple[Form, ...]
     """Layout by owner of the message that every source sends it in round one."""
-    second: tuple[_Form, ...]
+    second: tuple[Form, ...]
     """Layout by owner of the message that it sends to all in round two."""
 
     @cached_property
@@ -62,19 +62,14 @@ def split_plan(layout: Layout, sources: int) -> SplitLayout[Layout]:
     """Return the plan for messages of this layout."""
     # a piece of m positions of a tensor that sends k of n has room for ceil(2 k m / n) entries in
     # round one; in round two the pieces of a tensor have room for about k, each for one at least
-    pieces = partition([slot.numel for slot in layout.slots], sources)
-    first = [[_first_room(layout.slots[p.slot], p) for p in row] for row in pieces]
-    second = [[_second_room(layout.slots[p.slot], p) for p in row] for row in pieces]
+    slots, bits = layout.slots, layout.value_bits
+    pieces = partition([slot.numel for slot in slots], sources)
+    first = [tuple(_first_room(slots[p.slot], p) for p in row) for row in pieces]
+    second = [tuple(_second_room(slots[p.slot], p) for p in row) for row in pieces]
     return SplitLayout(
         tuple(tuple(row) for row in pieces),
-        tuple(
-            Layout(tuple(slots), layout.value_bits, f";to {owner}")
-            for owner, slots in enumerate(first)
-        ),
-        tuple(
-            Layout(tuple(slots), layout.value_bits, f";from {owner}")
-            for owner, slots in enumerate(second)
-        ),
+        tuple(Layout(row, bits, f";to {owner}") for owner, row in enumerate(first)),
+        tuple(Layout(row, bits, f";from {owner}") for owner, row in enumerate(second)),
     )
 
 
@@ -111,16 +106,13 @@ def whole_split(layout: WholeLayout, sources: int) -> SplitLayout[WholeLayout] |
     """Return the plan for whole tensors; None if there are fewer entries than sources."""
     if sum(layout.numels) < sources:
         return None
-    pieces = tuple(tuple(row) for row in partition(layout.numels, sources))
+    pieces, bits = partition(layout.numels, sources), layout.value_bits
     numels = [tuple(piece.numel for piece in row) for row in pieces]
-    first, second = (
-        tuple(
-            WholeLayout(of_owner, layout.value_bits, f";{word} {owner}")
-            for owner, of_owner in enumerate(numels)
-        )
-        for word in ("to", "from")
+    return SplitLayout(
+        tuple(tuple(row) for row in pieces),
+        tuple(WholeLayout(row, bits, f";to {owner}") for owner, row in enumerate(numels)),
+        tuple(WholeLayout(row, bits, f";from {owner}") for owner, row in enumerate(numels)),
     )
-    return SplitLayout(pieces, first, second)
 
 
 def contiguous(sizes: Sequence[int], parts: int) -> list[range]:

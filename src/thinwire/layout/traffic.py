@@ -1,10 +1,10 @@
 """Bytes that an exchange moves, computed from message layouts before anything is sent."""
 
 from functools import lru_cache
-from typing import NamedTuple, overload
+from typing import NamedTuple, cast
 
 from thinwire.layout.message import CHECKSUM_BYTES, Layout, WholeLayout
-from thinwire.layout.shares import SplitLayout, split_plan, whole_split
+from thinwire.layout.shares import Form, SplitLayout, split_plan, whole_split
 
 GATHER, SPLIT = "gather", "split"
 EXCHANGES = ("auto", GATHER, SPLIT)
@@ -69,29 +69,23 @@ class Messages(NamedTuple):
 
 def messages(layout: Layout | WholeLayout, exchange: str, sources: int) -> Messages:
     """Return the bytes that each of `sources` sends in messages of this layout."""
-    plan = chosen_split(exchange, layout, sources)
+    plan = _plan(exchange, layout, sources)
     if plan is None:
         return Messages((), layout.nbytes)
     return Messages(tuple(part.nbytes for part in plan.first), plan.row_bytes)
 
 
-@overload
-def chosen_split(exchange: str, layout: Layout, sources: int) -> SplitLayout[Layout] | None: ...
-@overload
-def chosen_split(
-    exchange: str, layout: WholeLayout, sources: int
-) -> SplitLayout[WholeLayout] | None: ...
-def chosen_split(
-    exchange: str, layout: Layout | WholeLayout, sources: int
-) -> SplitLayout[Layout] | SplitLayout[WholeLayout] | None:
+def chosen_split(exchange: str, layout: Form, sources: int) -> SplitLayout[Form] | None:
     """Return the plan by which messages of this layout are split; None if they are gathered."""
-    return None if sources == 1 or exchange == GATHER else _plan(exchange, layout, sources)
+    return cast("SplitLayout[Form] | None", _plan(exchange, layout, sources))
 
 
 @lru_cache(maxsize=256)
 def _plan(
     exchange: str, layout: Layout | WholeLayout, sources: int
 ) -> SplitLayout[Layout] | SplitLayout[WholeLayout] | None:
+    if sources == 1 or exchange == GATHER:
+        return None
     plan: SplitLayout[Layout] | SplitLayout[WholeLayout] | None
     whole = isinstance(layout, WholeLayout)
     plan = whole_split(layout, sources) if whole else split_plan(layout, sources)

@@ -22,7 +22,6 @@ _FROZEN = (
     "frozen parameter {} (local updates do not average it: make it a buffer, keep it outside the "
     "model, or update it only where sync.synced is true)"
 )
-"""Label of frozen parameters in errors."""
 
 
 class OwnScale(Protocol):
@@ -428,11 +427,9 @@ class Averager(Synchronizer):
     def _missing_state(self, pending: PendingAveraging) -> str | None:
         """Describe a result in flight whose optimizer state no longer exists."""
         there = self._targets(pending)
-        key = next((key for key in pending.extras if key not in there), None)
-        if key is None:
-            return None
-        return (
-            f"{key} was sent but no longer exists, so its mean cannot be stored: load the "
+        lost = next((key for key in pending.extras if key not in there), None)
+        return lost and (
+            f"{lost} was sent but no longer exists, so its mean cannot be stored: load the "
             "optimizer's state before the state of local updates"
         )
 

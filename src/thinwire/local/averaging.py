@@ -156,7 +156,7 @@ class PendingAveraging:
         """Return the mean over the ranks of a dense tensor, by name."""
         assert self.round is not None, "launched"
         mean = self.round.arrived[name].mean(name, like).to(like.device)
-        return mean if self.share == 1 else mean / self.share
+        return mean if self.share == 1 else mean / mean.new_full((), self.share)
 
     def first_not_finite(self, buffers: Mapping[str, bool]) -> str | None:
         """Return the name of the first tensor that is not finite, of buffers with a true flag."""
@@ -170,8 +170,7 @@ class PendingAveraging:
 class Averaging:
     """State of averaging by name: anchors, outer momentum and residuals; `commit_` changes it.
 
-    An anchor is the exact value of a parameter after its last averaging, equal on all ranks like
-    outer momentum. A residual belongs to this rank, or its node.
+    An anchor is a parameter's exact value after an averaging, equal on all ranks like momentum.
     """
 
     def __init__(
@@ -420,7 +419,8 @@ class Averaging:
         own = [t for t in (self.anchors[name], self.momentum.get(name)) if t is not None]
         changes = self._mean_changes(name, pending, parts)
         for (start, end), total in zip(parts, changes, strict=True):
-            change = total if pending.share == 1 else total / pending.share
+            # by a tensor: on a GPU torch divides by a number through its reciprocal
+            change = total if pending.share == 1 else total / total.new_full((), pending.share)
             with _moved(device, *(_part(t, start, end) for t in own)) as (s, *buffer):
                 step = outer_step_(change, buffer[0] if buffer else None, self._outer)
                 target = s - step if single or pending.delayed else s.sub_(step)

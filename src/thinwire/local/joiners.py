@@ -72,18 +72,11 @@ class JoinerState:
         if pending is None or pending.round is None or pending.round.received is None:
             return None
         received = pending.round.received
-        about = {
-            "rank": self._group.rank,
-            "size": self._group.size,
-            "step": pending.step,
-            "moved": list(pending.moved),
-            "extras": list(pending.extras),
-            "compressed": sorted(pending.moved.compressed),
-            "sketched": pending.sketch is not None,
-            "share": pending.share,
-            "delayed": pending.delayed,
-            "answers": [len(answers) for answers in received],
-        }
+        about: dict[str, Any] = {"rank": self._group.rank, "size": self._group.size}
+        about |= {"step": pending.step, "share": pending.share, "delayed": pending.delayed}
+        about |= {"moved": list(pending.moved), "extras": list(pending.extras)}
+        about |= {"compressed": sorted(pending.moved.compressed)}
+        about |= {"sketched": pending.sketch is not None, "answers": [*map(len, received)]}
         tensors = {
             f"{n} {index}": answer
             for n, answers in enumerate(received)

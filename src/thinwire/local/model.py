@@ -339,11 +339,9 @@ def changed_since(before: Mapping[str, Tensor | None], now: Mapping[str, Tensor]
     return [name for name, flag in zip(now, flags_on_host, strict=True) if flag]
 
 
-_kind = attrgetter("shape", "dtype", "device")
-
-
 def _differs(now: Tensor, before: Tensor | None) -> Tensor:
-    if before is None or _kind(before) != _kind(now):
+    kind = attrgetter("shape", "dtype", "device")
+    if before is None or kind(before) != kind(now):
         return torch.ones((), dtype=torch.bool, device=now.device)
     # NumPy compares bits in a seventh of the time
     if now.is_cpu and np.array_equal(flat_bytes(now), flat_bytes(before)):

@@ -1,9 +1,7 @@
 """Sketches: 64 sums that stand for a tensor of any size and preserve inner products of tensors.
 
-Every entry is added, with a random sign, to one of 64 sums. The inner product of two tensors' sums
-is, on average over the signs, that of the tensors, with a standard deviation of about 1 / sqrt(64)
-of the product of their norms. The sketch is linear: the sums of a sum are the sum of the sums. From
-a larger tensor 4,096 entries are drawn at random, with repetition, and scaled up.
+Every entry, or 4,096 drawn ones, scaled up, are added with a random sign to one of 64 sums. The
+mean error of an inner product is about an eighth of the product of the norms.
 
 Source: count sketch, Charikar, Chen and Farach-Colton, 2002, section 3. Differs: one row, whose
 places follow from the position; only a sample of a large tensor.

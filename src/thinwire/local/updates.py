@@ -19,6 +19,7 @@ from thinwire.comm import Regrouped, long_waits_logged, own_deadlines
 from thinwire.comm.private import forget_ended
 from thinwire.compress import COMPRESSIONS, GradientConfig, compression_of, field_of
 from thinwire.compress.coverage import report_coverage
+from thinwire.compress.low_rank import LowRank
 from thinwire.core.arithmetic import arithmetic
 from thinwire.core.norms import grad_norm
 from thinwire.core.provenance import PROVENANCE, Provenance, without_provenance
@@ -183,6 +184,7 @@ class LocalUpdates:
             members=members,
             node_size=config.node_size,
             streams=streams,
+            between_sites=True,
         )
         self._members = members
         if compression is not None:
@@ -238,6 +240,8 @@ class LocalUpdates:
         members, ranks, tensors, config = self._members, self._ranks, self._tensors, self.config
         self._entered_once, group = True, ranks.group
         facts = _facts(config, self._of_gradients) | {"digest_every": self._digest_every}
+        # every rank decodes products of matrices by itself, which processors round differently
+        facts |= arithmetic(tensors.device, elementwise=not isinstance(self._changes, LowRank))
         _compare(facts, tensors, ranks, members)
         dense = config.node_size is None and self._changes is None
         separate = ranks.mesh is None and (dense or config.by_time)
@@ -476,10 +480,10 @@ class LocalUpdates:
         found |= {} if self._members is None else self._members._joining
         # each fragment has an outer optimizer of its own
         averagings = -(-averagings // self.config.fragments)
-        found["applied_share"] = averager.averaging.applied_share(averagings)
-        found["drift"] = averager.averaging.drift
-        goodput = averager.pace.goodput(self.step - self._skipped, self._skipped)
-        return found | averager.traffic() | goodput
+        averaging, made = averager.averaging, self.step - self._skipped
+        found["applied_share"] = averaging.applied_share(averagings)
+        found["drift"] = averaging.drift
+        return found | averager.traffic() | averager.pace.goodput(made, self._skipped)
 
     def stats(self) -> dict[str, float]:
         """Return flat numbers about this rank so far; names as in `thinwire.Engine.stats`.
@@ -589,8 +593,7 @@ def _compare(
 ) -> None:
     """Compare the setup over the ranks, and with the run of members; raise where it differs."""
     problem = tensors.difference()
-    facts = {**facts, **ranks.facts, **arithmetic(tensors.device)}
-    facts |= {"user error": problem, **tensors.facts()}
+    facts = {**facts, **ranks.facts, "user error": problem, **tensors.facts()}
     if members is not None:
         members._require_same_setup("local", facts)
     ranks.compare(facts, "setting up local updates")

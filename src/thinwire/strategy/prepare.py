@@ -89,7 +89,10 @@ def prepare(setup: Setup) -> Engine:
     reshard_(model)
     require_shards(dict(named_parameters(model)), None if mesh is None else mesh["shard"])
     setup.digest_every = check.integer("digest_every", setup.digest_every, at_least=0)
-    setup.ranks = Ranks(timeout=setup.timeout, members=members, streams=setup.streams)
+    local = mesh is not None or strategy.local is not None
+    setup.ranks = Ranks(
+        timeout=setup.timeout, members=members, streams=setup.streams, between_sites=local
+    )
     with setup.ranks.deadline():
         return _prepared(setup)
 
@@ -465,6 +468,7 @@ def _rounding_facts(
     every = all_of(optimizer)
     layerwise = bool(strategy.lamb or strategy.lars)
     layerwise |= any(isinstance(single, Lamb | Lars) for single in every)
-    alike = strategy.local is None
+    if strategy.local is not None:  # it compares what its averagings need
+        return {}
     products = any(isinstance(single, Muon) for single in every)
-    return arithmetic(device, kernels=layerwise and alike, products=products and alike)
+    return arithmetic(device, kernels=layerwise, products=products)

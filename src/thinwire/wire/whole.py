@@ -10,8 +10,7 @@ first. The highest bit of a field is the sign (1: negative), the rest a level.
 | 8, 16 | as in `wire.codes` | one of 128, 32768 equidistant levels |
 
 At 1 bit each sign has a mean of its own, so the error never has a larger norm than the input,
-however asymmetric the entries are. Magnitudes beyond float32 saturate. Scales are computed by the
-sender alone, so the order of a sum matters to nobody else. Nothing waits for a device.
+however asymmetric the entries are. Magnitudes beyond float32 saturate. The sender alone computes scales.
 """  # noqa: E501 (a table row)
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.kernels.reference import divided_
 from thinwire.layout.message import SCALE_BYTES, SCALE_COUNT
 
 _CHUNK = 1 << 17
@@ -222,7 +222,7 @@ def _from_grid(scales: Tensor, fields: Tensor, bits: int) -> Tensor:
     top = (1 << (bits - 1)) - 1
     low, high = scales.clone().view(torch.float32).double().unbind()
     found = fields.clone().view(torch.uint8 if bits == 8 else torch.uint16).to(torch.int32)
-    magnitudes = ((found & top).double().mul_((high - low) / top).add_(low)).float()
+    magnitudes = ((found & top).double().mul_(divided_(high - low, top)).add_(low)).float()
     return torch.where(found > top, -magnitudes, magnitudes)
 
 
