@@ -219,6 +219,12 @@ class LocalUpdates:
             raise RuntimeError(
                 "this local_sgd block was entered before: create a new one with local_sgd(...)"
             )
+        if follow and self._members is not None and self._members._keep_batch:
+            raise ValueError(
+                "keep_batch=True needs an engine, which merges microbatches: this loop takes those "
+                "of an update itself. Use DistributedStrategy(localsgd=...).prepare(..., "
+                "members=members)"
+            )
         own = set(map(id, self._tensors.model.parameters()))
         if any(own & set(map(id, other._tensors.model.parameters())) for other in _open):
             raise RuntimeError(
@@ -469,6 +475,7 @@ class LocalUpdates:
         """Return the traffic and further numbers of `thinwire.core.stats`."""
         averagings, averager = self._when.counters.averagings, self._averager
         found: dict[str, Any] = {"averagings": averagings, "sparsity": 0.0}
+        found["batch_share"] = self._when.batch_share
         if self._changes is not None and self._compressed:
             found["sparsity"] = self._changes.unsent_share(self.step)
         if averager is None:

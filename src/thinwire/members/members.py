@@ -59,6 +59,9 @@ class SharedState(Protocol):
     def averagings(self) -> int:
         """Number of the last round that the state holds."""
 
+    def begin_round(self, before: int, members: int) -> None:
+        """Begin a round of so many members, which are admitted, after one of `before`."""
+
     def last_update(self) -> StateMessage | None:
         """Return the changes that the last round made; None if they were not recorded."""
 
@@ -103,14 +106,23 @@ class Members:
                     train_step()
     """
 
-    def __init__(self, kv: KeyValueView, terms: Terms, site: SingleRank) -> None:
+    def __init__(
+        self,
+        kv: KeyValueView,
+        terms: Terms,
+        site: SingleRank,
+        *,
+        streams: int | None = None,
+        keep_batch: bool = False,
+    ) -> None:
         self._site, self._terms, self._timeout_s = site, terms, terms.timeout_s
+        self._keep_batch = keep_batch
         self._kv = kv if site.mesh is None else kv.under(f"shard/{site.rank}")
         key = self._kv.store.key_for("state") or b""
         self._transfer_context = TransferContext(self._kv, terms.endpoint, terms.timeout_s, key)
         self._membership = self._join_run()
         self._group = ElasticGroup(self._membership)
-        self._group.streams = terms.streams
+        self._group.streams = streams
         self._job = SiteGroup(site, self._group) if isinstance(site, Site) else self._group
         self._donors: list[Donor] = []
         self._kept: list[tuple[int, StateMessage]] = []
@@ -407,6 +419,8 @@ class Members:
         leaving_ids = tuple(member for member in leaving_ids if member in now.ids)
         remaining = [member for member in now.ids if member not in leaving_ids]
         admitted = [member for member in agreed.get("admit", []) if member not in now.ids]
+        following = len(remaining) + len(admitted)
+        state.begin_round(now.size, following or now.size)
         if not goes_on:
             self._redistribute_samples([*remaining, *admitted])
         self._donors = [donor for donor in self._donors if donor.alive]
@@ -439,7 +453,7 @@ class Members:
                 state.add_handoff(message, handoff[1])
         if admitted or leaving_ids:
             # the residual's share of the mean over all members stays the same
-            factor = (len(remaining) + len(admitted)) / now.size
+            factor = following / now.size
             for leaving_id in leaving_ids if remaining else ():
                 self._hand_over(state, leaving_id, remaining[0], now, factor)
             self._membership.change_members(now.number, [*remaining, *admitted], remaining)
@@ -489,6 +503,7 @@ def join(
     relay: bool = False,
     ca: str | Path | None = None,
     streams: int | None = None,
+    keep_batch: bool = False,
 ) -> Members:
     """Join a run, or start it together with the other members, without torchrun.
 
@@ -518,6 +533,9 @@ def join(
             not encrypted.
         streams: Connections to each other member for large messages, also through the relay, as in
             `DistributedStrategy.prepare`.
+        keep_batch: True if an update keeps the number of microbatches, over all members, that it
+            had in the first round: with fewer members the engine of each merges more. Rounds up;
+            `stats()["batch_share"]` is the factor. The same on all members; needs an engine.
 
     Returns:
         The members, a context manager. If the run has begun, this process is a joiner until it
@@ -526,8 +544,8 @@ def join(
     Raises:
         QuorumLost: Fewer than `min_members` came within the time-out; the error names them.
         ThinwireError: No host answers at the address, no relay answers, or the token differs.
-        Mismatch: The number of shards differs from the other members, or the relay's certificate
-            does not verify.
+        Mismatch: `mesh`, `streams` or `keep_batch` differs from the other members, or the relay's
+            certificate does not verify.
         TypeError, ValueError: An argument is invalid.
     """
     check.instance("run", run, str)
@@ -552,9 +570,11 @@ def join(
     if relay:
         require_relay(endpoint, timeout_s)
     streams = None if streams is None else check.integer("streams", streams, at_least=1)
-    facts = {"shards of a site": site.size, "streams": streams}
+    check.boolean("keep_batch", keep_batch)
+    facts = {"shards of a site": site.size, "streams": streams, "keep_batch": keep_batch}
     kv.call(lambda: require_same(kv.store.under("site"), facts))
-    return Members(kv, Terms(endpoint, min_members, start_members, timeout_s, streams), site)
+    terms = Terms(endpoint, min_members, start_members, timeout_s)
+    return Members(kv, terms, site, streams=streams, keep_batch=keep_batch)
 
 
 def _authority(ca: str | Path) -> ssl.SSLContext:

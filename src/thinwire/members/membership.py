@@ -41,7 +41,6 @@ class Terms(NamedTuple):
     min_members: int
     start_members: int
     timeout_s: float
-    streams: int | None = None
 
 
 class Shared:
@@ -284,7 +283,7 @@ class Watcher:
 
     def __init__(self, kv: KeyValueView, shared: Shared, terms: Terms) -> None:
         self.kv, self.shared, self.own_id = kv, shared, shared.own_id
-        self._endpoint, self._min_members, self._start_members, self.timeout_s, _ = terms
+        self._endpoint, self._min_members, self._start_members, self.timeout_s = terms
         self.founders: tuple[str, ...] | None = None
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         """What the main thread asks this one to do; None wakes it."""

@@ -476,6 +476,8 @@ class Engine:
 
         - `step`: updates made by this rank; `microsteps`: of an unfinished update;
           `dropped_steps`, `averagings`; `k_steps`: current interval; `loss_scale`.
+        - `merge_steps`: microbatches of this rank in an update; `batch_share`: those of all members
+          over those of their first round.
         - `sparsity`: fraction of the next exchange that is not sent; `applied_share`: as in
           `LocalUpdates.stats`.
         - `bytes_sent`: message bytes of exchanges, headers and agreements included, of which
@@ -506,6 +508,7 @@ class Engine:
         parts = self._parts
         return numbers(
             microsteps=0 if parts.merge is None else parts.merge.microsteps,
+            merge_steps=self._steps.merge_steps,
             k_steps=1 if self.sync is None else self.sync.k_steps,
             loss_scale=1.0 if parts.scaler is None else parts.scaler.scale,
             bytes_dense=4 * self.step * sum(shard_of(p).numel() for p in parts.params.values()),

@@ -70,7 +70,12 @@ class Microsteps:
     def merging(self) -> bool:
         """True if the present microstep is merged, and no update follows it."""
         merge = self.parts.merge
-        return merge is not None and merge.microsteps + 1 < self.parts.merge_steps
+        return merge is not None and merge.microsteps + 1 < self.merge_steps
+
+    @property
+    def merge_steps(self) -> int:
+        """Microsteps of the present update."""
+        return self.parts.merge_steps if self.sync is None else self.sync._when.microbatches
 
     def position(self) -> int:
         """Return updates, or local steps with dropped ones: the same on all ranks."""

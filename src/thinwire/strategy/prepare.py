@@ -305,7 +305,7 @@ def _assembled(setup: Setup, plan: Preparation, undo: ExitStack) -> Parts:
         runner = PipelineRunner(
             plan.stage, strategy.pipeline, setup.grid, setup.loss_fn, dtype=dtype, scale=scale
         )
-    merge = strategy.gradient_merge
+    merge, steps = _merge(setup, plan)
     if plan.sync is not None:
         undo.callback(plan.sync._enter(follow=False).close)
     grid = setup.grid
@@ -364,9 +364,9 @@ def _assembled(setup: Setup, plan: Preparation, undo: ExitStack) -> Parts:
         find_unused=setup.find_unused_parameters and plan.sync is None,
         buffers=buffers,
         scaler=scaler,
-        merge=None if merge is None or merge.k_steps == 1 else GradientSum(),
-        merge_steps=1 if merge is None else merge.k_steps,
-        merge_avg=merge is None or merge.avg,
+        merge=merge,
+        merge_steps=steps,
+        merge_avg=strategy.gradient_merge is None or strategy.gradient_merge.avg,
         runner=runner,
         part=setup.part,
         autocast=autocast,
@@ -375,6 +375,16 @@ def _assembled(setup: Setup, plan: Preparation, undo: ExitStack) -> Parts:
         settled_step=1 if strategy.compression is None else strategy.compression.settled_step,
         facts=checkpoint_facts(strategy, model, optimizer),
     )
+
+
+def _merge(setup: Setup, plan: Preparation) -> tuple[GradientSum | None, int]:
+    """Return the merge, if there is one, and the microsteps of the first update."""
+    merge, members = setup.strategy.gradient_merge, setup.members
+    steps = 1 if merge is None else merge.k_steps
+    keeps = members is not None and members._keep_batch
+    if plan.sync is not None:
+        plan.sync._when.merge_steps, plan.sync._when.keep_batch = steps, keeps
+    return GradientSum() if keeps or steps > 1 else None, steps
 
 
 def _scaler(setup: Setup) -> LossScaler | None:

@@ -52,7 +52,7 @@ def require_mesh_works(strategy: Fields, mesh: DeviceMesh) -> None:
         raise StrategyError(f"mesh= does not work with {'; '.join(problems)}")
 
 
-def require_members_work(strategy: Fields, members: object, **of_join: object) -> None:
+def require_members_work(strategy: Fields, members: Members, **of_join: object) -> None:
     """Refuse fields that do not go with ranks that join and leave."""
     check.instance("members", members, Members)
     if strategy.local is None:
@@ -67,6 +67,11 @@ def require_members_work(strategy: Fields, members: object, **of_join: object) -
         raise StrategyError(
             f"members= does not work with {field_of(strategy.compression)}: remove it, and give "
             "localsgd a compression such as tw.Sparse(0.97)"
+        )
+    if members._keep_batch and strategy.gradient_merge and not strategy.gradient_merge.avg:
+        raise StrategyError(
+            "keep_batch=True changes how many gradients are merged, which must not scale the "
+            "update: use GradientMerge(avg=True)"
         )
     for name, value in of_join.items():
         if value is not None:
