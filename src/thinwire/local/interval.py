@@ -86,10 +86,6 @@ class Interval:
         loss = sum(float(one) for one in self.observed) / len(self.observed)
         return None if self._dropped and not math.isfinite(loss) else loss, self._rate
 
-    def forget(self) -> None:
-        """Clear the losses at the end of a step."""
-        self.observed.clear()
-
     def read(self, answers: Answers, step: int, *, adapt: bool = False) -> int:
         """Return the interval by all ranks' losses and rank 0's rate, if it may `adapt`."""
         if self._adaptive is None:

@@ -76,11 +76,8 @@ class JoinerState:
             at.batch, at.members = before * when.merge_steps, before
         before, at.members = at.members, members
         if members != before:
-            _log.info(
-                "members: %d, %d before: an update takes %d microbatches of each (batch_share "
-                "%.3g); the learning rate stays",
-                *(members, before, when.microbatches, when.batch_share),
-            )
+            text = "members: %d, %d before; microbatches of each in an update: %d, batch_share %.3g"
+            _log.info(text, members, before, when.microbatches, when.batch_share)
 
     def last_update(self) -> StateMessage | None:
         """Return the messages received in the last averaging; see `SharedState`."""

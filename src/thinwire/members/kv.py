@@ -108,10 +108,6 @@ class AuthenticatedStore(Store):
         limit = [] if timeout is None else [timeout]
         self._store.wait([self._prefix + key for key in keys], *limit)
 
-    def has_extended_api(self) -> bool:
-        """Return False: torch's extended calls are not implemented."""
-        return False
-
     def _mac(self, key: str, value: bytes) -> bytes:
         assert self._key is not None
         location = (self._prefix + key).encode()

@@ -106,23 +106,14 @@ class Members:
                     train_step()
     """
 
-    def __init__(
-        self,
-        kv: KeyValueView,
-        terms: Terms,
-        site: SingleRank,
-        *,
-        streams: int | None = None,
-        keep_batch: bool = False,
-    ) -> None:
+    def __init__(self, kv: KeyValueView, terms: Terms, site: SingleRank) -> None:
         self._site, self._terms, self._timeout_s = site, terms, terms.timeout_s
-        self._keep_batch = keep_batch
         self._kv = kv if site.mesh is None else kv.under(f"shard/{site.rank}")
         key = self._kv.store.key_for("state") or b""
         self._transfer_context = TransferContext(self._kv, terms.endpoint, terms.timeout_s, key)
         self._membership = self._join_run()
         self._group = ElasticGroup(self._membership)
-        self._group.streams = streams
+        self._group.streams = terms.streams
         self._job = SiteGroup(site, self._group) if isinstance(site, Site) else self._group
         self._donors: list[Donor] = []
         self._kept: list[tuple[int, StateMessage]] = []
@@ -202,9 +193,7 @@ class Members:
 
     @property
     def generation(self) -> int:
-        """Number of membership changes so far; -1 on a joiner. A change that was agreed on at the
-        end of a round shows from the next averaging on.
-        """
+        """Number of membership changes up to the last averaging; -1 on a joiner."""
         return self._present()[0]
 
     def _present(self) -> tuple[int, tuple[str, ...]]:
@@ -375,11 +364,6 @@ class Members:
         if not self._membership.is_admitted():
             raise PeerStalled("the membership changed while this member was being admitted")
 
-    @property
-    def _joining(self) -> Mapping[str, float]:
-        """Progress of the copy of the state to this process, as in `stats`; empty if none."""
-        return {} if self._download is None else self._download.stats
-
     def _wait_for_donor(self, number: int) -> int:
         began = logged = time.monotonic()
         while (found := self._kv.get_verified(f"donor/{number}")) is None:
@@ -518,21 +502,17 @@ def join(
         token_file: File with the secret of the run; None if the meeting place has no token.
         min_members: Number of members needed to start, and to continue after the loss of a member.
             `leave` may take a run below it.
-        start_members: Number of members needed to start, if larger than `min_members`; the same on
-            all of them.
-        timeout: Longest wait for others, at the start and in every round, in seconds or as a
-            timedelta; 60 s by default.
+        start_members: Members needed to start, if more than `min_members`; the same on all.
+        timeout: Longest wait for others, in seconds or as a timedelta; 60 s by default.
         mesh: Mesh of a member that holds its model in shards: (1, shards) with the dimensions
             "replicate" and "shard", over all ranks of this site, which are a job of their own. All
             of them join and leave together.
-        relay: True if other members cannot reach this one: it opens outgoing connections to the
-            meeting place (`thinwire host --relay`) only. Members with False reach each other
-            directly, and those with True through the relay.
+        relay: True if others cannot reach this member: it connects to the meeting place alone
+            (`thinwire host --relay`). Members with False reach each other directly.
         ca: File with the CA certificate of the relay, or its own certificate; needed on all members
             of a run with a relay if the host has --cert. Without it the connection to the relay is
             not encrypted.
-        streams: Connections to each other member for large messages, also through the relay, as in
-            `DistributedStrategy.prepare`.
+        streams: Connections to each other member for large messages, as in `prepare`.
         keep_batch: True if an update keeps the number of microbatches, over all members, that it
             had in the first round: with fewer members the engine of each merges more. Rounds up;
             `stats()["batch_share"]` is the factor. The same on all members; needs an engine.
@@ -573,8 +553,8 @@ def join(
     check.boolean("keep_batch", keep_batch)
     facts = {"shards of a site": site.size, "streams": streams, "keep_batch": keep_batch}
     kv.call(lambda: require_same(kv.store.under("site"), facts))
-    terms = Terms(endpoint, min_members, start_members, timeout_s)
-    return Members(kv, terms, site, streams=streams, keep_batch=keep_batch)
+    terms = Terms(endpoint, min_members, start_members, timeout_s, streams, keep_batch)
+    return Members(kv, terms, site)
 
 
 def _authority(ca: str | Path) -> ssl.SSLContext:

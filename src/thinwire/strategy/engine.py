@@ -404,19 +404,18 @@ class Engine:
         """
         self._require_open()
         if self.sync is not None and self.sync.left:
-            self._steps.forget_merged()
+            self._parts.merge.clear()
             return
         following, parts, merge = self._following, self._parts, self._parts.merge
         if following is not None and following.active and (why := following.joint.unfinished()):
             self._steps.refuse(why)
-        microsteps = 0 if merge is None else merge.microsteps
         with self._steps.with_advice(), parts.group.one_deadline():
             # local updates compare steps in their own flush, and ranks have unequal ones by time
-            if self._steps.by_time is None and not (merge is None and parts.sync is not None):
+            if self._steps.by_time is None and (parts.sync is None or parts.merge_steps > 1):
                 position = {"step": self._steps.position()}
-                position["microsteps of the unfinished update"] = microsteps
+                position["microsteps of the unfinished update"] = merge.microsteps
                 require_agreement(parts.group, position, action="engine.flush()")
-            if merge is not None and microsteps:
+            if merge.microsteps:
                 self._steps.clear_grads()  # before a second set is made
                 left, overflow = merge.take(avg=parts.merge_avg), merge.overflowed
                 self._steps.update(left, overflow=overflow, complete=True)
@@ -507,7 +506,7 @@ class Engine:
         """
         parts = self._parts
         return numbers(
-            microsteps=0 if parts.merge is None else parts.merge.microsteps,
+            microsteps=parts.merge.microsteps,
             merge_steps=self._steps.merge_steps,
             k_steps=1 if self.sync is None else self.sync.k_steps,
             loss_scale=1.0 if parts.scaler is None else parts.scaler.scale,
@@ -520,8 +519,7 @@ class Engine:
         """Return the pending work of `flush` in words, such as "2 merged microsteps"; empty if
         there is none.
         """
-        parts = self._parts
-        microsteps = 0 if parts.merge is None else parts.merge.microsteps
+        microsteps = self._parts.merge.microsteps
         waiting = [f"{microsteps} merged microsteps"] if microsteps else []
         if self.sync is not None and self.sync._when.unsynced:
             waiting.append("an averaging")
@@ -848,9 +846,8 @@ class Following:
         self._undo()
 
 
-def _check_mean(loss: object) -> None:
+def _check_mean(loss: Tensor) -> None:
     check.instance("loss", loss, Tensor)
-    assert isinstance(loss, Tensor)
     if loss.numel() != 1:
         raise ValueError(
             f"the loss must be a scalar, got shape {tuple(loss.shape)}: take its mean over the "

@@ -69,8 +69,7 @@ class Microsteps:
     @property
     def merging(self) -> bool:
         """True if the present microstep is merged, and no update follows it."""
-        merge = self.parts.merge
-        return merge is not None and merge.microsteps + 1 < self.merge_steps
+        return self.parts.merge.microsteps + 1 < self.merge_steps
 
     @property
     def merge_steps(self) -> int:
@@ -135,11 +134,10 @@ class Microsteps:
         if (problem := self.trained.problem()) is not None:
             self.refuse(problem, early=True)
         self.clear_grads()
-        if merge is not None:
-            parts.batches.merged, merge.microsteps = merge.microsteps, parts.merge_steps - 1
+        parts.batches.merged, merge.microsteps = merge.microsteps, parts.merge_steps - 1
         with self._without_gradients(early=True):
             verdict = self._add_or_update({}, 1.0, overflow=False)
-        if verdict is StepDecision.END and merge is not None:
+        if verdict is StepDecision.END:
             merge.microsteps = parts.batches.merged
         return verdict
 
@@ -226,7 +224,7 @@ class Microsteps:
         """Return what `p.grad` contributes to the coming update: itself, or a new tensor."""
         parts = self.parts
         factor = 1.0 if parts.scaler is None else parts.scaler.inverse_scale
-        if parts.merge is not None:
+        if parts.merge.microsteps:
             return parts.merge.preview(name, grad, factor, parts.merge_avg)
         return grad if grad is None or factor == 1.0 else _wide(grad) * factor
 
@@ -254,8 +252,6 @@ class Microsteps:
     ) -> StepDecision:
         """Merge the gradients of one microstep, or update from them."""
         parts, merge = self.parts, self.parts.merge
-        if merge is None:
-            return self.update(_unscaled(parts.params, held, factor), overflow=overflow)
         if self.merging:
             merge.add(held, factor)
             merge.overflowed = merge.overflowed or overflow
@@ -264,7 +260,10 @@ class Microsteps:
                     assert param.grad is not None
                     param.grad = param.grad * factor
             return StepDecision.APPLY
-        grads = merge.completed_(held, factor, parts.merge_avg)
+        if merge.microsteps:
+            grads = merge.completed_(held, factor, parts.merge_avg)
+        else:
+            grads = _unscaled(parts.params, held, factor)
         return self.update(grads, overflow=overflow or merge.overflowed)
 
     def update(
@@ -301,7 +300,7 @@ class Microsteps:
             _log.info("step %d was dropped for an overflow", self.step)
         if scaler is not None:
             scaler.update(verdict is StepDecision.OVERFLOW)
-        self.forget_merged()
+        self.parts.merge.clear()
         with state_in_errors(_UPDATE_MADE):
             parts.buffers.copy_()
         self._end_round()
@@ -319,7 +318,7 @@ class Microsteps:
             _log.info("step %d was dropped for an overflow", self.step)
             self._uncounted["dropped_steps"] += 1
         if not grads or overflow or self._drops_here(sync, grads):
-            self.forget_merged()
+            self.parts.merge.clear()
             sync.skip_step()  # it counts towards the next averaging
         else:
             sync._make_step(partial(self._step_here, self._limited(grads)))
@@ -344,13 +343,13 @@ class Microsteps:
         """Make a local step. An averaging that follows, and may fail, does not undo it."""
         self._step_optimizers(self.parts.clip(grads, []))
         self.step += 1
-        self.forget_merged()
+        self.parts.merge.clear()
 
     def _apply(
         self, means: dict[str, Tensor], own: Grads, norms: Sequence[float]
     ) -> torch.optim.Optimizer | None:
         """See `thinwire.exchange.gradients.Apply`."""
-        self.forget_merged()  # other ranks may have made the update
+        self.parts.merge.clear()  # other ranks may have made the update
         with state_in_errors(_AFTER_EXCHANGE):
             clipped = self.parts.clip(means, norms)
         exchanging = self._step_optimizers(clipped)
@@ -400,11 +399,6 @@ class Microsteps:
         if self._plan_warning is not None:
             warning, self._plan_warning = self._plan_warning, None
             warn_user(warning)
-
-    def forget_merged(self) -> None:
-        """Clear the merge, after its update was made or dropped."""
-        if self.parts.merge is not None:
-            self.parts.merge.clear()
 
     def _schedule_vote(self) -> None:
         if self.joining is not None and self.sync is not None:

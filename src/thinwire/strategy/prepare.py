@@ -14,7 +14,7 @@ from torch import nn
 from thinwire import _validate as check
 from thinwire._names import named_buffers, named_parameters
 from thinwire.amp import LossScaler
-from thinwire.comm import Group, next_identity, require_agreement, sites_of
+from thinwire.comm import next_identity, require_agreement, sites_of
 from thinwire.comm.nodes import Grid, require_divisor
 from thinwire.comm.replicate import make_models_equal_
 from thinwire.compress import buckets_of, locally_clipped
@@ -77,7 +77,7 @@ def prepare(setup: Setup) -> Engine:
     """See `DistributedStrategy.prepare`."""
     strategy, model, members, mesh = setup.strategy, setup.model, setup.members, setup.mesh
     if members is not None:
-        require_members_work(strategy, members, timeout=setup.timeout, streams=setup.streams)
+        require_members_work(strategy, members)
         members._require_mesh(mesh)
     if mesh is not None:
         require_mesh_works(strategy, mesh)
@@ -104,7 +104,10 @@ def _prepared(setup: Setup) -> Engine:
         setup.ranks.compile(partial(_compile_loops, setup, plan))
         split = stage_split_of(model)
         if split is None:
-            _copy_from_first(model, setup.sites or group)
+            # the model of rank 0, or of the first site
+            params = {f"parameter {name}": shard_of(p) for name, p in named_parameters(model)}
+            buffers = {f"buffer {name}": b for name, b in named_buffers(model)}
+            make_models_equal_(params, buffers, setup.sites or group)
         else:
             gather_stages_(model, split, group)
             record_stage_split(model, [model])
@@ -144,13 +147,6 @@ def _form_groups_(setup: Setup) -> None:
             f"{group.size} ranks make {setup.replicas} replicas: start that number of replicas, "
             "or omit dp_degree to use all ranks"
         )
-
-
-def _copy_from_first(model: nn.Module, group: Group) -> None:
-    """Copy the model of rank 0, or of the first site, to all replicas."""
-    params = {f"parameter {name}": shard_of(p) for name, p in named_parameters(model)}
-    buffers = {f"buffer {name}": b for name, b in named_buffers(model)}
-    make_models_equal_(params, buffers, group)
 
 
 def _compile_loops(setup: Setup, plan: Preparation) -> None:
@@ -273,6 +269,7 @@ def _planned_for(
             plan=setup.planned,
             mesh=setup.mesh,
         )
+        sync._when.merge_steps = strategy._merge_steps
     return Preparation(
         stage=stage,
         params=params,
@@ -305,7 +302,7 @@ def _assembled(setup: Setup, plan: Preparation, undo: ExitStack) -> Parts:
         runner = PipelineRunner(
             plan.stage, strategy.pipeline, setup.grid, setup.loss_fn, dtype=dtype, scale=scale
         )
-    merge, steps = _merge(setup, plan)
+    merge = strategy.gradient_merge
     if plan.sync is not None:
         undo.callback(plan.sync._enter(follow=False).close)
     grid = setup.grid
@@ -364,9 +361,9 @@ def _assembled(setup: Setup, plan: Preparation, undo: ExitStack) -> Parts:
         find_unused=setup.find_unused_parameters and plan.sync is None,
         buffers=buffers,
         scaler=scaler,
-        merge=merge,
-        merge_steps=steps,
-        merge_avg=strategy.gradient_merge is None or strategy.gradient_merge.avg,
+        merge=GradientSum(),
+        merge_steps=strategy._merge_steps,
+        merge_avg=merge is None or merge.avg,
         runner=runner,
         part=setup.part,
         autocast=autocast,
@@ -375,16 +372,6 @@ def _assembled(setup: Setup, plan: Preparation, undo: ExitStack) -> Parts:
         settled_step=1 if strategy.compression is None else strategy.compression.settled_step,
         facts=checkpoint_facts(strategy, model, optimizer),
     )
-
-
-def _merge(setup: Setup, plan: Preparation) -> tuple[GradientSum | None, int]:
-    """Return the merge, if there is one, and the microsteps of the first update."""
-    merge, members = setup.strategy.gradient_merge, setup.members
-    steps = 1 if merge is None else merge.k_steps
-    keeps = members is not None and members._keep_batch
-    if plan.sync is not None:
-        plan.sync._when.merge_steps, plan.sync._when.keep_batch = steps, keeps
-    return GradientSum() if keeps or steps > 1 else None, steps
 
 
 def _scaler(setup: Setup) -> LossScaler | None:
