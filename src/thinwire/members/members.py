@@ -524,8 +524,7 @@ def join(
     Raises:
         QuorumLost: Fewer than `min_members` came within the time-out; the error names them.
         ThinwireError: No host answers at the address, no relay answers, or the token differs.
-        Mismatch: `mesh`, `streams` or `keep_batch` differs from the other members, or the relay's
-            certificate does not verify.
+        Mismatch: An argument differs from the other members', or a certificate does not verify.
         TypeError, ValueError: An argument is invalid.
     """
     check.instance("run", run, str)

@@ -70,6 +70,10 @@ class TransferContext(NamedTuple):
         )
         return Line(channel, self.key, number, part, timeout_s, needed)
 
+    def cloned(self) -> "TransferContext":
+        """Return the same context with a connection of its own, for another thread."""
+        return self._replace(kv=self.kv.clone())
+
 
 @dataclass(frozen=True)
 class Part:
@@ -143,7 +147,7 @@ class Donor:
 
     def _run(self) -> None:
         try:
-            context, part = self._context._replace(kv=self._context.kv.clone()), self.part
+            context, part = self._context.cloned(), self.part
             if part.index == 0:
                 context.kv.put(f"donor/{self.number}", part.count)
             line = self._line = context.line(
@@ -265,8 +269,7 @@ class Download:
 
     def _run(self, context: TransferContext, number: int, part: Part) -> None:
         try:
-            context = context._replace(kv=context.kv.clone())
-            recipient = Recipient(context, number, part.index)
+            recipient = Recipient(context.cloned(), number, part.index)
             self._recipients[part.index] = recipient
             try:
                 take = partial(recipient.receive_state, part.blocks(self._flat), self._ready.wait)
