@@ -461,7 +461,7 @@ class LocalUpdates:
         """Return the traffic and further numbers of `thinwire.core.stats`."""
         averagings, averager = self._when.counters.averagings, self._averager
         found: dict[str, Any] = {"averagings": averagings, "sparsity": 0.0}
-        found["batch_share"] = self._when.batch_share
+        found |= {"merge_steps": self._when.microbatches, "batch_share": self._when.batch_share}
         if self._changes is not None and self._compressed:
             found["sparsity"] = self._changes.unsent_share(self.step)
         if averager is None:

@@ -507,7 +507,6 @@ class Engine:
         parts = self._parts
         return numbers(
             microsteps=parts.merge.microsteps,
-            merge_steps=self._steps.merge_steps,
             k_steps=1 if self.sync is None else self.sync.k_steps,
             loss_scale=1.0 if parts.scaler is None else parts.scaler.scale,
             bytes_dense=4 * self.step * sum(shard_of(p).numel() for p in parts.params.values()),

@@ -69,12 +69,9 @@ class Microsteps:
     @property
     def merging(self) -> bool:
         """True if the present microstep is merged, and no update follows it."""
-        return self.parts.merge.microsteps + 1 < self.merge_steps
-
-    @property
-    def merge_steps(self) -> int:
-        """Microsteps of the present update."""
-        return self.parts.merge_steps if self.sync is None else self.sync._when.microbatches
+        parts, sync = self.parts, self.sync
+        steps = parts.merge_steps if sync is None else sync._when.microbatches
+        return parts.merge.microsteps + 1 < steps
 
     def position(self) -> int:
         """Return updates, or local steps with dropped ones: the same on all ranks."""
@@ -115,14 +112,16 @@ class Microsteps:
         if self.sync is not None:
             return self.sync._counts() | counters
         goodput = self.pace.goodput(self.step, int(counters["dropped_steps"]))
-        unsent = {"sparsity": self.parts.unsent_share(self.step)}
-        return self.exchange.traffic() | unsent | goodput | counters
+        found = {"sparsity": self.parts.unsent_share(self.step)}
+        found["merge_steps"] = self.parts.merge_steps
+        return self.exchange.traffic() | found | goodput | counters
 
     def idle_locally(self) -> None:
         """Take part in local updates as a rank without a batch, while others have one."""
         if (uneven := self.by_time) is not None:
             uneven.end_round()
-            self._schedule_vote()
+            if self.joining is not None:
+                self.joining.due = uneven.synced
             return
         self.clear_grads()
         with self.with_advice(), self.parts.group.one_deadline():
@@ -300,7 +299,7 @@ class Microsteps:
             _log.info("step %d was dropped for an overflow", self.step)
         if scaler is not None:
             scaler.update(verdict is StepDecision.OVERFLOW)
-        self.parts.merge.clear()
+        self.forget_merged()
         with state_in_errors(_UPDATE_MADE):
             parts.buffers.copy_()
         self._end_round()
@@ -318,11 +317,12 @@ class Microsteps:
             _log.info("step %d was dropped for an overflow", self.step)
             self._uncounted["dropped_steps"] += 1
         if not grads or overflow or self._drops_here(sync, grads):
-            self.parts.merge.clear()
+            self.forget_merged()
             sync.skip_step()  # it counts towards the next averaging
         else:
             sync._make_step(partial(self._step_here, self._limited(grads)))
-        self._schedule_vote()
+        if self.joining is not None:
+            self.joining.due = sync.synced
 
     def _drops_here(self, sync: LocalUpdates, grads: Grads) -> bool:
         """Count this local step as dropped if a gradient is not finite, where ranks check that."""
@@ -343,13 +343,13 @@ class Microsteps:
         """Make a local step. An averaging that follows, and may fail, does not undo it."""
         self._step_optimizers(self.parts.clip(grads, []))
         self.step += 1
-        self.parts.merge.clear()
+        self.forget_merged()
 
     def _apply(
         self, means: dict[str, Tensor], own: Grads, norms: Sequence[float]
     ) -> torch.optim.Optimizer | None:
         """See `thinwire.exchange.gradients.Apply`."""
-        self.parts.merge.clear()  # other ranks may have made the update
+        self.forget_merged()  # other ranks may have made the update
         with state_in_errors(_AFTER_EXCHANGE):
             clipped = self.parts.clip(means, norms)
         exchanging = self._step_optimizers(clipped)
@@ -400,9 +400,10 @@ class Microsteps:
             warning, self._plan_warning = self._plan_warning, None
             warn_user(warning)
 
-    def _schedule_vote(self) -> None:
-        if self.joining is not None and self.sync is not None:
-            self.joining.due = self.sync.synced
+    def forget_merged(self) -> None:
+        """Clear the merge, after its update was made or dropped."""
+        if self.parts.merge.microsteps:
+            self.parts.merge.clear()
 
 
 class _Trained:
