@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import joining, report
+from benchmarks import joining, keep_batch, report
 from benchmarks.__main__ import SUITE
+from benchmarks.common import json_lines
 from benchmarks.limits import LIMITS
 from tests.processes import ran
 
@@ -83,6 +84,7 @@ def test_page_tells_the_joins_that_were_measured() -> None:
     page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     rows = json.loads((report.RESULTS / "joining.json").read_text())["rows"]
     assert "\n".join(joining.table(rows)) in page
+    assert "\n".join(keep_batch.table(json_lines(keep_batch.RESULTS))) in page
     (slow,) = (row for row in rows if row["error"])
     for rate in re.findall(r"[\d.]+ Mbit/s", slow["error"]):
         assert rate in page

@@ -49,6 +49,8 @@ NAMES = {
     "joining_total_bytes",
     "joining_bit_s",
     "joining_left_s",
+    "merge_steps",
+    "batch_share",
 }
 
 

@@ -27,7 +27,7 @@ from tests.members.training import (
     wait_for,
 )
 from tests.ranks import Pool
-from tests.toys import descend, engine_of
+from tests.toys import descend
 from tests.waiting import PATIENCE_S, time_out, until
 
 EVERY_4 = tw.LocalSGD(4, begin_step=0)
@@ -296,19 +296,3 @@ def test_a_schedule_goes_on_where_the_others_are(ranks: Pool, tmp_path: Path) ->
     first, joiner = met(ranks, with_a_schedule, str(tmp_path / "go"), size=2)
     assert len(joiner) < len(first)
     assert joiner == first[-len(joiner) :]
-
-
-def asking(rank: int, size: int, address: str) -> str:
-    with tw.join(address, run="t", timeout=TIMEOUT_S) as members:
-        engine = engine_of(layer_of(rank), localsgd=EVERY_4, told={"members": members})
-        x = torch.randn(4, 8)
-        loss = engine.train_step(x, x)
-        with pytest.raises(RuntimeError) as error:
-            engine.mean_loss(loss)
-        engine.close()
-    return str(error.value)
-
-
-def test_mean_loss_between_members_is_refused(ranks: Pool) -> None:
-    (said,) = met(ranks, asking, size=1)
-    assert "does not work with members" in said

@@ -143,22 +143,6 @@ def test_a_joiner_has_the_bits_of_the_others(ranks: Pool, tmp_path: Path, name: 
     assert joiner["stats"]["lost_joining"] > 0 == first["stats"]["lost_joining"]
 
 
-def test_a_token_seals_everything_and_changes_no_bit(
-    ranks: Pool, tmp_path: Path, token_file: str
-) -> None:
-    options = {"founders": 2, "flag": str(tmp_path / "go"), "step_s": 0.02, "until_size": 3}
-    with meeting_place() as address:
-        sealed = {**options, "token_file": token_file}
-        found = ranks.run(_member_with, address, SPARSE, sealed, size=3, group=False)
-        stranger = ranks.run(
-            _member_with, address, SPARSE, options, size=2, group=False, expect_errors=True
-        )
-    _alike(found, None)
-    assert len(found[2]["rounds"]) > 1
-    assert [each.type_name for each in stranger] == ["Mismatch", "Mismatch"]
-    assert "token" in stranger[0].text
-
-
 def test_one_that_leaves_is_no_error_for_the_others(ranks: Pool) -> None:
     options = {"leave_at": {1: 10}, "timeout_s": NEVER_S}
     found = met(ranks, _member_with, SPARSE, options, size=3)
@@ -320,37 +304,6 @@ def test_member_cut_off_from_a_restarted_run_is_evicted() -> None:
                 net(torch.randn(8, 24)).square().mean().backward()
                 optimizer.step()
                 time.sleep(0.02)
-
-
-def test_an_engine_takes_members(ranks: Pool, tmp_path: Path) -> None:
-    found = met(ranks, _engine, str(tmp_path / "go"), size=3)
-    assert found[2][0] > 1
-    assert found[0][1:] == found[1][1:] == found[2][1:]
-
-
-def _engine(rank: int, size: int, address: str, flag: str) -> Any:
-    wait_for(flag if rank == 2 else "")
-    strategy = tw.DistributedStrategy(
-        localsgd=SPARSE, gradient_merge=tw.GradientMerge(2), amp=tw.AMP(dtype="bfloat16")
-    )
-    net = model(rank)
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
-    with tw.join(address, run="test", start_members=2, timeout=TIMEOUT_S) as members:
-        engine = strategy.prepare(net, optimizer, torch.nn.MSELoss(), members=members)
-        entered, end = members.step, MOST_STEPS
-        while members.step < end:
-            x = torch.randn(8, 24)
-            engine.train_step(x, x.roll(1, 1))
-            if rank == 0 and members.step == 4:
-                Path(flag).touch()
-            if engine.sync.synced and members.size == 3:  # type: ignore[union-attr]
-                end = min(end, members.step + 8)
-            time.sleep(0.02)
-        engine.flush()
-        engine.close()
-        # batch norm has a count of its batches, which no averaging touches
-        state = {name: value.sum().item() for name, value in net.state_dict().items()}
-        return entered, (members.step, members.size), state
 
 
 def test_a_member_that_has_left_flushes_nothing(ranks: Pool) -> None:

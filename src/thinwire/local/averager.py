@@ -152,7 +152,7 @@ class Averager(Synchronizer):
             if self.pending is None or self._advance(self.pending):
                 self.make(self.when.due())
         finally:  # if the averaging fails, its loss must not count in the next step
-            self.interval.forget()
+            self.interval.observed.clear()
 
     def end_round(self) -> None:
         """Average this rank's work in a timed round, even none; nothing if all are `flushing`."""

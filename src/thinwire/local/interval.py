@@ -86,10 +86,6 @@ class Interval:
         loss = sum(float(one) for one in self.observed) / len(self.observed)
         return None if self._dropped and not math.isfinite(loss) else loss, self._rate
 
-    def forget(self) -> None:
-        """Clear the losses at the end of a step."""
-        self.observed.clear()
-
     def read(self, answers: Answers, step: int, *, adapt: bool = False) -> int:
         """Return the interval by all ranks' losses and rank 0's rate, if it may `adapt`."""
         if self._adaptive is None:
@@ -131,6 +127,10 @@ class Counters:
     """Averagings of single fragments so far; selects the next fragment."""
     averagings: int = 0
     """Averagings so far."""
+    batch: int = 0
+    """Microbatches of an update over all members in their first round; 0 before its end."""
+    members: int = 1
+    """Members of the present round, as agreed on before it."""
 
 
 COUNTERS = tuple(entry.name for entry in fields(Counters))
@@ -174,6 +174,20 @@ class Timetable:
         """True if the last step took part in an averaging (with a delay: was measured for one)."""
         self.overlaps = config.delay >= AGREEING_DELAY and self.work is None
         """True if local steps continue while ranks agree on an averaging."""
+        self.merge_steps, self.keep_batch = 1, False
+        """Microbatches of a local step, and True if they follow the number of members."""
+
+    @property
+    def microbatches(self) -> int:
+        """Return the microbatches of this rank in a local step."""
+        kept = self.keep_batch and self.counters.batch
+        return -(-kept // self.counters.members) if kept else self.merge_steps
+
+    @property
+    def batch_share(self) -> float:
+        """Return the microbatches of an update over all members, over those at the start."""
+        at = self.counters
+        return self.microbatches * at.members / at.batch if at.batch else 1.0
 
     @property
     def unsynced(self) -> bool:

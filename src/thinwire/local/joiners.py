@@ -1,5 +1,6 @@
 """State of local updates for a joiner: all values that ranks share, and every averaging since."""
 
+import logging
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,6 +16,8 @@ from thinwire.local.saving import copied
 from thinwire.members.group import ElasticGroup
 from thinwire.members.members import Members
 from thinwire.members.transfer import StateMessage
+
+_log = logging.getLogger("thinwire")
 
 
 def receive_state(averager: Averager, members: Members) -> float:
@@ -65,6 +68,16 @@ class JoinerState:
     def averagings(self) -> int:
         """Number of the last averaging; see `SharedState`."""
         return self._averager.counters.averagings
+
+    def begin_round(self, before: int, members: int) -> None:
+        """Count the microbatches of an update anew; see `SharedState`."""
+        when, at = self._averager.when, self._averager.counters
+        if not at.batch:
+            at.batch, at.members = before * when.merge_steps, before
+        before, at.members = at.members, members
+        if members != before:
+            text = "members: %d, %d before; microbatches of each in an update: %d, batch_share %.3g"
+            _log.info(text, members, before, when.microbatches, when.batch_share)
 
     def last_update(self) -> StateMessage | None:
         """Return the messages received in the last averaging; see `SharedState`."""

@@ -241,9 +241,8 @@ def _tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
             yield from _tensors_in(item, depth - 1)
 
 
-def _check_kinds(model: object, optimizer: object) -> None:
+def _check_kinds(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     check.instance("model", model, nn.Module)
-    assert isinstance(model, nn.Module)
     require_shapes(model)
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise TypeError(
@@ -251,7 +250,6 @@ def _check_kinds(model: object, optimizer: object) -> None:
             "pass the inner model (ddp.module), built without the wrapper, to local_sgd"
         )
     check.instance("optimizer", optimizer, torch.optim.Optimizer)
-    assert isinstance(optimizer, torch.optim.Optimizer)
     for opt in all_of(optimizer):
         if getattr(opt, "exchanges_gradients", False):
             raise TypeError(

@@ -86,6 +86,8 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
     averaging.state_loaded()
     averaging.sketches.copy_(state["sketches"])
     averager.when.load(state)
+    if averager.counters.batch:
+        averager.counters.members = averager.group.replica_count
     if averager.counters.last > averager.counters.step:  # no averaging was made yet
         averager.counters.last = averager.config.begin_step
     averager.interval.k_steps = averager.interval.allowed(state["k_steps"])

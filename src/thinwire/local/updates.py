@@ -87,28 +87,23 @@ def local_sgd(
             frozen parameters is found, at an averaging. 0 compares nothing.
         timeout: Longest wait for other ranks in one call, in seconds or as a timedelta; None: the
             time-out of the process group. The same on all ranks.
-        members: The result of `thinwire.join`: the ranks that average are the members of that run,
-            who may come and go; instead of `process_group` and `timeout`. A joiner receives the
-            shared state when it enters the block, and continues from the others' step.
+        members: The result of `thinwire.join`, whose members average, instead of `process_group`
+            and `timeout`. A joiner receives the shared state when it enters the block.
         plan: The result of `thinwire.plan`, or a row of it. Rank 0 warns once if 20 rounds in a row
             (the local steps up to an averaging) take less or more time than planned.
         mesh: Of sites and shards, with the dimensions "replicate" and "shard", over all ranks,
-            where the model was sharded by `fully_shard(model, mesh=mesh["shard"])`: sites train
-            independently. Instead of `process_group` and `node_size`. With members: the mesh that
-            `thinwire.join` was given, of this site alone.
+            after `fully_shard(model, mesh=mesh["shard"])`: sites train independently. Instead of
+            `process_group` and `node_size`. With members: the mesh given to `thinwire.join`.
         streams: Connections to each other rank for large messages, as in `prepare`.
 
     Returns:
         A context manager. Entering it compares the model over the ranks by name and copies rank 0's
-        parameters and buffers to all. Floating-point buffers are averaged with the parameters; one
-        warning names a mask, permutation or table that ranks change differently. Leaving the block
-        removes its hooks, and without an error averages once more.
+        parameters and buffers to all. Floating-point buffers are averaged with the parameters.
+        Leaving the block removes its hooks, and without an error averages once more.
 
     Raises:
-        TypeError: An argument of another kind; a model or an optimizer that exchanges gradients
-            itself.
-        ValueError: More fragments than parameters, an optimizer of other parameters, or a parameter
-            in two optimizers.
+        TypeError: An argument of another kind; a model or optimizer that exchanges gradients.
+        ValueError: More fragments than parameters, or an optimizer of other parameters.
     """
     found = LocalUpdates(
         model,
@@ -136,10 +131,9 @@ class LocalUpdates:
             sync.flush()  # all ranks are equal now
             torch.save(sync.state_dict(), f"sync-{rank}.pt")
 
-    Two arguments serve combinations of methods. `compression`, one of gradients, replaces
-    `config.compression`: local step s (from 1) compresses the averaged change as update s - 1
-    would, and the unsent part is kept as residual. Where it compresses nothing, the change is sent
-    densely. `scaler` is this rank's own loss scale; at every averaging all ranks take the smallest.
+    Two arguments serve an engine. `compression`, one of gradients, replaces `config.compression`:
+    local step s (from 1) compresses the averaged change as update s - 1 would. `scaler` is this
+    rank's own loss scale; at every averaging all ranks take the smallest.
 
     **State** in `state_dict`: counters, interval, first loss and rate, anchors, outer momentum,
     residuals, a result in flight, and this rank's own parameters between two averagings. On another
@@ -206,6 +200,7 @@ class LocalUpdates:
         """Config passed to the constructor."""
         self._scaler = scaler
         self._when = Timetable(config, optimizer)
+        self._when.keep_batch = members is not None and members._terms.keep_batch
         self._skipped, self._looked = 0, False
         self._averager: Averager | None = None
         self._start: Mapping[str, Any] | None = None
@@ -220,6 +215,11 @@ class LocalUpdates:
         if self._entered_once:
             raise RuntimeError(
                 "this local_sgd block was entered before: create a new one with local_sgd(...)"
+            )
+        if follow and self._members is not None and self._members._terms.keep_batch:
+            raise ValueError(
+                "keep_batch=True needs an engine, which merges microbatches: use "
+                "DistributedStrategy(localsgd=...).prepare(..., members=members)"
             )
         own = set(map(id, self._tensors.model.parameters()))
         if any(own & set(map(id, other._tensors.model.parameters())) for other in _open):
@@ -358,9 +358,7 @@ class LocalUpdates:
 
     @property
     def step(self) -> int:
-        """Local steps made. With `round_seconds`, the most steps of any rank up to the last
-        averaging, and so the same on all ranks.
-        """
+        """Local steps made; with `round_seconds` the most of any rank up to the last averaging."""
         return self._when.counters.step
 
     @property
@@ -422,10 +420,7 @@ class LocalUpdates:
         self._follow(averager.after_step)
 
     def end_round(self) -> None:
-        """Join the averaging of a timed round with the steps made so far, even none.
-
-        It waits for the others until their round is over; see also `flush`.
-        """
+        """Join the averaging of a timed round with the steps made so far, even none."""
         if not self.config.by_time:
             raise ValueError(
                 "end_round is for LocalSGD(round_seconds=...): where steps are counted, call "
@@ -434,11 +429,8 @@ class LocalUpdates:
         self._follow(self._open_averager().end_round)
 
     def flush(self) -> None:
-        """Apply a result in flight, and average everything if ranks made steps since the last
-        full sync.
-
-        Otherwise average, uncompressed, what other code has changed since: buffers, as `update_bn`
-        does, and parameters.
+        """Apply a result in flight; average everything if ranks made steps since the last full
+        sync, else, uncompressed, what other code has changed: buffers (`update_bn`), parameters.
 
         All ranks must call it after the same step. With `round_seconds`, a rank takes part in the
         rounds of the others until all have called it. Leaving the block calls it.
@@ -473,11 +465,13 @@ class LocalUpdates:
         """Return the traffic and further numbers of `thinwire.core.stats`."""
         averagings, averager = self._when.counters.averagings, self._averager
         found: dict[str, Any] = {"averagings": averagings, "sparsity": 0.0}
+        found |= {"merge_steps": self._when.microbatches, "batch_share": self._when.batch_share}
         if self._changes is not None and self._compressed:
             found["sparsity"] = self._changes.unsent_share(self.step)
         if averager is None:
             return found | NO_TRAFFIC
-        found |= {} if self._members is None else self._members._joining
+        download = None if self._members is None else self._members._download
+        found |= {} if download is None else download.stats
         # each fragment has an outer optimizer of its own
         averagings = -(-averagings // self.config.fragments)
         averaging, made = averager.averaging, self.step - self._skipped
@@ -505,10 +499,8 @@ class LocalUpdates:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all state of this rank on which a later step depends.
-
-        Between two averagings it holds this rank's own parameters and buffers too; the optimizer's
-        state is not included. No communication, but an agreement in flight is waited for.
+        """Return a copy of all state of this rank on which a later step depends, without the
+        optimizer's. No communication, but an agreement in flight is waited for.
         """
         state = saving.saved(self._open_averager(or_left=True))
         return {
@@ -543,10 +535,8 @@ class LocalUpdates:
                 warn_user(f"thinwire.local_sgd: {problem}")
 
     def start_anew(self) -> None:
-        """Continue from the current parameters and buffers, which must be equal on all ranks.
-
-        The next averaging is measured from them. Residuals and outer momentum are cleared. For
-        weights restored in the middle of a run, after `flush()`.
+        """Continue from the current parameters and buffers, equal on all ranks, without residuals
+        and outer momentum: for weights restored in the middle of a run, after `flush()`.
         """
         averager = self._open_averager()
         if averager.pending is not None:
@@ -601,10 +591,9 @@ def _compare(
         raise RuntimeError(problem)
 
 
-def _require_alone(members: object, mesh: DeviceMesh | None, **given: object) -> None:
+def _require_alone(members: Members, mesh: DeviceMesh | None, **given: object) -> None:
     """Raise if arguments that choose the ranks are given beside members."""
     check.instance("members", members, Members)
-    assert isinstance(members, Members)
     for name, value in given.items():
         if value is not None:
             raise ValueError(

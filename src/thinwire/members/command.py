@@ -29,6 +29,11 @@ _BACKLOG = 512
 _BEHIND_RELAY = Address("127.0.0.1", 0)
 """Where the store listens if the relay passes its clients on."""
 _EVERYWHERE = {"*": "0.0.0.0"}
+_REASONS: dict[int | None, str] = {
+    errno.EADDRINUSE: "the port is in use: take another one, or end the process that uses it",
+    errno.EADDRNOTAVAIL: "not an address of this machine: `ip address` lists its addresses",
+    errno.EACCES: "not allowed: use a port from 1024 on, or run it as root",
+}
 _Flag = Annotated[bool, Parameter(negative="")]
 
 
@@ -146,19 +151,9 @@ def _listener(requested: Address, *, public: bool) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise ValueError(f"bind={str(requested)!r}: {_reason(error)}") from None
+        reason = _REASONS.get(error.errno, error.strerror or error)
+        raise ValueError(f"bind={str(requested)!r}: {reason}") from None
     return listener
-
-
-def _reason(error: OSError) -> str:
-    match error.errno:
-        case errno.EADDRINUSE:
-            return "the port is in use: take another one, or end the process that uses it"
-        case errno.EADDRNOTAVAIL:
-            return "not an address of this machine: `ip address` lists its addresses"
-        case errno.EACCES:
-            return "not allowed: use a port from 1024 on, or run it as root"
-    return error.strerror or str(error)
 
 
 def _warnings(where: Address, *, with_token: bool) -> Iterator[str]:

@@ -108,10 +108,6 @@ class AuthenticatedStore(Store):
         limit = [] if timeout is None else [timeout]
         self._store.wait([self._prefix + key for key in keys], *limit)
 
-    def has_extended_api(self) -> bool:
-        """Return False: torch's extended calls are not implemented."""
-        return False
-
     def _mac(self, key: str, value: bytes) -> bytes:
         assert self._key is not None
         location = (self._prefix + key).encode()
@@ -139,8 +135,7 @@ class AuthenticatedStore(Store):
 _log = logging.getLogger("thinwire")
 _connecting = threading.Lock()
 _UNANSWERED_S = 5
-"""Seconds without an acknowledgement from the host after which a connection counts as lost. TCP's
-own back-off would wait long after a broken link is back."""
+"""Seconds without the host's acknowledgement after which a connection counts as lost."""
 _RETRY_S = 0.5
 """Seconds between two attempts to reconnect, each of which takes at most `_UNANSWERED_S`."""
 _T = TypeVar("_T")

@@ -217,8 +217,7 @@ def _state(store: TCPStore, run: str, token: bytes | None, session: str) -> str:
         generation = json.loads(of_run.get("gen"))
         if type(generation) is not int:
             raise ValueError(f"{_printable(generation)} is not a number")
-        key = f"members/{generation}"
-        members = json.loads(of_run.get(key)) if of_run.check([key]) else None
+        members = json.loads(of_run.try_get(f"members/{generation}") or b"null")
     except PayloadCorrupt as error:
         return str(error)
     except (ValueError, RecursionError, DistError) as error:

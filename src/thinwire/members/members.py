@@ -59,6 +59,9 @@ class SharedState(Protocol):
     def averagings(self) -> int:
         """Number of the last round that the state holds."""
 
+    def begin_round(self, before: int, members: int) -> None:
+        """Begin a round of so many members, which are admitted, after one of `before`."""
+
     def last_update(self) -> StateMessage | None:
         """Return the changes that the last round made; None if they were not recorded."""
 
@@ -190,9 +193,7 @@ class Members:
 
     @property
     def generation(self) -> int:
-        """Number of membership changes so far; -1 on a joiner. A change that was agreed on at the
-        end of a round shows from the next averaging on.
-        """
+        """Number of membership changes up to the last averaging; -1 on a joiner."""
         return self._present()[0]
 
     def _present(self) -> tuple[int, tuple[str, ...]]:
@@ -363,11 +364,6 @@ class Members:
         if not self._membership.is_admitted():
             raise PeerStalled("the membership changed while this member was being admitted")
 
-    @property
-    def _joining(self) -> Mapping[str, float]:
-        """Progress of the copy of the state to this process, as in `stats`; empty if none."""
-        return {} if self._download is None else self._download.stats
-
     def _wait_for_donor(self, number: int) -> int:
         began = logged = time.monotonic()
         while (found := self._kv.get_verified(f"donor/{number}")) is None:
@@ -407,6 +403,8 @@ class Members:
         leaving_ids = tuple(member for member in leaving_ids if member in now.ids)
         remaining = [member for member in now.ids if member not in leaving_ids]
         admitted = [member for member in agreed.get("admit", []) if member not in now.ids]
+        following = len(remaining) + len(admitted)
+        state.begin_round(now.size, following or now.size)
         if not goes_on:
             self._redistribute_samples([*remaining, *admitted])
         self._donors = [donor for donor in self._donors if donor.alive]
@@ -439,7 +437,7 @@ class Members:
                 state.add_handoff(message, handoff[1])
         if admitted or leaving_ids:
             # the residual's share of the mean over all members stays the same
-            factor = (len(remaining) + len(admitted)) / now.size
+            factor = following / now.size
             for leaving_id in leaving_ids if remaining else ():
                 self._hand_over(state, leaving_id, remaining[0], now, factor)
             self._membership.change_members(now.number, [*remaining, *admitted], remaining)
@@ -489,6 +487,7 @@ def join(
     relay: bool = False,
     ca: str | Path | None = None,
     streams: int | None = None,
+    keep_batch: bool = False,
 ) -> Members:
     """Join a run, or start it together with the other members, without torchrun.
 
@@ -503,21 +502,20 @@ def join(
         token_file: File with the secret of the run; None if the meeting place has no token.
         min_members: Number of members needed to start, and to continue after the loss of a member.
             `leave` may take a run below it.
-        start_members: Number of members needed to start, if larger than `min_members`; the same on
-            all of them.
-        timeout: Longest wait for others, at the start and in every round, in seconds or as a
-            timedelta; 60 s by default.
+        start_members: Members needed to start, if more than `min_members`; the same on all.
+        timeout: Longest wait for others, in seconds or as a timedelta; 60 s by default.
         mesh: Mesh of a member that holds its model in shards: (1, shards) with the dimensions
             "replicate" and "shard", over all ranks of this site, which are a job of their own. All
             of them join and leave together.
-        relay: True if other members cannot reach this one: it opens outgoing connections to the
-            meeting place (`thinwire host --relay`) only. Members with False reach each other
-            directly, and those with True through the relay.
+        relay: True if others cannot reach this member: it connects to the meeting place alone
+            (`thinwire host --relay`). Members with False reach each other directly.
         ca: File with the CA certificate of the relay, or its own certificate; needed on all members
             of a run with a relay if the host has --cert. Without it the connection to the relay is
             not encrypted.
-        streams: Connections to each other member for large messages, also through the relay, as in
-            `DistributedStrategy.prepare`.
+        streams: Connections to each other member for large messages, as in `prepare`.
+        keep_batch: True if an update keeps the number of microbatches, over all members, that it
+            had in the first round: with fewer members the engine of each merges more. Rounds up;
+            `stats()["batch_share"]` is the factor. The same on all members; needs an engine.
 
     Returns:
         The members, a context manager. If the run has begun, this process is a joiner until it
@@ -526,8 +524,7 @@ def join(
     Raises:
         QuorumLost: Fewer than `min_members` came within the time-out; the error names them.
         ThinwireError: No host answers at the address, no relay answers, or the token differs.
-        Mismatch: The number of shards differs from the other members, or the relay's certificate
-            does not verify.
+        Mismatch: An argument differs from the other members', or a certificate does not verify.
         TypeError, ValueError: An argument is invalid.
     """
     check.instance("run", run, str)
@@ -552,9 +549,11 @@ def join(
     if relay:
         require_relay(endpoint, timeout_s)
     streams = None if streams is None else check.integer("streams", streams, at_least=1)
-    facts = {"shards of a site": site.size, "streams": streams}
+    check.boolean("keep_batch", keep_batch)
+    facts = {"shards of a site": site.size, "streams": streams, "keep_batch": keep_batch}
     kv.call(lambda: require_same(kv.store.under("site"), facts))
-    return Members(kv, Terms(endpoint, min_members, start_members, timeout_s, streams), site)
+    terms = Terms(endpoint, min_members, start_members, timeout_s, streams, keep_batch)
+    return Members(kv, terms, site)
 
 
 def _authority(ca: str | Path) -> ssl.SSLContext:

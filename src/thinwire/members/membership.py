@@ -35,13 +35,14 @@ _log = logging.getLogger("thinwire")
 
 
 class Terms(NamedTuple):
-    """Arguments of `join` that forming a generation depends on."""
+    """Arguments of `join` for the run."""
 
     endpoint: RelayEndpoint
     min_members: int
     start_members: int
     timeout_s: float
     streams: int | None = None
+    keep_batch: bool = False
 
 
 class Shared:
@@ -242,19 +243,20 @@ class Membership:
 
     def waiting_joiners(self) -> list[tuple[int, str, int]]:
         """Return the joiners that have no donor yet: request number, identity, last averaging."""
-        shared = self.shared
-        with shared.changed:  # a member that has just left asks no more
-            asked = [(n, one["id"], one["has"]) for n, one in sorted(shared.hellos.items())]
-            asked = [(n, m, has) for n, m, has in asked if m not in shared.past_members]
-        return [a for a in asked if a[0] not in shared.donor_assigned_s and shared.is_alive(a[1])]
+        assigned = self.shared.donor_assigned_s
+        return [(n, one["id"], one["has"]) for n, one in self._joiners() if n not in assigned]
 
     def ready_joiners(self) -> list[str]:
         """Return the joiners that have the state of the run."""
+        return [*dict.fromkeys(one["id"] for n, one in self._joiners() if n in self.shared.ready)]
+
+    def _joiners(self) -> list[tuple[int, dict[str, Any]]]:
+        """Return the requests of those that live; a member that has just left asks no more."""
         shared = self.shared
         with shared.changed:
-            found = [shared.hellos[n]["id"] for n in sorted(shared.ready) if n in shared.hellos]
-        found = [member for member in dict.fromkeys(found) if member not in shared.past_members]
-        return [member for member in found if shared.is_alive(member)]
+            asked = sorted(shared.hellos.items())
+            asked = [(n, one) for n, one in asked if one["id"] not in shared.past_members]
+        return [(n, one) for n, one in asked if shared.is_alive(one["id"])]
 
     def close(self) -> None:
         """End the thread. May be called twice."""
@@ -284,7 +286,7 @@ class Watcher:
 
     def __init__(self, kv: KeyValueView, shared: Shared, terms: Terms) -> None:
         self.kv, self.shared, self.own_id = kv, shared, shared.own_id
-        self._endpoint, self._min_members, self._start_members, self.timeout_s, _ = terms
+        self._endpoint, self._min_members, self._start_members, self.timeout_s, *_ = terms
         self.founders: tuple[str, ...] | None = None
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         """What the main thread asks this one to do; None wakes it."""

@@ -58,11 +58,9 @@ class GradientSum:
         total = self._sums.get(name)
         if grad is not None:
             total = _added(None if total is None else total.clone(), grad, factor)
-        return (
-            total
-            if total is None or not avg or self.microsteps == 0
-            else total / (self.microsteps + 1)
-        )
+        if total is None or not avg or self.microsteps == 0:
+            return total
+        return total / (self.microsteps + 1)
 
     @torch.no_grad()
     def take(self, avg: bool = True) -> dict[str, Tensor]:

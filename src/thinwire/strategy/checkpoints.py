@@ -28,7 +28,6 @@ from thinwire.strategy.saving import (
     Restored,
     compared,
     copy_values_,
-    live,
     load_all,
     log_changes,
     on_host,
@@ -55,7 +54,7 @@ def save(
     Without `copy` it must write before anything changes.
     """
     content: Any
-    to_save, facts = on_host if copy else live, parts.facts
+    to_save, facts = on_host if copy else Tensor.detach, parts.facts
     try:
         if only is None:
             content = saved(parts, counters, extra, frozen=frozen, to_save=to_save)
@@ -146,8 +145,7 @@ def load_parameters(directory: str | Path, parts: Parts) -> Path:
 def discard_pending(parts: Parts, *, alike: bool = True) -> None:
     """Discard pending state. `alike`: True if ranks have the same buffers now."""
     parts.buffers.forget(alike=alike)
-    if parts.merge is not None:
-        parts.merge.clear()
+    parts.merge.clear()
     if parts.sync is not None:
         parts.sync.start_anew()
 

@@ -404,19 +404,18 @@ class Engine:
         """
         self._require_open()
         if self.sync is not None and self.sync.left:
-            self._steps.forget_merged()
+            self._parts.merge.clear()
             return
         following, parts, merge = self._following, self._parts, self._parts.merge
         if following is not None and following.active and (why := following.joint.unfinished()):
             self._steps.refuse(why)
-        microsteps = 0 if merge is None else merge.microsteps
         with self._steps.with_advice(), parts.group.one_deadline():
             # local updates compare steps in their own flush, and ranks have unequal ones by time
-            if self._steps.by_time is None and not (merge is None and parts.sync is not None):
+            if self._steps.by_time is None and (parts.sync is None or parts.merge_steps > 1):
                 position = {"step": self._steps.position()}
-                position["microsteps of the unfinished update"] = microsteps
+                position["microsteps of the unfinished update"] = merge.microsteps
                 require_agreement(parts.group, position, action="engine.flush()")
-            if merge is not None and microsteps:
+            if merge.microsteps:
                 self._steps.clear_grads()  # before a second set is made
                 left, overflow = merge.take(avg=parts.merge_avg), merge.overflowed
                 self._steps.update(left, overflow=overflow, complete=True)
@@ -476,6 +475,8 @@ class Engine:
 
         - `step`: updates made by this rank; `microsteps`: of an unfinished update;
           `dropped_steps`, `averagings`; `k_steps`: current interval; `loss_scale`.
+        - `merge_steps`: microbatches of this rank in an update; `batch_share`: those of all members
+          over those of their first round.
         - `sparsity`: fraction of the next exchange that is not sent; `applied_share`: as in
           `LocalUpdates.stats`.
         - `bytes_sent`: message bytes of exchanges, headers and agreements included, of which
@@ -505,7 +506,7 @@ class Engine:
         """
         parts = self._parts
         return numbers(
-            microsteps=0 if parts.merge is None else parts.merge.microsteps,
+            microsteps=parts.merge.microsteps,
             k_steps=1 if self.sync is None else self.sync.k_steps,
             loss_scale=1.0 if parts.scaler is None else parts.scaler.scale,
             bytes_dense=4 * self.step * sum(shard_of(p).numel() for p in parts.params.values()),
@@ -517,8 +518,7 @@ class Engine:
         """Return the pending work of `flush` in words, such as "2 merged microsteps"; empty if
         there is none.
         """
-        parts = self._parts
-        microsteps = 0 if parts.merge is None else parts.merge.microsteps
+        microsteps = self._parts.merge.microsteps
         waiting = [f"{microsteps} merged microsteps"] if microsteps else []
         if self.sync is not None and self.sync._when.unsynced:
             waiting.append("an averaging")
@@ -845,9 +845,8 @@ class Following:
         self._undo()
 
 
-def _check_mean(loss: object) -> None:
+def _check_mean(loss: Tensor) -> None:
     check.instance("loss", loss, Tensor)
-    assert isinstance(loss, Tensor)
     if loss.numel() != 1:
         raise ValueError(
             f"the loss must be a scalar, got shape {tuple(loss.shape)}: take its mean over the "

@@ -21,6 +21,7 @@ from thinwire.core.several import all_of
 from thinwire.layout.message import Layout
 from thinwire.layout.traffic import first_split
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, fragments_of
+from thinwire.local.model import require_own_params
 from thinwire.pipeline.split import split_model
 from thinwire.step.recompute import matches
 from thinwire.strategy.clipping import require_one_clip
@@ -306,6 +307,7 @@ def _about_optimizer(
 ) -> list[str]:
     """Describe the optimizer that will train, and the settings it takes over."""
     if model is not None:
+        require_own_params(model, optimizer)
         names = {p: name for name, p in named_parameters(model)}
     else:
         names = {}

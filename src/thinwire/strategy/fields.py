@@ -83,6 +83,11 @@ class Fields:
         """Config of local updates; None if they are off."""
         return self.localsgd or self.adaptive_localsgd
 
+    @property
+    def _merge_steps(self) -> int:
+        """Microbatches of an update on one rank."""
+        return 1 if self.gradient_merge is None else self.gradient_merge.k_steps
+
     def _conflicts_inside(self) -> Iterator[str]:
         for name in ("localsgd", "adaptive_localsgd"):
             if self.dgc is None or name not in self.on:

@@ -69,8 +69,9 @@ class Microsteps:
     @property
     def merging(self) -> bool:
         """True if the present microstep is merged, and no update follows it."""
-        merge = self.parts.merge
-        return merge is not None and merge.microsteps + 1 < self.parts.merge_steps
+        parts, sync = self.parts, self.sync
+        steps = parts.merge_steps if sync is None else sync._when.microbatches
+        return parts.merge.microsteps + 1 < steps
 
     def position(self) -> int:
         """Return updates, or local steps with dropped ones: the same on all ranks."""
@@ -111,14 +112,16 @@ class Microsteps:
         if self.sync is not None:
             return self.sync._counts() | counters
         goodput = self.pace.goodput(self.step, int(counters["dropped_steps"]))
-        unsent = {"sparsity": self.parts.unsent_share(self.step)}
-        return self.exchange.traffic() | unsent | goodput | counters
+        found = {"sparsity": self.parts.unsent_share(self.step)}
+        found["merge_steps"] = self.parts.merge_steps
+        return self.exchange.traffic() | found | goodput | counters
 
     def idle_locally(self) -> None:
         """Take part in local updates as a rank without a batch, while others have one."""
         if (uneven := self.by_time) is not None:
             uneven.end_round()
-            self._schedule_vote()
+            if self.joining is not None:
+                self.joining.due = uneven.synced
             return
         self.clear_grads()
         with self.with_advice(), self.parts.group.one_deadline():
@@ -130,11 +133,10 @@ class Microsteps:
         if (problem := self.trained.problem()) is not None:
             self.refuse(problem, early=True)
         self.clear_grads()
-        if merge is not None:
-            parts.batches.merged, merge.microsteps = merge.microsteps, parts.merge_steps - 1
+        parts.batches.merged, merge.microsteps = merge.microsteps, parts.merge_steps - 1
         with self._without_gradients(early=True):
             verdict = self._add_or_update({}, 1.0, overflow=False)
-        if verdict is StepDecision.END and merge is not None:
+        if verdict is StepDecision.END:
             merge.microsteps = parts.batches.merged
         return verdict
 
@@ -221,7 +223,7 @@ class Microsteps:
         """Return what `p.grad` contributes to the coming update: itself, or a new tensor."""
         parts = self.parts
         factor = 1.0 if parts.scaler is None else parts.scaler.inverse_scale
-        if parts.merge is not None:
+        if parts.merge.microsteps:
             return parts.merge.preview(name, grad, factor, parts.merge_avg)
         return grad if grad is None or factor == 1.0 else _wide(grad) * factor
 
@@ -249,8 +251,6 @@ class Microsteps:
     ) -> StepDecision:
         """Merge the gradients of one microstep, or update from them."""
         parts, merge = self.parts, self.parts.merge
-        if merge is None:
-            return self.update(_unscaled(parts.params, held, factor), overflow=overflow)
         if self.merging:
             merge.add(held, factor)
             merge.overflowed = merge.overflowed or overflow
@@ -259,7 +259,10 @@ class Microsteps:
                     assert param.grad is not None
                     param.grad = param.grad * factor
             return StepDecision.APPLY
-        grads = merge.completed_(held, factor, parts.merge_avg)
+        if merge.microsteps:
+            grads = merge.completed_(held, factor, parts.merge_avg)
+        else:
+            grads = _unscaled(parts.params, held, factor)
         return self.update(grads, overflow=overflow or merge.overflowed)
 
     def update(
@@ -318,7 +321,8 @@ class Microsteps:
             sync.skip_step()  # it counts towards the next averaging
         else:
             sync._make_step(partial(self._step_here, self._limited(grads)))
-        self._schedule_vote()
+        if self.joining is not None:
+            self.joining.due = sync.synced
 
     def _drops_here(self, sync: LocalUpdates, grads: Grads) -> bool:
         """Count this local step as dropped if a gradient is not finite, where ranks check that."""
@@ -398,12 +402,8 @@ class Microsteps:
 
     def forget_merged(self) -> None:
         """Clear the merge, after its update was made or dropped."""
-        if self.parts.merge is not None:
+        if self.parts.merge.microsteps:
             self.parts.merge.clear()
-
-    def _schedule_vote(self) -> None:
-        if self.joining is not None and self.sync is not None:
-            self.joining.due = self.sync.synced
 
 
 class _Trained:

@@ -86,12 +86,6 @@ def allow_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             guard.allows_step = allows_step
 
 
-def step_allowed(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if the engine itself is calling `step`."""
-    guard = _guards.get(optimizer)
-    return guard is not None and guard.allows_step
-
-
 def replace_step_(
     optimizer: torch.optim.Optimizer, update: Callable[[Any], Any]
 ) -> Callable[[], None]:
@@ -101,7 +95,9 @@ def replace_step_(
 
     @functools.wraps(before)  # keeps the mark that a scheduler looks for
     def step(target: torch.optim.Optimizer, closure: Any = None) -> Any:
-        return before(closure) if undone or step_allowed(target) else update(closure)
+        guard = _guards.get(target)
+        by_engine = guard is not None and guard.allows_step
+        return before(closure) if undone or by_engine else update(closure)
 
     # a method, since a scheduler that is made from here on wraps the function inside
     replaced, method = own.get("step"), MethodType(step, optimizer)

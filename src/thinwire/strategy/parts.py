@@ -125,8 +125,9 @@ class Parts:
     """Momentum of an SGD that the compressor keeps, if it does."""
     buffers: MovingBuffers
     scaler: LossScaler | None
-    merge: GradientSum | None
+    merge: GradientSum
     merge_steps: int
+    """Microsteps of an update, as the strategy says."""
     merge_avg: bool
     overlap: Overlap | None
     """Begins the exchange during the backward pass; None if the exchange follows it."""

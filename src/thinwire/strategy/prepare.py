@@ -14,7 +14,7 @@ from torch import nn
 from thinwire import _validate as check
 from thinwire._names import named_buffers, named_parameters
 from thinwire.amp import LossScaler
-from thinwire.comm import Group, next_identity, require_agreement, sites_of
+from thinwire.comm import next_identity, require_agreement, sites_of
 from thinwire.comm.nodes import Grid, require_divisor
 from thinwire.comm.replicate import make_models_equal_
 from thinwire.compress import buckets_of, locally_clipped
@@ -77,7 +77,7 @@ def prepare(setup: Setup) -> Engine:
     """See `DistributedStrategy.prepare`."""
     strategy, model, members, mesh = setup.strategy, setup.model, setup.members, setup.mesh
     if members is not None:
-        require_members_work(strategy, members, timeout=setup.timeout, streams=setup.streams)
+        require_members_work(strategy, members)
         members._require_mesh(mesh)
     if mesh is not None:
         require_mesh_works(strategy, mesh)
@@ -107,7 +107,10 @@ def _prepared(setup: Setup) -> Engine:
         setup.ranks.compile(partial(_compile_loops, setup, plan))
         split = stage_split_of(model)
         if split is None:
-            _copy_from_first(model, setup.sites or group)
+            # the model of rank 0, or of the first site
+            params = {f"parameter {name}": shard_of(p) for name, p in named_parameters(model)}
+            buffers = {f"buffer {name}": b for name, b in named_buffers(model)}
+            make_models_equal_(params, buffers, setup.sites or group)
         else:
             gather_stages_(model, split, group)
             record_stage_split(model, [model])
@@ -147,13 +150,6 @@ def _form_groups_(setup: Setup) -> None:
             f"{group.size} ranks make {setup.replicas} replicas: start that number of replicas, "
             "or omit dp_degree to use all ranks"
         )
-
-
-def _copy_from_first(model: nn.Module, group: Group) -> None:
-    """Copy the model of rank 0, or of the first site, to all replicas."""
-    params = {f"parameter {name}": shard_of(p) for name, p in named_parameters(model)}
-    buffers = {f"buffer {name}": b for name, b in named_buffers(model)}
-    make_models_equal_(params, buffers, group)
 
 
 def _compile_loops(setup: Setup, plan: Preparation) -> None:
@@ -276,6 +272,7 @@ def _planned_for(
             plan=setup.planned,
             mesh=setup.mesh,
         )
+        sync._when.merge_steps = strategy._merge_steps
     return Preparation(
         stage=stage,
         params=params,
@@ -367,8 +364,8 @@ def _assembled(setup: Setup, plan: Preparation, undo: ExitStack) -> Parts:
         find_unused=setup.find_unused_parameters and plan.sync is None,
         buffers=buffers,
         scaler=scaler,
-        merge=None if merge is None or merge.k_steps == 1 else GradientSum(),
-        merge_steps=1 if merge is None else merge.k_steps,
+        merge=GradientSum(),
+        merge_steps=strategy._merge_steps,
         merge_avg=merge is None or merge.avg,
         runner=runner,
         part=setup.part,

@@ -108,7 +108,6 @@ def select_optimizer(
     problems = [
         *_mismatches(optimizer, lars, lamb),
         *(_unfolded(optimizer, compression) if folds and compression is not None else []),
-        *_foreign_parameters(optimizer, names),
     ]
     if problems:
         raise StrategyError(prefix + "; ".join(problems))
@@ -209,22 +208,9 @@ def _unfolded(optimizer: torch.optim.Optimizer, compression: Compression) -> Ite
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     try:
         inspect.signature(type(optimizer).step).bind(optimizer)
-    except TypeError:
-        return True
-    except ValueError:  # written in another language: unknown
-        return False
+    except (TypeError, ValueError) as error:  # ValueError: written in another language, unknown
+        return isinstance(error, TypeError)
     return False
-
-
-def _foreign_parameters(
-    optimizer: torch.optim.Optimizer, names: Mapping[Parameter, str]
-) -> Iterator[str]:
-    foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
-    if foreign:
-        yield (
-            f"{len(foreign)} of its parameters are not in the model, the first of shape "
-            f"{tuple(foreign[0].shape)}: give it parameters of the model only"
-        )
 
 
 def _unnamed_parameters(

@@ -24,6 +24,8 @@ _COMMON_KEYS = (
     "initial_lr",
     "name",
 )
+_Converters = Mapping[str, Callable[[Any], Any]]
+"""Converters of values, by key."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,7 +36,7 @@ class Replacement:
     """The new class, a `CommonOptimizer`."""
     arguments: dict[str, Any]
     """Arguments of the constructor, beside those that all optimizers have in common."""
-    keys: Mapping[str, Callable[[Any], Any]]
+    keys: _Converters
     """Keys of a group with the same meaning in the new class, each with a converter of its
     value.
     """
@@ -148,11 +150,7 @@ def _entries(param: Tensor, entries: Mapping[str, Any], replacement: Replacement
 SGDS = (torch.optim.SGD, SGD)
 ADAMS = (torch.optim.Adam, torch.optim.AdamW, Adam, AdamW, LazyAdam)
 
-_SGD_KEYS: Mapping[str, Callable[[Any], Any]] = {
-    "momentum": float,
-    "nesterov": bool,
-    "weight_decay": float,
-}
+_SGD_KEYS: _Converters = {"momentum": float, "nesterov": bool, "weight_decay": float}
 _OF_SGD = {"momentum": float, "nesterov": bool, "maximize": bool}
 _SGD_UNUSED = ("dampening", "differentiable", "fused")
 _ADAM_UNUSED = ("eps", "amsgrad", "capturable", "differentiable", "fused", "decoupled_weight_decay")
@@ -186,7 +184,7 @@ def as_lamb(
         "maximize": bool(optimizer.defaults["maximize"]),
         "weight_decay": lamb.lamb_weight_decay,
     }
-    keys: Mapping[str, Callable[[Any], Any]] = {"betas": _floats, "weight_decay": float}
+    keys: _Converters = {"betas": _floats, "weight_decay": float}
     state = ("step", "exp_avg", "exp_avg_sq")
     replacement = Replacement(
         kind=Lamb, arguments=arguments, keys=keys, unused=_ADAM_UNUSED, state=state

@@ -52,7 +52,7 @@ def require_mesh_works(strategy: Fields, mesh: DeviceMesh) -> None:
         raise StrategyError(f"mesh= does not work with {'; '.join(problems)}")
 
 
-def require_members_work(strategy: Fields, members: object, **of_join: object) -> None:
+def require_members_work(strategy: Fields, members: Members) -> None:
     """Refuse fields that do not go with ranks that join and leave."""
     check.instance("members", members, Members)
     if strategy.local is None:
@@ -68,18 +68,16 @@ def require_members_work(strategy: Fields, members: object, **of_join: object) -
             f"members= does not work with {field_of(strategy.compression)}: remove it, and give "
             "localsgd a compression such as tw.Sparse(0.97)"
         )
-    for name, value in of_join.items():
-        if value is not None:
-            raise ValueError(
-                f"{name} and members were both given, but members use that given to join: omit "
-                f"{name}"
-            )
+    if members._terms.keep_batch and strategy.gradient_merge and not strategy.gradient_merge.avg:
+        raise StrategyError(
+            "keep_batch=True changes how many gradients are merged, which must not scale the "
+            "update: use GradientMerge(avg=True)"
+        )
 
 
-def check_kinds(model: object, optimizer: object, loss_fn: object, grad_clip: object) -> None:
+def check_kinds(model: nn.Module, optimizer: object, loss_fn: object, grad_clip: object) -> None:
     """Refuse arguments of other types."""
     check.instance("model", model, nn.Module)
-    assert isinstance(model, nn.Module)
     require_shapes(model)
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise TypeError(

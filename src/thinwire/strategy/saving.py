@@ -70,11 +70,6 @@ SAME_EVERYWHERE = {kind for kind, rule in KEPT.items() if rule == "first"}
 """Compression state that all ranks hold alike and that is not pending."""
 
 
-def live(tensor: Tensor) -> Tensor:
-    """Return the tensor itself, for a state that is written before anything changes."""
-    return tensor
-
-
 def on_host(tensor: Tensor) -> Tensor:
     """Return a copy in host memory."""
     return tensor.to("cpu", copy=True)
@@ -111,7 +106,7 @@ def saved(
         "optimizer": {**optimizer, "state": _without_kept(optimizer["state"], exchange)},
         "schedulers": saved_schedulers(parts.optimizer, extra),
         "exchange": exchange,
-        "merge": None if parts.merge is None else parts.merge.state_dict(),
+        "merge": parts.merge.state_dict(),
     }
     return {
         "counters": dict(counters),
@@ -208,12 +203,8 @@ def load_all(
             if parts.scaler is not None:
                 undo.callback(parts.scaler.load_state_dict, parts.scaler.state_dict())
                 parts.scaler.load_state_dict(state["loss_scale"])
-            if parts.merge is not None:
-                undo.callback(parts.merge.load_state_dict, parts.merge.state_dict())
-                if state["merge"] is None:
-                    parts.merge.clear()
-                else:
-                    parts.merge.load_state_dict(state["merge"])
+            undo.callback(parts.merge.load_state_dict, parts.merge.state_dict())
+            parts.merge.load_state_dict(state["merge"])
         except Exception as error:
             problem = error
         left = agreed(problem, left)
@@ -227,8 +218,7 @@ def load_all(
     if parts.sync is not None:
         parts.sync._tensors.buffers_restored()
     # buffers that a merge has changed on each rank are made equal by its update
-    merging = parts.merge is not None and parts.merge.microsteps != 0
-    parts.buffers.forget(equal=not merging, alike=not left)
+    parts.buffers.forget(equal=not parts.merge.microsteps, alike=not left)
     set_random_state(state["random"])
     _warn_of_user_state(found, *unmatched_modules(parts.model, of_modules))
     return {**counters, "extra": state["extra"]}
@@ -254,12 +244,6 @@ def _checked(state: Mapping[str, Any], parts: Parts) -> tuple[dict[str, float], 
         raise ValueError(
             f"{has} has a loss_scale, but {lacks} has none: prepare the engine with the same "
             "strategy"
-        )
-    merged = 0 if state["merge"] is None else state["merge"]["microsteps"]
-    if merged and parts.merge is None:
-        raise ValueError(
-            f"state has {merged} merged microsteps of an unfinished update, but the engine has no "
-            "gradient_merge: prepare it with one, or call engine.flush() before saving"
         )
     return counters, require_shapes(state, parts, "Load a state of the same model")
 
