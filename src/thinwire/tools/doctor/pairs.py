@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import NamedTuple, Self, final
 
 from thinwire.tools.doctor.local_checks import why_not
@@ -198,8 +197,8 @@ def _flow(ends: Sequence[socket.socket], most_bytes: int, most_s: float) -> Flow
     rate = (seen[-1][1] - carried) / (seen[-1][0] - open_s)
     # a route may have a congestion control of its own
     control = ends[0].getsockopt(socket.IPPROTO_TCP, _CONTROL, 16) if _CONTROL else b""
-    lost, control = again / max(segments, 1), control.rstrip(b"\0")
-    return Flow(rate, most_bytes - len(left), lost, control.decode())
+    lost, name = again / max(segments, 1), control.rstrip(b"\0").decode()
+    return Flow(rate, most_bytes - len(left), lost, name)
 
 
 def _carried(ends: Sequence[socket.socket], sent: int) -> tuple[int, int, int]:
@@ -235,11 +234,11 @@ def reach(peer: Peer, large: bool) -> Reach:
 
 
 def round_trip_s(connection: socket.socket) -> float:
-    """Return the median of several round trips, of fewer where they are long."""
+    """Return the shortest of several round trips, of fewer where they are long."""
     taken = list[float]()
     while len(taken) < _FEWEST_PINGS or (len(taken) < _PINGS and sum(taken) < _PINGING_S):
         taken.append(_seconds(connection, 0))
-    return median(taken)
+    return min(taken)
 
 
 def _seconds(connection: socket.socket, length: int) -> float:
