@@ -79,7 +79,9 @@ _NAMES = {
         "count_sent position_bytes value_bytes"
     ),
     "thinwire.layout.shares": "split_plan whole_split fragments_partition=contiguous",
-    "thinwire.layout.traffic": ("GATHER chosen_split first_split messages travels_checksummed"),
+    "thinwire.layout.traffic": (
+        "GATHER chosen_split first_split messages streams_between travels_checksummed"
+    ),
     "thinwire.local": "updates work",
     "thinwire.local.averager": "Averager",
     "thinwire.local.averaging": "Averaging PendingAveraging",
@@ -115,9 +117,7 @@ _NAMES = {
     "thinwire.tools.app": "app",
     "thinwire.tools.compare": "comparison=compare",
     "thinwire.tools.compare.compare": "compare",
-    "thinwire.tools.compare.page": (
-        "BEST page_render=render to_use write_best write_json write_report"
-    ),
+    "thinwire.tools.compare.page": ("BEST page_render=render page_write=write to_use write_best"),
     "thinwire.tools.compare.record": (
         "Asked Failure Interruption KEYS Results Run common_loss first_reached"
     ),
@@ -132,7 +132,7 @@ _NAMES = {
     ),
     "thinwire.tools.doctor.interfaces": "Interface is_loopback listening program_of source_towards",
     "thinwire.tools.doctor.machine": "Machine",
-    "thinwire.tools.doctor.pairs": "Answering Reach TOKEN_BYTES reach reach_all",
+    "thinwire.tools.doctor.pairs": "Answering Line Peer Reach TOKEN_BYTES reach reach_all",
     "thinwire.tools.doctor.ranks": "StoreView",
     "thinwire.tools.doctor.cross_checks": "Reports Seen cross_findings named",
     "thinwire.tools.network": "enter netns",

@@ -65,10 +65,10 @@ TOOLS = {
     # commands and what they share: seconds and links are read alike
     "app": {"network"},
     "network": set(),
-    "run": {"app", "network"},
+    "run": {"app", "network", "doctor"},
     "report": {"run"},
     "compare": {"app", "network", "run", "report"},
-    "planning": {"app", "network", "run", "report", "compare"},
+    "planning": {"app", "network", "run", "report", "compare", "doctor"},
     # looks at what is between machines before anything of the library is made
     "doctor": set(),
 }

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.api import Finding, Reach, Reports, Seen, cross_findings, named
+from tests.api import Finding, Line, Reach, Reports, Seen, cross_findings, named
 from tests.doctor.machines import LOOPBACK, made_up
 
 
@@ -96,6 +96,28 @@ def test_path_of_a_machine_with_unseen_interfaces() -> None:
     (finding,) = bad(reports_of(blind, rank_of(1)))
     assert "packets of the usual size are dropped" in finding.found
     assert "ip link set dev INTERFACE mtu 1280" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("one", "several", "control", "level"),
+    [
+        (1e6, 5e6, "cubic", "note"),
+        (1e6, 5e6, "bbr", "ok"),
+        (4e6, 5e6, "cubic", "ok"),
+        (1e6, 5e6, "", "note"),
+    ],
+)
+def test_a_line_that_one_connection_leaves_free_is_a_note_with_advice(
+    one: float, several: float, control: str, level: str
+) -> None:
+    line, other = Line(one, several, 16, 0.002, control), Line(9e6, 9e6, 16, 0.0, control)
+    reports = replace(reports_of(rank_of(0), rank_of(1)), lines=((0, 1, other), (1, 0, line)))
+    (finding,) = (one for one in cross_findings(reports) if one.check == "line")
+    assert finding.level == level
+    rates = f"{one * 8e-6:g} Mbit/s over one connection, {several * 8e-6:g} over 16"
+    assert finding.found.startswith(f"rank 1 to 0: {rates}; 0.2 % of packets lost; {control}")
+    assert ("streams=None" in finding.advice) == (level == "note")
+    assert ("tcp_congestion_control=bbr" in finding.advice) == (level == "note")
 
 
 def other_version(name: str, value: str) -> Seen:

@@ -168,6 +168,22 @@ def test_the_latency_of_a_line_is_measured() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("loss", ["0%", "2%"])
+def test_a_line_that_loses_packets_is_named_with_advice(loss: str) -> None:
+    lossy = loss != "0%"
+    line = Link.of("10mbit", None, None, "20ms", loss=loss, congestion="cubic")
+    with network(2, line) as net:
+        found, done = doctors(net, [{}, {}], SLOW_MACHINE)
+    assert [one.returncode for one in done] == [0, 0]
+    (told,) = (one for one in found["findings"] if one["check"] == "line")
+    assert told["level"] == ("note" if lossy else "ok")
+    assert "cubic" in told["found"]
+    assert ("streams=None" in told["advice"]) == lossy
+    if lossy:
+        assert told["advice"] in joined(PAGE)
+
+
+@pytest.mark.slow
 def test_another_version_on_one_side(net: Network, tmp_path: Path) -> None:
     copy = tmp_path / "thinwire"
     shutil.copytree(ROOT / "src" / "thinwire", copy, ignore=shutil.ignore_patterns("__pycache__"))

@@ -71,6 +71,7 @@ def clean(**more: str) -> dict[str, str]:
         ("compare", without("RANK"), "WORLD_SIZE in the environment, and no RANK"),
         ("run train.py", TORCHRUN, "TORCHELASTIC_RUN_ID in the environment, and no RANK"),
         ("probe --out p.json", TORCHRUN, "TORCHELASTIC_RUN_ID in the environment, and no RANK"),
+        ("probe --out p.json --loss 2", PLACE, "write a percentage, as 0.2%"),
         ("probe --out p.json --batch 0", PLACE, "batch=0 is out of range; 1 to 4096"),
         ("probe --out p.json", PLACE | {"RANK": "0", "WORLD_SIZE": "1"} | TORCHRUN, "only one"),
         ("probe --out p.json", {}, "torchrun"),

@@ -80,3 +80,16 @@ def test_whoever_reads_from_a_pipe_gets_the_file(tmp_path: Path) -> None:
         assert plan.communicate()[0]
         assert plan.returncode == 0
     assert text.startswith("# Written by thinwire plan")
+
+
+def test_the_filled_part_of_a_line_is_printed_where_packets_are_lost(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = {"params": "1M", "step_seconds": 0.5, "link": "50mbit", "latency": "40ms"}
+    command.plan(**line, loss="1%")  # type: ignore[arg-type]
+    plan = tw.plan(**line, loss="1%")  # type: ignore[arg-type]
+    filled = f"{plan.link['rate_bit_s'] / 1e6:.3g}"
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"Of 50 Mbit/s, {filled} are filled at 1 % loss by 16 connections (cubic)." in said
+    command.plan(**line)  # type: ignore[arg-type]
+    assert "filled" not in capsys.readouterr().out

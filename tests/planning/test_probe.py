@@ -20,6 +20,7 @@ from tests.api import (
     network,
     release,
     run_workers,
+    streams_between,
 )
 from tests.lab.namespaces import needs_netns
 from tests.launched import as_torchrun_starts, free_port
@@ -38,7 +39,7 @@ def probe_by_torchrun(*words: str) -> subprocess.CompletedProcess[str]:
 def file(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("probe") / "probe.json"
     said, *_ = ranks.run(probed, free_port(), str(path), size=RANKS)
-    assert "slowest pair: ranks [" in said
+    assert "slowest pair: rank " in said
     return path
 
 
@@ -53,15 +54,17 @@ def probed(rank: int, size: int, port: int, path: str) -> str:
 @pytest.mark.slow
 def test_every_pair_and_every_gradient_is_measured(file: Path) -> None:
     found = json.loads(file.read_text())
-    assert sorted(pair["ranks"] for pair in found["pairs"]) == [[0, 1], [0, 2], [1, 2]]
+    both_ways = [[a, b] for a in range(RANKS) for b in range(RANKS) if a != b]
+    assert sorted(pair["ranks"] for pair in found["pairs"]) == both_ways
     for pair in found["pairs"]:
         assert 0 < pair["latency_s"] < 1
         assert pair["bytes_s"] > 1e6
+        assert pair["one_bytes_s"] > 1e6
+        assert pair["streams"] == streams_between(RANKS)
     assert [each["rank"] for each in found["together"]] == [0, 1, 2]
-    kinds = {(each["kind"], each["bytes"]) for each in found["collectives"]}
-    assert {("all_reduce", 256), ("all_reduce", 2**20), ("all_gather", 256)} <= kinds
+    assert [each["kind"] for each in found["collectives"]] == ["all_reduce"]
     compute = found["compute"]
-    assert 0 < compute["forward_s"] < compute["backward_end_s"] <= compute["step_s"]
+    assert 0 < compute["forward_s"] < compute["step_s"]
     assert len(compute["ready_s"]) == len(compute["shapes"])
     assert all(compute["forward_s"] < at <= compute["step_s"] for at in compute["ready_s"])
     # the output layer's gradient comes first, the embedding's last
@@ -114,6 +117,25 @@ def test_settings_that_do_not_fit_are_one_clear_line(
     changed.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(ValueError, match=says):
         tw.plan(probe=changed, **arguments)
+
+
+def test_a_stated_loss_fills_less_of_a_line_that_is_long(file: Path, tmp_path: Path) -> None:
+    found = json.loads(file.read_text())
+    assert found["loss"] == 0
+    for pair in found["pairs"]:
+        pair["latency_s"] = 0.04
+    for each in found["together"]:
+        each["bytes_s"] = 50e6 / 8 * FRAMES
+    path, rates = tmp_path / "probe.json", []
+    for loss in (0.0, 0.005, 0.05, None):
+        path.write_text(json.dumps(found | {"loss": loss}))
+        if loss is None:  # a file of an earlier version
+            path.write_text(json.dumps({k: v for k, v in found.items() if k != "loss"}))
+        plan = tw.plan(probe=path)
+        rates.append(plan.link["rate_bit_s"])
+        assert plan.link["loss"] == (loss or 0.0)
+    assert rates[0] == rates[3] == pytest.approx(50e6)
+    assert rates[0] > rates[1] > 2 * rates[2]
 
 
 def on_machines(file: Path, hosts: str, inside: float, path: Path) -> Path:
@@ -208,9 +230,10 @@ def task(seed):
 def test_a_task_of_ones_own_is_measured_and_planned_with(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK)
     task, path = f"{tmp_path / 'mine.py'}:task", tmp_path / "probe.json"
-    said = probe_by_torchrun("--out", str(path), "--task", task)
+    said = probe_by_torchrun("--out", str(path), "--task", task, "--loss", "0.2%")
     assert said.returncode == 0, said.stderr
     found = json.loads(path.read_text())
+    assert found["loss"] == 0.002
     assert found["task"] == task
     assert found["compute"]["shapes"] == [[16, 6], [16], [6, 16], [6]]
     of_task, plain = tw.plan(probe=path, task=task), tw.plan(probe=path)
@@ -261,8 +284,9 @@ def test_a_rank_that_leaves_is_one_line_on_the_others(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_netns
-def test_a_shaped_line_is_measured_as_it_is(tmp_path: Path) -> None:
-    link = Link.parse("20mbit", "10ms")
+@pytest.mark.parametrize("loss", ["0%", "2%"])
+def test_a_shaped_line_is_measured_as_it_is(loss: str, tmp_path: Path) -> None:
+    link = Link.of("20mbit", None, None, "10ms", loss=loss, congestion="cubic")
     job = Job(task="tests.planning.probing:Probing", config={}, timeout_s=60.0)
     result: dict[str, Any] = {}
     with (
@@ -275,8 +299,12 @@ def test_a_shaped_line_is_measured_as_it_is(tmp_path: Path) -> None:
                 release(tmp_path)
             elif event["event"] == "result":
                 result = event
-    [pair] = result["pairs"]
-    assert pair["latency_s"] == pytest.approx(0.010, rel=0.3)
-    for rate in (pair["bytes_s"], *(each["bytes_s"] for each in result["together"])):
-        assert 8 * rate / FRAMES == pytest.approx(20e6, rel=0.25)
-    assert result["not_measured"]
+    for pair in result["pairs"]:
+        assert pair["latency_s"] == pytest.approx(0.010, rel=0.3)
+        assert pair["congestion"] == "cubic"
+        assert 0 <= pair["lost"] < 0.1
+        if loss == "2%":
+            assert pair["lost"] > 0.001
+            assert pair["one_bytes_s"] < 0.7 * pair["bytes_s"]
+    for each in (*result["pairs"], *result["together"]):
+        assert 8 * each["bytes_s"] / FRAMES == pytest.approx(20e6, rel=0.4)

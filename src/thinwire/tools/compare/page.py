@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from thinwire._files import replace_file
 from thinwire.tools.compare.record import Point, Results, Run
@@ -226,7 +225,13 @@ def _series(
         return ""
     path = "L".join(f"{px:.1f} {py:.1f}" for px, py in _below(pixels, top))
     marks = "".join(
-        mark(number, px, py, _values(name, point))
+        mark(
+            number,
+            px,
+            py,
+            f"{name}: loss {loss_text(point.loss)} at {point.seconds:,.1f} s, "
+            f"step {point.step:,}, {bytes_text(point.library_bytes)} sent per worker",
+        )
         for (px, py), point in zip(pixels, line, strict=True)
         if py >= top
     )
@@ -251,13 +256,6 @@ def _below(line: list[tuple[float, float]], top: float) -> list[tuple[float, flo
         (x0, y0), (x1, y1) = line[:2]
         return [(x0 + (top - y0) / (y1 - y0) * (x1 - x0), top), *line[1:]]
     return line
-
-
-def _values(name: str, point: Point) -> str:
-    return (
-        f"{name}: loss {loss_text(point.loss)} at {point.seconds:,.1f} s, "
-        f"step {point.step:,}, {bytes_text(point.library_bytes)} sent per worker"
-    )
 
 
 BEST = "best-strategy.yaml"
@@ -288,7 +286,8 @@ def to_use(results: Results, winner: str | None) -> ToUse | None:
             "thinwire.DistributedStrategy.load(path) and call prepare(model, optimizer, "
             f"loss_fn). Here it trained with {rate}."
         )
-        return ToUse(name, how, _file_text(run.document, rate, results), True)
+        head = f"{_FIRST_LINE}{results.headline}\n# It trained with {rate}.\n"
+        return ToUse(name, how, head + strategy_text(run.document), True)
     if run.code is not None:
         how = (
             "A communication hook of torch for DistributedDataParallel. Here it trained with "
@@ -312,24 +311,9 @@ def write_best(results: Results, winner: str | None, folder: Path) -> Path | Non
     return None
 
 
-def _file_text(document: Mapping[str, Any], rate: str, results: Results) -> str:
-    text = strategy_text(document)
-    return f"{_FIRST_LINE}{results.headline}\n# It trained with {rate}.\n{text}"
-
-
-def write_json(results: Results, path: Path) -> None:
-    """Write the record atomically: readers see the old file or the new one."""
-    text = json.dumps(results.to_dict(), indent=1, allow_nan=False) + "\n"
-    replace_file(path, text.encode())
-
-
-def write_report(results: Results, path: Path) -> None:
-    """Write the page atomically."""
-    write_page(render(results), path)
-
-
 def write(results: Results, folder: Path) -> None:
-    """Write the record, the page and the winner's strategy file."""
-    write_json(results, folder / "results.json")
-    write_report(results, folder / "report.html")
+    """Write the record, the page and the winner's strategy file: readers see old or new ones."""
+    text = json.dumps(results.to_dict(), indent=1, allow_nan=False) + "\n"
+    replace_file(folder / "results.json", text.encode())
+    write_page(render(results), folder / "report.html")
     write_best(results, results.winner, folder)

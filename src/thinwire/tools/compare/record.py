@@ -60,7 +60,6 @@ KEYS = {
     "local updates over the means of steps that hold one averaging each",
     "strategies[].median_bare_step_ms": "median of the same step without any exchange, measured in "
     "the same run",
-    "strategies[].step_ratio_to_bare": "median_step_ms over median_bare_step_ms",
     "strategies[].exchange_share": "1 - median_bare_step_ms / median_step_ms: the share of a "
     "steady step spent waiting for the network and coding "
     "messages",
@@ -132,7 +131,6 @@ class Run:
     bytes_to_dense_loss: float | None = None
     library_bytes_counted_by: str = ""
     ratio_to_dense: float | None = None
-    step_ratio_to_bare: float = 0.0
     exchange_share: float = 0.0
     seconds_on_asked_link: float | None = None
 

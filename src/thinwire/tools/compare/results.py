@@ -1,6 +1,5 @@
 """Collect the measurements of a comparison into its record."""
 
-import os
 import platform
 import time
 from collections.abc import Mapping
@@ -8,6 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from thinwire.layout.traffic import ring_bytes
 from thinwire.tools.compare.record import (
@@ -34,7 +35,7 @@ def describe_machine() -> dict[str, Any]:
     return {
         "processor": _processor(),
         "cores": cores(),
-        "memory_gib": _memory_gib(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": version("torch"),
@@ -48,13 +49,6 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _memory_gib() -> float | None:
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    except (ValueError, OSError, AttributeError):
-        return None
 
 
 @dataclass(kw_only=True)
@@ -165,7 +159,6 @@ class Ledger:
             code=recipe.code,
             library_bytes_counted_by=recipe.counted_by,
             ratio_to_dense=dense_bytes / sent if sent and dense_bytes else None,
-            step_ratio_to_bare=run.median_step_ms / run.median_bare_step_ms,
             exchange_share=max(0.0, 1 - run.median_bare_step_ms / run.median_step_ms),
         )
         if not self.emulated and link.rate_bit_s is not None:

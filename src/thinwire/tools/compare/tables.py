@@ -72,7 +72,6 @@ def tables(results: Results) -> tuple[Table, ...]:
     step = [
         _fixed("steady step, median", "ms", runs, "median_step_ms", 0, min),
         _fixed("compute-only step", "ms", runs, "median_bare_step_ms", 0, None),
-        _fixed("step over compute-only step", "", runs, "step_ratio_to_bare", 2, min),
         _fixed("communication share", "%", runs, "exchange_share", 0, min, scale=100),
         _bytes(f"bytes per {sender} and step", runs, "library_bytes_per_step"),
         _bytes("the same, counted by the kernel", runs, "kernel_sent_bytes_per_step"),

@@ -73,11 +73,9 @@ class _Clock:
         return seconds + 8 * sent / self.rate_bit_s
 
 
-def _until(run: Run, which: str) -> tuple[float | None, float | None]:
+def _until(run: Run, which: str) -> list[float | None]:
     """Return seconds and bytes to reach dense's loss or the common loss."""
-    if which == "dense":
-        return run.seconds_to_dense_loss, run.bytes_to_dense_loss
-    return run.seconds_to_common_loss, run.bytes_to_common_loss
+    return [getattr(run, f"{unit}_to_{which}_loss") for unit in ("seconds", "bytes")]
 
 
 def _begins(run: Run) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from thinwire.tools.doctor.interfaces import is_loopback
 from thinwire.tools.doctor.local_checks import Finding, Level, machine_findings, note, ok, wrong
 from thinwire.tools.doctor.machine import Machine
-from thinwire.tools.doctor.pairs import Reach
+from thinwire.tools.doctor.pairs import Line, Reach
 
 _LARGEST_SKEW_S = 1.0
 _MAY_DIFFER = {"GLOO_SOCKET_IFNAME": "correct if the interfaces have other names there"}
@@ -31,6 +31,7 @@ class Reports:
     seen: Mapping[int, Seen]
     strangers: Mapping[int, str]
     tried: bool = False
+    lines: tuple[tuple[int, int, Line], ...] = ()
 
     @property
     def machines(self) -> list[list[int]]:
@@ -51,10 +52,19 @@ def cross_findings(reports: Reports) -> Iterator[Finding]:
     yield from _machines(reports)
     yield from _addresses(reports)
     yield from _connections(reports)
+    yield from _lines(reports)
     yield from _sizes(reports)
     yield from _clocks(reports)
     yield from _versions(reports)
-    yield from _environments(reports)
+    yield from _different(
+        reports,
+        lambda row: row.machine.environment,
+        "environment",
+        lambda name: "wrong" if name == "GLOO_DEVICE_TRANSPORT" else "note",
+        lambda name: _MAY_DIFFER.get(
+            name, "set the same value in the environment of each torchrun"
+        ),
+    )
     yield from _group(reports)
 
 
@@ -162,6 +172,13 @@ def _connections(reports: Reports) -> Iterator[Finding]:
             f"{amount} pairs connect in both directions; round trips take {_ms(best)} to "
             f"{_ms(latencies[worst])}, the longest from rank {worst[0]} to rank {worst[1]}",
         )
+
+
+def _lines(reports: Reports) -> Iterator[Finding]:
+    if reports.lines:
+        rank, to, line = min(reports.lines, key=lambda one: one[2].bytes_s)
+        level = note if line.advice else ok
+        yield level("line", f"rank {rank} to {to}: {line}", line.advice)
 
 
 def _failed(reports: Reports, error: str, pairs: list[tuple[int, int]]) -> Finding:
@@ -279,18 +296,6 @@ def _versions(reports: Reports) -> Iterator[Finding]:
     if not found:
         same = ", ".join(f"{name} {value}" for name, value in first.items())
         yield ok("versions", f"the same everywhere: {same}")
-
-
-def _environments(reports: Reports) -> Iterator[Finding]:
-    yield from _different(
-        reports,
-        lambda row: row.machine.environment,
-        "environment",
-        lambda name: "wrong" if name == "GLOO_DEVICE_TRANSPORT" else "note",
-        lambda name: _MAY_DIFFER.get(
-            name, "set the same value in the environment of each torchrun"
-        ),
-    )
 
 
 def _different(

@@ -87,7 +87,8 @@ def machine_findings(
     yield _interfaces(machine)
     yield from _gloo(machine, others)
     yield from _listeners(machine)
-    yield from _congestion(machine)
+    if machine.congestion:
+        yield ok("congestion", f"TCP uses {machine.congestion}")
     yield from _limits(machine, ranks)
     yield _threads(machine, ranks_here)
     yield from _environment(machine)
@@ -120,16 +121,6 @@ def _naming(machine: Machine) -> Iterator[Finding]:
             "torch asks for each connection to its store and waits (pytorch 159596)",
             "fix /etc/resolv.conf, or set RES_OPTIONS='timeout:1 attempts:1' in the environment",
         )
-
-
-def _congestion(machine: Machine) -> Iterator[Finding]:
-    if machine.congestion:
-        advice = (
-            "where the way loses packets, BBR or more streams= fill it: "
-            "sysctl -w net.ipv4.tcp_congestion_control=bbr"
-        )
-        bbr = machine.congestion.startswith("bbr")
-        yield ok("congestion", f"TCP uses {machine.congestion}", "" if bbr else advice)
 
 
 def _interfaces(machine: Machine) -> Finding:

@@ -74,7 +74,7 @@ class Machine:
         begun = time.monotonic()
         names, names_error = resolved(host)
         silent = time.monotonic() - begun >= LOOK_UP_S
-        gloo, gloo_error = ((), names_error) if silent and not named_interfaces() else _of_gloo()
+        gloo, gloo_error = ((), names_error) if silent and not named_interfaces() else announced()
         everywhere, outward = listening()
         return cls(
             host=host,
@@ -193,7 +193,7 @@ def named_interfaces() -> list[str]:
     return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
 
 
-def _of_gloo() -> tuple[tuple[str, ...], str]:
+def announced() -> tuple[tuple[str, ...], str]:
     """Return the addresses on which a temporary gloo group of this process listens, or why it does
     not.
     """

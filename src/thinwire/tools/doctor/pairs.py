@@ -6,22 +6,33 @@ import hmac
 import ipaddress
 import socket
 import struct
+import sys
 import threading
 import time
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
-from typing import Self, final
+from collections.abc import Collection, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self, final
 
 from thinwire.tools.doctor.local_checks import why_not
 
 TOKEN_BYTES = 16
 _RANK, _LENGTH = struct.Struct("!I"), struct.Struct("!I")
 _LARGE_BYTES = 32 * 1024
-_PINGS = 5
+_PINGS, _FEWEST_PINGS, _PINGING_S = 9, 3, 0.3
 _SMALLER_MTU = (1420, 1380, 1280, 1000)
 _HEADERS_BYTES = {socket.AF_INET: 40, socket.AF_INET6: 60}
 """Bytes of IP and TCP headers, which the segment size excludes."""
 _MOST_AT_ONCE = 32
+_ENDLESS = 2**32 - 1
+"""Length of a message that ends with its connection."""
+_INFO = struct.Struct("=100xI16xQ28xI")
+"""Of Linux's `tcp_info`: segments sent again, bytes acknowledged, segments sent."""
+_CONTROL = getattr(socket, "TCP_CONGESTION", 0)
+"""Option with the congestion control; Linux alone has it."""
+_PIECE_BYTES, _SAMPLE_S, _OPENING, _NEARLY = 2**16, 1e-3, 0.6, 0.9
+_FILLS = 0.7
+"""Least share of the rate of several connections at which one is enough."""
+BBR = "sysctl -w net.ipv4.tcp_congestion_control=bbr"
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,46 @@ class Reach:
     latency_s: float | None = None
     large: bool | None = None
     fitting_mtu: int = 0
+
+
+class Flow(NamedTuple):
+    """Bytes that connections carried."""
+
+    bytes_s: float
+    sent_bytes: int
+    lost: float
+    """Share of the segments that were sent again."""
+    congestion: str
+
+
+def mbit_s(bytes_s: float) -> str:
+    """Format a rate with three digits."""
+    return f"{float(f'{8 * bytes_s / 1e6:.3g}'):,g}"
+
+
+@dataclass(frozen=True)
+class Line:
+    """Bytes per second from one rank to another, over one connection and over several."""
+
+    one_bytes_s: float
+    bytes_s: float
+    streams: int
+    lost: float
+    congestion: str
+
+    def __str__(self) -> str:
+        """Return the line in words."""
+        return (
+            f"{mbit_s(self.one_bytes_s)} Mbit/s over one connection, {mbit_s(self.bytes_s)} over "
+            f"{self.streams}; "
+            f"{100 * self.lost:.2g} % of packets lost; {self.congestion or 'unknown congestion'}"
+        )
+
+    @property
+    def advice(self) -> str:
+        """Advice where one connection leaves much of the line free; else empty."""
+        full = self.one_bytes_s >= _FILLS * self.bytes_s or self.congestion.startswith("bbr")
+        return "" if full else f"leave streams=None, or use BBR: {BBR}"
 
 
 @final
@@ -65,7 +116,7 @@ class Answering:
 
     def _answer(self, connection: socket.socket) -> None:
         # the connecting rank reports a peer that leaves, falls silent or lacks the token
-        with connection, contextlib.suppress(OSError, EOFError):
+        with connection, contextlib.suppress(OSError):
             connection.settimeout(self._patience_s)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if not hmac.compare_digest(_read(connection, TOKEN_BYTES), self._token):
@@ -73,73 +124,121 @@ class Answering:
             connection.sendall(self._token + _RANK.pack(self._rank))
             while True:
                 length = _LENGTH.unpack(_read(connection, _LENGTH.size))[0]
+                while length == _ENDLESS and connection.recv(_PIECE_BYTES):
+                    pass
                 _read(connection, min(length, _LARGE_BYTES))
                 connection.sendall(_LENGTH.pack(length))
 
 
-def reach_all(
-    addresses: Mapping[int, tuple[str, int]], large: Set[int], token: bytes, patience_s: float
-) -> list[Reach]:
-    """Connect to all other ranks, several at once."""
-    if not addresses:
-        return []
-    with concurrent.futures.ThreadPoolExecutor(min(len(addresses), _MOST_AT_ONCE)) as pool:
-        return list(
-            pool.map(
-                lambda rank: reach(rank, *addresses[rank], rank in large, token, patience_s),
-                sorted(addresses),
-            )
-        )
+@dataclass(frozen=True)
+class Peer:
+    """Another rank, and how long to wait for it."""
+
+    rank: int
+    address: str
+    port: int
+    token: bytes
+    patience_s: float
+
+    def connect(self, segment_bytes: int = 0) -> socket.socket:
+        """Return a connection over which the rank has answered."""
+        connection = socket.socket(_family(self.address), socket.SOCK_STREAM)
+        try:
+            connection.settimeout(self.patience_s)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if segment_bytes:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, segment_bytes)
+            connection.connect((self.address, self.port))
+            connection.sendall(self.token)
+            answer = _read(connection, TOKEN_BYTES + _RANK.size)
+            if not hmac.compare_digest(answer[:TOKEN_BYTES], self.token):
+                raise OSError("another program answers")
+            answered = _RANK.unpack(answer[TOKEN_BYTES:])[0]
+            if answered != self.rank:
+                raise OSError(f"rank {answered} answers")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def flow(self, streams: int, most_bytes: int, most_s: float) -> Flow:
+        """Send over so many connections, until nearly all bytes arrived or the time is over."""
+        with contextlib.ExitStack() as stack:
+            with concurrent.futures.ThreadPoolExecutor(streams) as pool:
+                ends = list(pool.map(lambda _: self.connect(), range(streams)))
+            for end in ends:
+                stack.enter_context(end)
+                # what is on its way when the connection is closed would disturb what follows
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                end.sendall(_LENGTH.pack(_ENDLESS))
+                end.setblocking(False)
+            return _flow(ends, most_bytes, most_s)
+
+    def line(self, streams: int, most_bytes: int, most_s: float) -> tuple[Line, int]:
+        """Measure over one connection and over several; return the bytes sent, too."""
+        one = self.flow(1, 2 * most_bytes // 3, 2 * most_s / 3)  # its window needs time to settle
+        several = self.flow(streams, most_bytes // 3, most_s / 3)
+        line = Line(one.bytes_s, several.bytes_s, streams, one.lost, one.congestion)
+        return line, one.sent_bytes + several.sent_bytes
 
 
-def reach(
-    rank: int, address: str, port: int, large: bool, token: bytes, patience_s: float
-) -> Reach:
-    """Connect to one other rank, with or without a large message; see `reach_all`."""
+def _flow(ends: Sequence[socket.socket], most_bytes: int, most_s: float) -> Flow:
+    left, before, seen = memoryview(bytes(most_bytes)), _carried(ends, 0)[1], [(0.0, 0)]
+    begun_s, again, segments = time.perf_counter(), 0, 0
+    while seen[-1][0] < most_s and seen[-1][1] < _NEARLY * most_bytes:
+        for end in ends:
+            with contextlib.suppress(BlockingIOError):
+                left = left[end.send(left) :]
+        time.sleep(_SAMPLE_S)
+        again, arrived, segments = _carried(ends, most_bytes - len(left))
+        seen.append((time.perf_counter() - begun_s, arrived - before))
+    # before, windows open and burst buckets empty
+    open_s, carried = max(one for one in seen if one[0] <= _OPENING * seen[-1][0])
+    rate = (seen[-1][1] - carried) / (seen[-1][0] - open_s)
+    # a route may have a congestion control of its own
+    control = ends[0].getsockopt(socket.IPPROTO_TCP, _CONTROL, 16) if _CONTROL else b""
+    lost, name = again / max(segments, 1), control.rstrip(b"\0").decode()
+    return Flow(rate, most_bytes - len(left), lost, name)
+
+
+def _carried(ends: Sequence[socket.socket], sent: int) -> tuple[int, int, int]:
+    """Return segments sent again, bytes that arrived, and segments sent."""
+    if sys.platform != "linux":  # what was sent is then all that is known
+        return 0, sent, 0
+    size = _INFO.size
+    rows = (_INFO.unpack(end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)) for end in ends)
+    again, arrived, segments = map(sum, zip(*rows, strict=True))
+    return again, arrived, segments
+
+
+def reach_all(peers: Collection[Peer], large: Set[int]) -> list[Reach]:
+    """Connect to other ranks, several at once; to some with a large message."""
+    with concurrent.futures.ThreadPoolExecutor(min(len(peers), _MOST_AT_ONCE) or 1) as pool:
+        return list(pool.map(lambda peer: reach(peer, peer.rank in large), peers))
+
+
+def reach(peer: Peer, large: bool) -> Reach:
+    """Connect to one other rank, with or without a large message."""
     try:
-        with _greeted(rank, address, port, token, patience_s) as connection:
-            latency_s = min(_seconds(connection, 0) for _ in range(_PINGS))
+        with peer.connect() as connection:
+            latency_s = round_trip_s(connection)
             if not large:
-                return Reach(rank, latency_s=latency_s)
+                return Reach(peer.rank, latency_s=latency_s)
             try:
                 _seconds(connection, _LARGE_BYTES)
             except TimeoutError:
-                fitting = _fitting_mtu(rank, address, port, token, patience_s)
-                return Reach(rank, latency_s=latency_s, large=False, fitting_mtu=fitting)
-            return Reach(rank, latency_s=latency_s, large=True)
-    except EOFError:
-        return Reach(rank, "closed by the listener")
-    except _SomeoneElse as other:
-        return Reach(rank, str(other))
+                return Reach(peer.rank, "", latency_s, False, _fitting_mtu(peer))
+            return Reach(peer.rank, latency_s=latency_s, large=True)
     except OSError as error:
-        return Reach(rank, why_not(error))
+        return Reach(peer.rank, why_not(error))
 
 
-class _SomeoneElse(Exception):
-    """The peer is not the intended rank."""
-
-
-def _greeted(
-    rank: int, address: str, port: int, token: bytes, patience_s: float, segment_bytes: int = 0
-) -> socket.socket:
-    connection = socket.socket(_family(address), socket.SOCK_STREAM)
-    try:
-        connection.settimeout(patience_s)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if segment_bytes:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, segment_bytes)
-        connection.connect((address, port))
-        connection.sendall(token)
-        answer = _read(connection, TOKEN_BYTES + _RANK.size)
-        if not hmac.compare_digest(answer[:TOKEN_BYTES], token):
-            raise _SomeoneElse("another program answers")
-        answered = _RANK.unpack(answer[TOKEN_BYTES:])[0]
-        if answered != rank:
-            raise _SomeoneElse(f"rank {answered} answers")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+def round_trip_s(connection: socket.socket) -> float:
+    """Return the shortest of several round trips, of fewer where they are long."""
+    taken = list[float]()
+    while len(taken) < _FEWEST_PINGS or (len(taken) < _PINGS and sum(taken) < _PINGING_S):
+        taken.append(_seconds(connection, 0))
+    return min(taken)
 
 
 def _seconds(connection: socket.socket, length: int) -> float:
@@ -150,14 +249,15 @@ def _seconds(connection: socket.socket, length: int) -> float:
     return time.perf_counter() - begun
 
 
-def _fitting_mtu(rank: int, address: str, port: int, token: bytes, patience_s: float) -> int:
-    headers = _HEADERS_BYTES[_family(address)]
+def _fitting_mtu(peer: Peer) -> int:
+    headers = _HEADERS_BYTES[_family(peer.address)]
+    hasty = replace(peer, patience_s=peer.patience_s / 2)
 
     def fits(mtu: int) -> bool:
         try:
-            with _greeted(rank, address, port, token, patience_s / 2, mtu - headers) as connection:
+            with hasty.connect(mtu - headers) as connection:
                 _seconds(connection, _LARGE_BYTES)
-        except (OSError, EOFError, _SomeoneElse):  # the answer is no, whatever the reason
+        except OSError:  # the answer is no, whatever the reason
             return False
         return True
 
@@ -171,7 +271,7 @@ def _read(connection: socket.socket, length: int) -> bytes:
     while missing:
         part = connection.recv(missing)
         if not part:
-            raise EOFError
+            raise OSError("closed by the listener")
         parts.append(part)
         missing -= len(part)
     return b"".join(parts)

@@ -5,7 +5,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, NamedTuple, final
@@ -17,6 +17,7 @@ from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
 from thinwire._watchdog import Late, within
+from thinwire.layout.traffic import streams_between
 from thinwire.tools.doctor.cross_checks import Reports, Seen, cross_findings
 from thinwire.tools.doctor.local_checks import (
     Finding,
@@ -27,7 +28,7 @@ from thinwire.tools.doctor.local_checks import (
     wrong,
 )
 from thinwire.tools.doctor.machine import Machine
-from thinwire.tools.doctor.pairs import TOKEN_BYTES, Answering, Reach, reach_all
+from thinwire.tools.doctor.pairs import TOKEN_BYTES, Answering, Line, Peer, Reach, reach_all
 
 THREAD = "thinwire-doctor"
 """Name of the threads that wait for others."""
@@ -103,12 +104,13 @@ class StoreView:
         return best or ((0.0, 0.0) if self.rank == 0 else None)
 
 
-_MET, _CLOCKS, _PAIRS, _GLOO = 0.5, 0.55, 0.8, 0.97
+_MET, _CLOCKS, _PAIRS, _LINE, _GLOO = 0.5, 0.55, 0.7, 0.8, 0.97
 """Deadlines of the phases, as fractions of the whole time."""
 _SLACK = 0.5
 """Extra wait for gloo to report a failed group, as a fraction of its time-out."""
 _FAREWELL_S = 1.0
 _NUMBERS = 16 * 1024
+_LINE_BYTES, _LINE_S = 8 * 2**20, 2.0
 Report = Callable[[str, tuple[Finding, ...]], None]
 
 
@@ -172,17 +174,18 @@ class Examination:
         self._show("comparing clocks")
         skew = view.clock_skew(sorted(seen), self._by(_CLOCKS))
         self._show("connecting all pairs")
-        addresses = {
-            rank: (row.machine.address, rows[rank][1])
+        peers = {
+            rank: Peer(rank, row.machine.address, rows[rank][1], token, self._wait_s)
             for rank, row in seen.items()
             if rank != self._rank and rows[rank][1]
         }
         # one rank of each machine stands for it: a thin line would be full of messages otherwise
         first = {min(ranks) for ranks in Reports(self._size, seen, strangers).machines}
         large = first if self._rank in first else set()
-        reaches = reach_all(addresses, large, token, self._wait_s)
+        reaches = reach_all(peers.values(), large)
         view.write("pairs", [skew, [asdict(reach) for reach in reaches]])
         pairs = view.read_all("pairs", self._by(_PAIRS))
+        lines = self._lines(view, _farthest(pairs, first), peers)
         self._show("forming a gloo group")
         if self._rank == 0:
             able = [rank for rank, row in seen.items() if not row.machine.gloo_error]
@@ -202,7 +205,22 @@ class Examination:
             )
             for rank, row in seen.items()
         }
-        return Reports(self._size, reports, strangers, plan), stuck
+        return Reports(self._size, reports, strangers, plan, lines), stuck
+
+    def _lines(
+        self, view: StoreView, ends: tuple[int, ...], peers: Mapping[int, Peer]
+    ) -> tuple[tuple[int, int, Line], ...]:
+        """Measure between two ranks, in both directions at once; rank 0 returns the results."""
+        self._show("measuring the longest line")
+        to = sum(ends) - self._rank
+        if self._rank in ends and to in peers:
+            row = None
+            with contextlib.suppress(OSError):
+                line, _ = peers[to].line(streams_between(self._size), _LINE_BYTES, _LINE_S)
+                row = [self._rank, to, asdict(line)]
+            view.write("line", row)
+        rows = [view.read("line", rank, self._by(_LINE)) for rank in ends if self._rank == 0]
+        return tuple((rank, to, Line(**row)) for rank, to, row in filter(None, rows))
 
     def _concluded(self, view: StoreView, reports: Reports, *, stuck: bool) -> Ended:
         if self._rank == 0:
@@ -275,6 +293,17 @@ class Examination:
 
     def _left_s(self, part: float) -> float:
         return max(self._by(part) - time.monotonic(), _FAREWELL_S)
+
+
+def _farthest(pairs: Mapping[int, Any], first: Set[int]) -> tuple[int, ...]:
+    """Return the two ranks with the longest round trip among the first of each machine."""
+    trips = [
+        (reach["latency_s"], rank, reach["to"])
+        for rank in first & set(pairs)
+        for reach in pairs[rank][1]
+        if reach["to"] in first and reach["latency_s"] is not None
+    ]
+    return max(trips)[1:] if trips else ()
 
 
 def _read(rows: Mapping[int, Any]) -> tuple[dict[int, Seen], dict[int, str]]:

@@ -21,6 +21,8 @@ from thinwire.errors import ThinwireError
 from thinwire.layout.traffic import SPLIT
 from thinwire.tools.app import Count, Seconds
 from thinwire.tools.compare.strategies import strategy_text
+from thinwire.tools.doctor.pairs import Line, mbit_s
+from thinwire.tools.network.netns import parse_loss
 from thinwire.tools.planning.plan import RELAY, RELAYED, Plan, Row, gap_text, seconds_text
 from thinwire.tools.planning.plan import plan as predicted
 from thinwire.tools.planning.work import FORMAT
@@ -132,16 +134,25 @@ def _about(plan: Plan) -> str:
     )
     return (
         f"{network}. {model['parameters']:,} parameters; a step of {model['step_seconds']:.3g} s "
-        f"on {model['device']} with nothing exchanged. {_inside_text(plan)}"
+        f"on {model['device']} with nothing exchanged. {_more(plan)}"
     )
 
 
-def _inside_text(plan: Plan) -> str:
-    """Name the bytes inside a site under the recommended strategy; empty for whole models."""
-    inside = plan[plan.recommended].bytes_inside_site
-    if not inside:
-        return ""
-    return f"In a step each rank sends {bytes_text(inside)} to the other ranks of its site."
+def _more(plan: Plan) -> str:
+    """Name the share of a line that is filled where packets are lost, and bytes inside a site."""
+    link, inside = plan.link, plan[plan.recommended].bytes_inside_site
+    texts = []
+    if link["loss"]:
+        filled = min(link["rate_bit_s"], link["down_bit_s"])
+        texts.append(
+            f"Of {link['line_bit_s'] / 1e6:.3g} Mbit/s, {filled / 1e6:.3g} are filled at "
+            f"{100 * link['loss']:g} % loss by {link['streams']} connections (cubic)."
+        )
+    if inside:
+        texts.append(
+            f"In a step each rank sends {bytes_text(inside)} to the other ranks of its site."
+        )
+    return " ".join(texts)
 
 
 def _line(link: Mapping[str, Any]) -> str:
@@ -373,8 +384,8 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
     with console.capture() as captured:  # by itself it would end the process where nobody reads
         console.print(made.reason, markup=False)
         console.print(table)
-        if inside := _inside_text(made):
-            console.print(inside, markup=False)
+        if more := _more(made):
+            console.print(more, markup=False)
         console.print(explained, markup=False)
     print(captured.get(), end="")
 
@@ -417,13 +428,14 @@ def probe(
     size: str | None = None,
     batch: Count | None = None,
     device: str = "auto",
+    loss: str | None = None,
     quiet: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """Measure the network between the ranks of torchrun, and a training step.
 
-    Measures latency and rate of every pair and of all ranks at once, all-reduce and all-gather, and
-    forward pass, backward pass and ready time of each gradient. It takes at most 10 seconds (a few
-    more if latencies exceed 20 ms) and 32 MiB a rank, and names what it left out.
+    Measures latency and rate of every pair, over one connection and several, packets lost, rates of
+    all ranks at once, forward pass, backward pass and ready time of each gradient. It takes at most
+    10 seconds (a few more if latencies exceed 20 ms) and 32 MiB a rank, and names what it left out.
 
     Args:
         out: File to write, for thinwire plan --probe.
@@ -431,6 +443,7 @@ def probe(
         size: Size of the built-in model; medium by default.
         batch: Sequences per step of the built-in model; 8 by default.
         device: auto, cpu or cuda.
+        loss: Share of the packets that the line is known to lose, such as 0.2%, for the plan.
         quiet: Show no progress.
     """
     launched = launched_rank(os.environ)
@@ -452,7 +465,8 @@ def probe(
     size, batch = "medium" if size is None else size, 8 if batch is None else batch
     require_within("batch", batch, 1, 4096)
     shape = parse_size(size)
-    shared = {"task": task, "size": size, "batch": batch, "device": device}
+    stated = 0.0 if loss is None else parse_loss(loss)
+    shared = {"task": task, "size": size, "batch": batch, "device": device, "loss": stated}
     from thinwire.tools.run.probe import probe as measured
     from thinwire.tools.run.task import TaskError
 
@@ -470,34 +484,30 @@ def probe(
             f"s ({str(error).splitlines()[0]}); see its output"
         ) from error
     if launched[0] == 0:
-        kept = {"format": FORMAT, "thinwire": __version__, **found}
+        kept = {"format": FORMAT, "thinwire": __version__, "loss": stated, **found}
         out.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
         print(_summary(found))
         print(f"probe: {out}")
 
 
 def _summary(found: Mapping[str, Any]) -> str:
+    late = max(found["pairs"], key=lambda pair: pair["latency_s"])
+    busy = min(found["together"], key=lambda rank: rank["bytes_s"])
+    compute, slowest = found["compute"], list[str]()
+    timed = [pair for pair in found["pairs"] if pair["bytes_s"] is not None]
+    if timed:
+        slow = dict(min(timed, key=lambda pair: pair["bytes_s"]))
+        (rank, to), _ = slow.pop("ranks"), slow.pop("latency_s")
+        line = Line(**slow)
+        advice = f": {line.advice}" if line.advice else ""
+        slowest = [f"slowest pair: rank {rank} to {to}: {line}{advice}"]
     lines = [
-        f"{found['ranks']} ranks, {found['seconds']:.1f} s, {bytes_text(found['bytes'])} a rank"
-    ]
-    if found["pairs"]:
-        late = max(found["pairs"], key=lambda pair: pair["latency_s"])
-        busy = min(found["together"], key=lambda rank: rank["bytes_s"])
-        timed = [pair for pair in found["pairs"] if pair["bytes_s"] is not None]
-        if timed:
-            slow = min(timed, key=lambda pair: pair["bytes_s"])
-            lines.append(f"slowest pair: ranks {slow['ranks']}, {_rate(slow['bytes_s'])}")
-        lines += [
-            f"largest latency: ranks {late['ranks']}, {1e3 * late['latency_s']:.2f} ms one way",
-            f"slowest while all send: rank {busy['rank']}, {_rate(busy['bytes_s'])}",
-        ]
-    compute = found["compute"]
-    lines.append(
+        f"{found['ranks']} ranks, {found['seconds']:.1f} s, {bytes_text(found['bytes'])} a rank",
+        *slowest,
+        f"largest latency: ranks {late['ranks']}, {1e3 * late['latency_s']:.2f} ms one way",
+        f"slowest while all send: rank {busy['rank']}, {mbit_s(busy['bytes_s'])} Mbit/s",
         f"a step: {1e3 * compute['step_s']:.0f} ms on rank {compute['rank']}, "
-        f"{compute['parameters']:,} parameters, {compute['device']}"
-    )
-    return "\n".join([*lines, *(f"not measured: {item}" for item in found["not_measured"])])
-
-
-def _rate(bytes_s: float) -> str:
-    return f"{8 * bytes_s / 1e6:.3g} Mbit/s of payload"
+        f"{compute['parameters']:,} parameters, {compute['device']}",
+        *(f"not measured: {item}" for item in found["not_measured"]),
+    ]
+    return "\n".join(lines)

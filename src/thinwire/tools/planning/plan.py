@@ -227,14 +227,14 @@ def plan(
         if task is None:
             given |= {"step_seconds": step_seconds, "device": device}
         found = _probed(Path(probe), workers, given)
-        network, work = found.network, found.work
+        network, work, lost = found.network, found.work, found.loss
         if task is not None and (task != found.task or step_seconds is not None):
             work = _of_task(task, step_seconds, device, network.ranks)
         elif task is not None:
             _require_unmeasured(probe, device=device)
         task = task or found.task
     else:
-        network = _assumed_network(
+        network, lost = _assumed_network(
             2 if workers is None else workers,
             {"link": link, "up": up, "down": down},
             "0ms" if latency is None else latency,
@@ -244,7 +244,12 @@ def plan(
             work = _assumed_work(params, step_seconds, device)
         else:
             work = _of_task(task, step_seconds, device, network.ranks)
-    network = _between_sites(network, shard, shared=probe is None)
+    line = _between_sites(network, shard, shared=probe is None)
+    streams = streams_between(line.ranks)
+    most_bit_s = filled_bit_s(line.latency_s, lost, streams)
+    network = replace(
+        line, bit_s=min(line.bit_s, most_bit_s), down_bit_s=min(line.down, most_bit_s)
+    )
     offered = [
         (name, recipe, document)
         for name, recipe, document in candidates(network.ranks, network.node_size)
@@ -274,6 +279,9 @@ def plan(
         "rate_bit_s": network.bit_s,
         "down_bit_s": network.down,
         "latency_s": network.latency_s,
+        "loss": lost,
+        "streams": streams,
+        "line_bit_s": min(line.bit_s, line.down),
         "workers": network.ranks * shard,
         "shard": shard,
         "node_size": network.node_size,
@@ -343,7 +351,8 @@ def _probed(path: Path, workers: int | None, given: Mapping[str, object]) -> Pro
 
 def _assumed_network(
     workers: int, rates: Mapping[str, str | None], latency: str, loss: str
-) -> Network:
+) -> tuple[Network, float]:
+    """Return the network as if it lost nothing, and the share that it loses."""
     if isinstance(workers, bool) or not isinstance(workers, int):
         raise TypeError(f"workers must be a whole number, got {workers!r}")
     if not 2 <= workers <= _MOST_WORKERS:
@@ -354,11 +363,8 @@ def _assumed_network(
             raise TypeError(f"{name} must be a text such as {samples[name]!r}, got {value!r}")
     own = rates["link"], rates["up"], rates["down"], latency
     line = Link.of(*own, loss=loss, at_most=_FASTEST_BIT_S)
-    up, down = line.rate_bit_s or _UNLIMITED_BIT_S, line.down_bit_s or line.rate_bit_s
-    most = filled_bit_s(line.latency_s, line.loss, streams_between(workers))
-    return Network(
-        min(up, most), line.latency_s, workers, down_bit_s=min(down or _UNLIMITED_BIT_S, most)
-    )
+    up = line.rate_bit_s or _UNLIMITED_BIT_S
+    return Network(up, line.latency_s, workers, down_bit_s=line.down_bit_s or up), line.loss
 
 
 def _assumed_work(

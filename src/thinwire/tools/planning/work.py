@@ -128,11 +128,12 @@ _SMALL_BYTES = 256
 
 @dataclass(frozen=True)
 class Probe:
-    """Network between ranks, work of the slowest rank, and name of the task."""
+    """Network between ranks, work of the slowest rank, name of the task, and stated loss."""
 
     network: Network
     work: Workload
     task: str | None
+    loss: float
 
     @classmethod
     def read(cls, path: Path) -> "Probe":
@@ -161,7 +162,9 @@ class Probe:
                 "thinwire probe with as many ranks as will train"
             )
         try:
-            return cls(_network(found), work_of(found["compute"]), found["task"])
+            return cls(
+                _network(found), work_of(found["compute"]), found["task"], found.get("loss", 0.0)
+            )
         except (LookupError, TypeError, ValueError) as error:
             raise ValueError(
                 f"probe={str(path)!r} is incomplete, it lacks {error}; run thinwire probe again"

@@ -117,7 +117,6 @@ def _timed(
         "device": clock.device.type,
         "forward_s": median(run["forward"] for run in timed),
         "step_s": median(run["end"] for run in timed),
-        "backward_end_s": median(run["backward"] for run in timed),
         **_described(clock.model),
         "ready_s": [ready[key] for key in order],
         "muon_s": run_alike(lambda: _longer_by_muon(clock, timed, most_s / 2), task),
