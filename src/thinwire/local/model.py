@@ -211,9 +211,7 @@ def _is_copy(theirs: Tensor, ours: Tensor) -> bool:
 
 
 def _copied(params: Iterable[Tensor], value: Any) -> list[tuple[Tensor, Tensor]]:
-    """Return parameters with their copies, in this order, one tensor for each or flat and perhaps
-    with zeros after them; [] if a tensor holds others.
-    """
+    """Return parameters with their copies, a tensor each or flat; [] if a tensor holds others."""
     left, pairs = list(params), list[tuple[Tensor, Tensor]]()
     for tensor in _tensors_in(value):
         theirs, at = shard_of(tensor).detach(), 0

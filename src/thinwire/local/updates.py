@@ -83,14 +83,11 @@ def local_sgd(
             of Accelerate, transformers' Trainer and Lightning are removed.
         config: `LocalSGD` or `AdaptiveLocalSGD`.
         process_group: The ranks that average; None for all of them. One process alone works too.
-        digest_every: Steps within which a difference between the ranks' anchors, outer momentum or
-            frozen parameters is found, at an averaging. 0 compares nothing.
-        timeout: Longest wait for other ranks in one call, in seconds or as a timedelta; None: the
-            time-out of the process group. The same on all ranks.
+        digest_every: Steps within which averagings find a difference between ranks; 0: never.
+        timeout: Longest wait for other ranks in one call, as in `DistributedStrategy.prepare`.
         members: The result of `thinwire.join`, whose members average, instead of `process_group`
             and `timeout`. A joiner receives the shared state when it enters the block.
-        plan: The result of `thinwire.plan`, or a row of it. Rank 0 warns once if 20 rounds in a row
-            (the local steps up to an averaging) take less or more time than planned.
+        plan: The result of `thinwire.plan`, or a row, as in `DistributedStrategy.prepare`.
         mesh: Of sites and shards, with the dimensions "replicate" and "shard", over all ranks,
             after `fully_shard(model, mesh=mesh["shard"])`: sites train independently. Instead of
             `process_group` and `node_size`. With members: the mesh given to `thinwire.join`.
@@ -515,8 +512,7 @@ class LocalUpdates:
         ranks. No communication. With members also before it: a joiner then receives what differs.
 
         Warns:
-            UserWarning: It was saved by another rank and holds that rank's own parameters or
-                residuals.
+            UserWarning: It holds the own parameters or residuals of another rank.
 
         Raises:
             RuntimeError: The block has not been entered.
