@@ -27,7 +27,6 @@ from thinwire.comm.private import (
     UNKNOWN_S,
     Private,
     forget,
-    has_cpu,
     is_alone,
     keep_alive,
     private_group,
@@ -250,7 +249,7 @@ class Group:
     @property
     def device(self) -> torch.device:
         """Device on which this group's backend needs data from the host."""
-        if self.size > 1 and not has_cpu(self._private):
+        if self.size > 1 and torch.device("cpu") not in self._private._device_types:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 

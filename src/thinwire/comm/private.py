@@ -106,8 +106,8 @@ class Private:
             )
             return group
 
-        # nccl must stay on the thread of its device
-        return self._limited(timeout_s, make, own_thread=has_cpu(parent))
+        own = torch.device("cpu") in parent._device_types  # nccl stays on the thread of its device
+        return self._limited(timeout_s, make, own_thread=own)
 
     def _limited(self, timeout_s: float, make: _Make, *, own_thread: bool = True) -> ProcessGroup:
         """Return the group of `make`, which gets the time left."""
@@ -251,11 +251,6 @@ def timeout_s_of(group: ProcessGroup) -> float:
     options = getattr(group._get_backend(min(group._device_types, key=str)), "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout.total_seconds() if timeout is not None else UNKNOWN_S
-
-
-def has_cpu(group: ProcessGroup) -> bool:
-    """Return True if a group carries tensors on the CPU; one of nccl alone does not."""
-    return torch.device("cpu") in group._device_types
 
 
 def _gloo_backends(group: ProcessGroup) -> dict[str, Any]:
