@@ -154,33 +154,25 @@ def test_a_path_that_loses_large_packets(net: Network) -> None:
     assert worst(found) == []
 
 
-@pytest.mark.slow
-def test_the_latency_of_a_line_is_measured() -> None:
-    with network(2, Link.parse("5mbit", "20ms")) as net:
+@pytest.mark.parametrize(("loss", "control"), [("0%", "cubic"), ("2%", "cubic"), ("2%", "bbr")])
+def test_latency_rate_and_loss_of_a_line_are_measured(loss: str, control: str) -> None:
+    link = Link.of("10mbit", None, None, "20ms", loss=loss, congestion=control)
+    with network(2, link) as net:
         found, _ = doctors(net, [{}, {}], SLOW_MACHINE)
     assert worst(found) == []
-    (told,) = (one["found"] for one in found["findings"] if one["check"] == "connections")
-    shortest = re.search(r"round trips take ([\d.]+) ms", told)
+    told = {one["check"]: one for one in found["findings"]}
+    shortest = re.search(r"round trips take ([\d.]+) ms", told["connections"]["found"])
     assert shortest is not None
     assert 40 <= float(shortest[1]) < 120
-    (told,) = (one["found"] for one in found["findings"] if one["check"] == "clocks")
-    assert re.fullmatch(r"all within [\d.]+ ms of rank 0's", told)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", ["0%", "2%"])
-def test_a_line_that_loses_packets_is_named_with_advice(loss: str) -> None:
-    lossy = loss != "0%"
-    line = Link.of("10mbit", None, None, "20ms", loss=loss, congestion="cubic")
-    with network(2, line) as net:
-        found, done = doctors(net, [{}, {}], SLOW_MACHINE)
-    assert [one.returncode for one in done] == [0, 0]
-    (told,) = (one for one in found["findings"] if one["check"] == "line")
-    assert told["level"] == ("note" if lossy else "ok")
-    assert "cubic" in told["found"]
-    assert ("streams=None" in told["advice"]) == lossy
-    if lossy:
-        assert told["advice"] in joined(PAGE)
+    assert re.fullmatch(r"all within [\d.]+ ms of rank 0's", told["clocks"]["found"])
+    line = re.search(r", ([\d.]+) over 16; ([\d.e-]+) % .*; (\w+)$", told["line"]["found"])
+    assert line is not None
+    assert 3 < float(line[1]) < 11
+    assert float(line[2]) < 2 if loss == "0%" else 0.1 < float(line[2]) < 10
+    assert line[3] == control
+    if loss == "2%":
+        assert (told["line"]["level"] == "note") == (control == "cubic")
+        assert told["line"]["advice"] in joined(PAGE)
 
 
 @pytest.mark.slow

@@ -82,14 +82,15 @@ def test_whoever_reads_from_a_pipe_gets_the_file(tmp_path: Path) -> None:
     assert text.startswith("# Written by thinwire plan")
 
 
-def test_the_filled_part_of_a_line_is_printed_where_packets_are_lost(
+def test_lost_packets_fill_less_of_a_line_and_make_a_step_longer(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    line = {"params": "1M", "step_seconds": 0.5, "link": "50mbit", "latency": "40ms"}
-    command.plan(**line, loss="1%")  # type: ignore[arg-type]
-    plan = tw.plan(**line, loss="1%")  # type: ignore[arg-type]
-    filled = f"{plan.link['rate_bit_s'] / 1e6:.3g}"
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"Of 50 Mbit/s, {filled} are filled at 1 % loss by 16 connections (cubic)." in said
-    command.plan(**line)  # type: ignore[arg-type]
-    assert "filled" not in capsys.readouterr().out
+    line, steps = {"params": "1M", "step_seconds": 0.5, "link": "50mbit", "latency": "40ms"}, []
+    for loss in ("0", "0.2", "2", "20"):
+        plan = tw.plan(**line, loss=f"{loss}%")  # type: ignore[arg-type]
+        steps.append(plan["dense"].step_seconds[0])
+        command.plan(**line, loss=f"{loss}%")  # type: ignore[arg-type]
+        filled = f"{plan.link['rate_bit_s'] / 1e6:.3g} are filled at {loss} % loss by 16"
+        assert (filled in " ".join(capsys.readouterr().out.split())) == (loss != "0")
+    assert steps == sorted(steps)
+    assert steps[-1] > 2 * steps[0]

@@ -176,8 +176,8 @@ class Peer:
 
     def line(self, streams: int, most_bytes: int, most_s: float) -> tuple[Line, int]:
         """Measure over one connection and over several; return the bytes sent, too."""
-        one = self.flow(1, 2 * most_bytes // 3, 2 * most_s / 3)  # its window needs time to settle
-        several = self.flow(streams, most_bytes // 3, most_s / 3)
+        one = self.flow(1, 2 * most_bytes // 3, most_s / 2)
+        several = self.flow(streams, most_bytes // 3, most_s / 2)
         line = Line(one.bytes_s, several.bytes_s, streams, one.lost, one.congestion)
         return line, one.sent_bytes + several.sent_bytes
 

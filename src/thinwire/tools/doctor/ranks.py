@@ -110,7 +110,7 @@ _SLACK = 0.5
 """Extra wait for gloo to report a failed group, as a fraction of its time-out."""
 _FAREWELL_S = 1.0
 _NUMBERS = 16 * 1024
-_LINE_BYTES, _LINE_S = 8 * 2**20, 2.0
+_LINE_BYTES, _LINE_S = 8 * 2**20, 3.0
 Report = Callable[[str, tuple[Finding, ...]], None]
 
 
