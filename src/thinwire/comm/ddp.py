@@ -21,10 +21,9 @@ _taps: "weakref.WeakKeyDictionary[DistributedDataParallel, BucketTap]" = weakref
 
 
 class BucketTap:
-    """Call a function for every bucket and keep the rank's own gradients instead of their average.
+    """Call a function for every bucket; the rank keeps its gradients instead of their average."""
 
-    DDP cannot remove its one hook: a closed tap passes local gradients on, and is opened again.
-    """
+    # DDP cannot remove its one hook: a closed tap passes local gradients on, and is opened again
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.on_bucket: OnBucket | None = None
@@ -77,10 +76,8 @@ def _gradients(bucket: dist.GradBucket) -> list[Tensor]:  # type: ignore[name-de
 def tap_buckets(
     ddp: DistributedDataParallel, group: Group, on_bucket: OnBucket, *, instead: str
 ) -> BucketTap:
-    """Call `on_bucket(index, parameters, gradients)` in the synchronising backward passes of `ddp`.
-
-    It must not change the gradients, nor wait for other ranks.
-    """
+    """Call `on_bucket(index, parameters, gradients)` in synchronising backward passes of `ddp`."""
+    # it must not change the gradients, nor wait for other ranks
     if dist.get_world_size(ddp.process_group) != group.size:
         raise ValueError(
             f"ddp spans {dist.get_world_size(ddp.process_group)} ranks and the optimizer "

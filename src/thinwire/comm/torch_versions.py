@@ -15,9 +15,7 @@ def all_gather_single(output: Tensor, message: Tensor, **options: Any) -> dist.W
 
 
 def add_adagrad_state(optimizer: torch.optim.Adagrad) -> None:
-    """Make the state of parameters in groups that were added later, as torch 2.13 does in `step`.
-    Before that, torch makes it in the constructor alone.
-    """
+    """Make the state of parameters in groups added later, as torch 2.13 does in `step`."""
     for group in optimizer.param_groups:
         late = [p for p in group["params"] if p.grad is not None and not optimizer.state.get(p)]
         if late:

@@ -168,10 +168,9 @@ class PendingAveraging:
 
 
 class Averaging:
-    """State of averaging by name: anchors, outer momentum and residuals; `commit_` changes it.
+    """State of averaging by name: anchors, outer momentum and residuals; `commit_` changes it."""
 
-    An anchor is a parameter's exact value after an averaging, equal on all ranks like momentum.
-    """
+    # an anchor is a parameter's exact value after an averaging, equal on all ranks like momentum
 
     def __init__(
         self,
@@ -387,8 +386,7 @@ class Averaging:
         extras: Mapping[str, Tensor],
         copies: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Apply a pending averaging whose round has finished: parameters, anchors, momentum,
-        residuals, `extras` and the optimizer's `copies` of parameters change.
+        """Apply a pending averaging whose round has finished, with the optimizer's `copies`.
 
         S <- S - step, p <- S rounded to the type of p. If local steps continued after the
         measurement: p <- p + (S_new rounded - p_measured).

@@ -278,8 +278,7 @@ class Timetable:
 def adapted_interval(
     config: AdaptiveLocalSGD, first: tuple[float, float], now: tuple[float, float]
 ) -> int:
-    """Return the steps until the next averaging: ceil(sqrt((lr0 F) / (lr F0)) * init_k_steps), at
-    least 1 and at most `max_k_steps`.
+    """Return the next interval: ceil(sqrt((lr0 F) / (lr F0)) * init_k_steps), from 1 to the most.
 
     `now` is the mean loss F >= 0 and the rate lr > 0, `first` F0 and lr0, those at the start.
 

@@ -480,9 +480,8 @@ class LocalUpdates:
         """Return flat numbers about this rank so far; names as in `thinwire.Engine.stats`.
 
         `bytes_sent` leaves out the copy of the model at the start; `dropped_steps` counts the calls
-        of `skip_step`. `applied_share` is <applied, change> / <change, change>, for the sums over
-        all averagings of the mean change by local steps and of the moves of the anchors, estimated
-        to about an eighth (`local.sketch`); if all is applied in time, the outer step's factor.
+        of `skip_step`. `applied_share`: <applied, change> / <change, change> of the summed moves of
+        anchors and of mean changes, to about an eighth; all in time: the outer step's factor.
         """
         numel = sum(p.numel() for p in self._tensors.params.values())
         return numbers(
@@ -496,9 +495,7 @@ class LocalUpdates:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of all state of this rank on which a later step depends, without the
-        optimizer's. No communication, but an agreement in flight is waited for.
-        """
+        """Return a copy of this rank's state without the optimizer's; communicates nothing."""
         state = saving.saved(self._open_averager(or_left=True))
         return {
             **state,

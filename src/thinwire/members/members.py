@@ -504,18 +504,15 @@ def join(
             `leave` may take a run below it.
         start_members: Members needed to start, if more than `min_members`; the same on all.
         timeout: Longest wait for others, in seconds or as a timedelta; 60 s by default.
-        mesh: Mesh of a member that holds its model in shards: (1, shards) with the dimensions
-            "replicate" and "shard", over all ranks of this site, which are a job of their own. All
-            of them join and leave together.
+        mesh: Mesh (1, shards) of a member with a sharded model, "replicate" and "shard", over all
+            ranks of this site, which are a job of their own. They join and leave together.
         relay: True if others cannot reach this member: it connects to the meeting place alone
             (`thinwire host --relay`). Members with False reach each other directly.
-        ca: File with the CA certificate of the relay, or its own certificate; needed on all members
-            of a run with a relay if the host has --cert. Without it the connection to the relay is
-            not encrypted.
+        ca: File with the CA certificate of the relay, or its own, on all members; needed if the
+            host has --cert. Without it the connection to the relay is not encrypted.
         streams: Connections to each other member for large messages, as in `prepare`.
-        keep_batch: True if an update keeps the number of microbatches, over all members, that it
-            had in the first round: with fewer members the engine of each merges more. Rounds up;
-            `stats()["batch_share"]` is the factor. The same on all members; needs an engine.
+        keep_batch: True if an engine keeps the microbatches of an update, over all members, as of
+            the first round, rounded up by the factor `stats()["batch_share"]`; same on all.
 
     Returns:
         The members, a context manager. If the run has begun, this process is a joiner until it
