@@ -165,28 +165,6 @@ def test_merge_of_k_is_one_batch_k_times_as_large(avg: bool, ranks: Pool) -> Non
     assert max(ranks.run(merged_and_whole, avg, size=2)) < 1e-12
 
 
-def leftovers(rank: int, size: int) -> tuple[float, list[tuple[int, int, str]]]:
-    engine = prepared(make_model(plain=True, **DOUBLE), gradient_merge=tw.GradientMerge(4))
-    whole = make_engine((), plain=True, **DOUBLE)
-    x, y = batch(0, rank, **DOUBLE)
-    engine.train_step(x[:8], y[:8])
-    engine.train_step(x[8:], y[8:])
-    told = [(engine.stats()["step"], engine.stats()["microsteps"], engine.pending)]
-    engine.flush()
-    told.append((engine.stats()["step"], engine.stats()["microsteps"], engine.pending))
-    engine.flush()  # nothing is left
-    assert engine.stats()["step"] == 1
-    whole.train_step(x, y)
-    pairs = zip(engine.model.parameters(), whole.model.parameters(), strict=True)
-    return max(float((a - b).detach().abs().max()) for a, b in pairs), told
-
-
-def test_flush_applies_the_leftovers_of_a_merge(ranks: Pool) -> None:
-    for difference, told in ranks.run(leftovers, size=2):
-        assert difference < 1e-12
-        assert told == [(0, 2, "2 merged microsteps"), (1, 0, "")]
-
-
 # ---- recompute and pipeline
 
 
@@ -679,9 +657,6 @@ def test_modules_that_are_wrapped_later_go_on() -> None:
     model[0] = nn.Sequential(model[0])
     model[1] = nn.Sequential(model[1], nn.Linear(8, 8))
     assert engine.train_step(x, x) != before
-    nn.utils.parametrizations.weight_norm(model[2])  # which makes two parameters out of one
-    with pytest.raises(RuntimeError, match=r"parameter 2\.weight is another object"):
-        engine.train_step(x, x)
 
 
 def test_row_sparse_state_is_refused_with_advice(tmp_path: Path) -> None:

@@ -39,7 +39,13 @@ def joined(
             losses.append(float(engine.train_step(*batch(step, rank, **DOUBLE))))
     engine.flush()
     again = float(engine.train_step(*batch(99, rank, **DOUBLE)))
+    left = 1 if "gradient_merge" in fields else 0
+    assert engine.stats()["microsteps"] == left
+    assert engine.pending == ("1 merged microsteps" if left else "")
     engine.flush()
+    told = engine.step, engine.stats()["microsteps"], engine.pending
+    engine.flush()  # nothing is left
+    assert (engine.step, 0, "") == told
     return {"params": flat(engine.model), "step": engine.step, "losses": losses, "again": again}
 
 
