@@ -56,7 +56,7 @@ _NAMES = {
     "thinwire.core.lamb": "lamb_",
     "thinwire.core.lars": "lars_",
     "thinwire.core.loss_scale": "any_non_finite initial_scale next_scale",
-    "thinwire.core.norms": "global_norm norm",
+    "thinwire.core.norms": "global_norm norm trust_ratio",
     "thinwire.core.outer": "outer_step_",
     "thinwire.core.stats": "Pace planned_row",
     "thinwire.core.tensors": "narrowed",

@@ -1,4 +1,4 @@
-"""Clipping, decay, centralization, norms and the trust ratio, as pure functions."""
+"""Clipping, norms and the trust ratio, as pure functions."""
 
 import math
 
@@ -11,9 +11,11 @@ from tests.api import (
     ClipByValue,
     L1Decay,
     L2Decay,
+    TrustRule,
     clipped,
     global_norm,
     norm,
+    trust_ratio,
 )
 
 THREE_FOUR = torch.tensor([3.0, 4.0])
@@ -118,3 +120,12 @@ def test_the_global_norm_mixes_types_shapes_and_layouts() -> None:
 def test_wrong_arguments(make: object, error: type[Exception], name: str) -> None:
     with pytest.raises(error, match=name):
         make()  # type: ignore[operator]
+
+
+def test_the_trust_ratio_and_its_fallback() -> None:
+    p, u = torch.tensor([6.0, 0.0, 6.0, 0.0]), torch.tensor([2.0, 2.0, 0.0, 0.0])
+    assert trust_ratio(p, u, TrustRule()).tolist() == [3.0, 1.0, 1.0, 1.0]
+    assert trust_ratio(p, u, TrustRule(low=0.0, high=0.5)).tolist() == [0.5, 1.0, 1.0, 1.0]
+    assert trust_ratio(p, u, TrustRule(low=4.0)).tolist() == [4.0, 1.0, 1.0, 1.0]
+    lars = TrustRule(coefficient=0.5, weight_decay=0.5, eps=1.0)
+    assert trust_ratio(p, u, lars).tolist() == [0.5, 1.0, 1.0, 1.0]
