@@ -532,7 +532,7 @@ def test_model_that_cannot_be_prepared_is_refused() -> None:
         strategy.prepare(model, model)
     with pytest.raises(TypeError, match="loss_fn"):
         strategy.prepare(model, optimizer, 3)
-    with pytest.raises(ValueError, match="not in model"):
+    with pytest.raises(ValueError, match=r"not in model, the first of shape \(16, 8\)"):
         strategy.prepare(make_model(plain=True), optimizer)
     with pytest.raises(ValueError, match="nothing"):
         tw.DistributedStrategy(recompute=tw.Recompute(("nothing.*",))).prepare(model, optimizer)
