@@ -47,14 +47,12 @@ _NAMES = {
         "AllGather AllReduce Compression Context ERRORS ChangeCompression Kept "
         "MeanChange Sending combined"
     ),
-    "thinwire.compress.split": "add_up joined shares",
+    "thinwire.compress.split": "add_up shares",
     "thinwire.core.checksum": "checked_mean_ checksum",
     "thinwire.core.feedback": (
         "Proposal commit_list_ compile_loops propose_list rounding_seed store_ sum_sparse top_k"
     ),
-    "thinwire.core.gradients": (
-        "ClipByGlobalNorm ClipByNorm ClipByValue clipped L1Decay L2Decay decayed centralized"
-    ),
+    "thinwire.core.gradients": "ClipByGlobalNorm ClipByNorm ClipByValue clipped L1Decay L2Decay",
     "thinwire.core.lamb": "lamb_",
     "thinwire.core.lars": "lars_",
     "thinwire.core.loss_scale": "any_non_finite initial_scale next_scale",

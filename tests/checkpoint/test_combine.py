@@ -141,14 +141,6 @@ def test_sequences() -> None:
     assert combine([{"a": [1.0]}, {"a": [2.0, 3.0]}]) == {"a": [1.0]}
 
 
-def test_the_mean_of_the_pending_update_is_kept() -> None:
-    """Every new rank gets the mean of the old residuals, so the mean over ranks stays."""
-    states = [{"residual": some(seed, torch.float32, 100)} for seed in range(4)]
-    twice = combine([combine(states, rank=rank) for rank in range(2)])["residual"]
-    expected = np.mean([state["residual"].numpy().astype(np.float64) for state in states], axis=0)
-    np.testing.assert_allclose(twice.numpy(), expected, rtol=1e-6, atol=1e-6)
-
-
 def test_nothing_given_is_changed() -> None:
     states = [{"a": torch.ones(2)}, {"a": torch.zeros(2)}]
     came = combine(states)

@@ -1,4 +1,4 @@
-"""Clipping, decay, centralization, norms and the trust ratio, as pure functions."""
+"""Clipping, norms and the trust ratio, as pure functions."""
 
 import math
 
@@ -12,9 +12,7 @@ from tests.api import (
     L1Decay,
     L2Decay,
     TrustRule,
-    centralized,
     clipped,
-    decayed,
     global_norm,
     norm,
     trust_ratio,
@@ -122,41 +120,6 @@ def test_the_global_norm_mixes_types_shapes_and_layouts() -> None:
 def test_wrong_arguments(make: object, error: type[Exception], name: str) -> None:
     with pytest.raises(error, match=name):
         make()  # type: ignore[operator]
-
-
-def test_decay_by_hand_and_its_identity() -> None:
-    param = torch.tensor([2.0, -2.0, 0.0])
-    grad = torch.zeros(3)
-    assert decayed(grad, param) is grad
-    assert decayed(grad, param, weight_decay=0.0, regularizer=L1Decay(0.0)) is grad
-    assert decayed(grad, param, weight_decay=0.5).tolist() == [1.0, -1.0, 0.0]
-    assert decayed(grad, param, regularizer=L1Decay(0.5)).tolist() == [0.5, -0.5, 0.0]
-    assert decayed(grad, param, weight_decay=0.5, regularizer=L2Decay(0.25)).tolist() == [
-        1.5,
-        -1.5,
-        0.0,
-    ]
-    assert grad.tolist() == [0.0] * 3
-
-
-def test_decay_of_a_sparse_gradient_acts_on_its_rows() -> None:
-    param = torch.full((5, 2), 2.0)
-    out = decayed(
-        rows((1, [1.0, 1.0]), (3, [0.0, 0.0])), param, weight_decay=0.5, regularizer=L1Decay(0.25)
-    )
-    assert out.indices().tolist() == [[1, 3]]
-    assert out.values().tolist() == [[2.25, 2.25], [1.25, 1.25]]
-
-
-def test_centralization_by_hand() -> None:
-    grad = torch.tensor([[[1.0, 2.0], [3.0, 6.0]], [[0.0, 0.0], [0.0, 4.0]]])
-    assert centralized(grad).tolist() == [[[-2.0, -1.0], [0.0, 3.0]], [[-1.0, -1.0], [-1.0, 3.0]]]
-    for flat in (torch.ones(3), torch.tensor(2.0)):
-        assert centralized(flat) is flat
-    assert centralized(torch.zeros(0, 3)).shape == (0, 3)
-    assert centralized(rows((2, [1.0, 3.0]))).values().tolist() == [[-1.0, 1.0]]
-    with pytest.raises(RuntimeError, match="sparse_dim 2"):
-        centralized(torch.ones(2, 2).to_sparse(2))
 
 
 def test_the_trust_ratio_and_its_fallback() -> None:

@@ -49,35 +49,6 @@ def test_proposal_and_commit_follow_the_formula_bit_for_bit(rule, dtype):
         assert buffer.tolist() == [float(x) for x in new_buffer]
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("numel", [1, 2, 1000, 200_000])
-def test_message_sent_in_full_leaves_no_residual(rule, numel):
-    grad, residual, buffer = state(numel)
-    rule, buffer = split(rule, buffer)
-    proposal = propose(grad, residual, buffer, max(1, numel // 10), rule)
-    commit_(grad, residual, buffer, proposal.indices, proposal.values, rule)
-    assert residual[proposal.indices].count_nonzero() == 0
-    if buffer is not None:
-        assert buffer[proposal.indices].count_nonzero() == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_sent_and_residual_equal_the_accumulated(dtype):
-    accumulated, (_, residual, buffer) = torch.zeros(3000, dtype=torch.float64), state(3000, dtype)
-    residual.zero_()
-    buffer.zero_()
-    all_sent = torch.zeros_like(accumulated)
-    for step in range(50):
-        grad = state(3000, dtype, seed=step + 1)[0]
-        accumulated += 0.9 * buffer.double() + grad.double()
-        proposal = propose(grad, residual, buffer, 30, FoldRule(0.9))
-        sent = proposal.values.sign().float() * proposal.values.abs().mean().float()
-        commit_(grad, residual, buffer, proposal.indices, sent, FoldRule(0.9))
-        all_sent[proposal.indices] += sent.double()
-    # Fifty float32 additions per entry of size up to about 30.
-    torch.testing.assert_close(all_sent + residual.double(), accumulated, rtol=1e-6, atol=1e-4)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_a_gradient_of_another_type_is_converted_to_the_residuals(dtype):
     grad, residual, buffer = state(900)

@@ -1,14 +1,11 @@
 """The interval rule, the cut into fragments and the outer step, on their own."""
 
-import itertools
-import math
 from fractions import Fraction
 
 import pytest
-import torch
 
 import thinwire as tw
-from tests.api import OuterRule, adapted_interval, outer_step_
+from tests.api import adapted_interval
 from tests.api import fragments_partition as partition
 
 
@@ -51,24 +48,3 @@ def test_cut_covers_in_order_and_is_nearly_equal() -> None:
     for parts in (0, 3):
         with pytest.raises(ValueError, match="fragments is"):
             partition([4, 4], parts)
-
-
-@pytest.mark.parametrize(("momentum", "nesterov"), itertools.product([0.0, 0.9], [False, True]))
-@pytest.mark.parametrize("lr", [1.0, 0.7])
-def test_the_outer_step_is_torchs_sgd(momentum: float, nesterov: bool, lr: float) -> None:
-    if nesterov and momentum == 0:
-        return
-    p = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
-    sgd = torch.optim.SGD([p], lr=lr, momentum=momentum, nesterov=nesterov)
-    place, buffer = (
-        torch.zeros(5, dtype=torch.float64),
-        torch.zeros(5, dtype=torch.float64) if momentum else None,
-    )
-    for i in range(6):
-        change = torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(i))
-        before = change.clone()
-        place -= outer_step_(change, buffer, OuterRule(lr, momentum, nesterov))
-        p.grad = change
-        sgd.step()
-        assert torch.equal(change, before)
-        assert math.isclose(float((place - p.detach()).abs().max()), 0.0, abs_tol=1e-14)

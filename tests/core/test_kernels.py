@@ -132,22 +132,6 @@ def test_the_fast_rounding_gives_the_bits_of_the_readable_one(kind):
         assert_same_bits(*ends)
 
 
-def test_both_bodies_sum_the_same():
-    parts = [
-        inputs("random", 5000, torch.float32).topk(900).indices.sort().values - shift
-        for shift in (0, 1, 0, 7)
-    ]
-    parts = [p[p >= 0] for p in parts]
-    values = [inputs("random", p.numel(), torch.float32) for p in parts]
-    for dtype in (torch.float32, torch.float64):
-        for fast, slow in zip(
-            numba_body.sum_sparse(parts, values, dtype),
-            reference.sum_sparse(parts, values, dtype),
-            strict=True,
-        ):
-            assert_same_bits(fast, slow)
-
-
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize(("dtype", "k"), [(torch.float32, 150_000), (torch.bfloat16, 300)])
 def test_the_number_of_threads_changes_no_bit(monkeypatch, dtype, k, nesterov):

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.api import checked_mean_, sum_sparse
+from tests.api import checked_mean_, reference, sum_sparse
 from tests.reference import dgc_fold
 
 VALUE = st.floats(-(2.0**100), 2.0**100, width=32)
@@ -18,11 +18,12 @@ def test_the_sum_is_taken_in_the_order_of_the_parts(parts, dtype):
     tensors = [
         (torch.tensor(i, dtype=torch.int64), torch.tensor(v, dtype=torch.float32)) for i, v in parts
     ]
-    indices, sums = sum_sparse(tensors, dtype)
-    assert indices.tolist() == list(expected)
-    assert sums.dtype == dtype
-    assert sums.tolist() == [float(x) for x in expected.values()]
-    assert not sums[sums == 0].signbit().any()
+    split = [list(each) for each in zip(*tensors, strict=True)]
+    for indices, sums in (sum_sparse(tensors, dtype), reference.sum_sparse(*split, dtype)):
+        assert indices.tolist() == list(expected)
+        assert sums.dtype == dtype
+        assert sums.tolist() == [float(x) for x in expected.values()]
+        assert not sums[sums == 0].signbit().any()
 
 
 def test_the_parts_are_left_alone():

@@ -117,16 +117,6 @@ def test_fold_equals_float32_and_only_the_rest_is_rounded(rule, numel):
         assert u[proposal.indices].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_nothing_comes_of_nothing(rule):
-    v, u = torch.zeros(2, 1000, dtype=torch.bfloat16)
-    for seed in range(20):
-        commit_(
-            torch.zeros(1000), v, u if rule else None, *NOTHING, rule or FoldRule(0.0), seed=seed
-        )
-    assert v.count_nonzero() == u.count_nonzero() == 0
-
-
 def test_a_gradient_too_small_to_move_the_nearest_bfloat16_accumulates_at_its_rate():
     steps, numel, tiny = 2000, 4096, 1e-3
     v, grad = torch.ones(numel, dtype=torch.bfloat16), torch.full((numel,), tiny)
@@ -139,33 +129,6 @@ def test_a_gradient_too_small_to_move_the_nearest_bfloat16_accumulates_at_its_ra
     deviation = math.sqrt(steps * 2**-14 / numel)
     assert abs(v.double().mean() - (1 + steps * tiny)) < 4 * deviation
     assert 0 < (v.double() - 3).std() < math.sqrt(steps * 2**-14)
-
-
-def test_sent_residual_and_rounding_errors_equal_the_accumulated():
-    numel, rule, expected_variance, sums = (
-        3000,
-        FoldRule(0.9),
-        0.0,
-        torch.zeros(2, dtype=torch.float64),
-    )
-    v, u = torch.zeros(2, numel, dtype=torch.bfloat16)
-    for step in range(60):
-        grad = normal(numel, step)
-        wide_v, wide_u = v.float(), u.float()
-        proposal = propose(grad, v, u, 30, rule)
-        sent = proposal.values.sign() * proposal.values.abs().mean()
-        commit_(grad, v, u, proposal.indices, sent, rule, seed=rounding_seed(step, 4))
-        commit_(grad, wide_v, wide_u, proposal.indices, sent, rule)
-        apart = torch.stack([v.double() - wide_v.double(), u.double() - wide_u.double()])
-        for error, exact in zip(apart, (wide_v, wide_u), strict=True):
-            bounds = torch.tensor(
-                [oracle.spacing(x) if x else 0.0 for x in exact.tolist()], dtype=torch.float64
-            )
-            assert (error.abs() <= bounds).all()
-        sums += apart.sum(dim=1)
-        expected_variance += sum(map(oracle.variance, wide_v.tolist()))
-    assert abs(sums[0]) < 4 * math.sqrt(expected_variance)
-    assert abs(sums[0]) > 0
 
 
 def test_wider_state_is_stored_as_it_is():

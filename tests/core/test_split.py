@@ -2,14 +2,12 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from tests.api import Layout, Slot, add_up, joined, shares, split_plan
+from tests.api import Layout, Slot, add_up, shares, split_plan
 from tests.api import message_pack as pack
 from tests.api import message_unpack as unpack
 
@@ -64,59 +62,6 @@ def test_round_two_carries_k_in_all(sources: int) -> None:
             if piece.slot == number
         ]
         assert k <= sum(carried) <= k + sum(c == 1 for c in carried)
-
-
-def proposal(numel: int, k: int, seed: int, *, lopsided: bool = False) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    positions = torch.arange(numel) if lopsided else torch.randperm(numel, generator=generator)
-    return positions[:k].sort().values, torch.randn(k, generator=generator, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("lopsided", [False, True])
-@pytest.mark.parametrize("bits", [1, 2, 8, 32])
-@pytest.mark.parametrize("sources", [2, 3, 5])
-def test_delivered_and_kept_sum_up_to_the_sent(sources: int, bits: int, lopsided: bool) -> None:
-    slots = [(300, 30), (7, 2), (120, 11), (1, 1)]
-    layout = layout_of(slots, bits)
-    plan = split_plan(layout, sources)
-    proposals = [
-        [proposal(n, k, 100 * source + i, lopsided=lopsided) for i, (n, k) in enumerate(slots)]
-        for source in range(sources)
-    ]
-    sent_dense = [np.zeros(n) for n, _ in slots]
-    arrived: list[list[list[tuple[Tensor, Tensor]]]] = [[] for _ in range(sources)]
-    for source in range(sources):
-        given_away = shares(plan, proposals[source])
-        for owner, mine in enumerate(given_away):
-            message, sent = pack(plan.first[owner], 1, 0, mine)
-            assert message.numel() == plan.first[owner].nbytes
-            arrived[owner].append(
-                unpack(plan.first[owner], message, step=1, bucket=0, source=source).parts
-            )
-            for piece, (indices, _), values in zip(plan.pieces[owner], mine, sent, strict=True):
-                np.add.at(
-                    sent_dense[piece.slot], (indices + piece.start).numpy(), values.double().numpy()
-                )
-    delivered = [np.zeros(n) for n, _ in slots]
-    kept = [np.zeros(n) for n, _ in slots]
-    told = []
-    for owner in range(sources):
-        second = plan.second[owner]
-        sums = add_up(second, arrived[owner], [torch.float64] * len(second.slots))
-        message, sent = pack(second, 1, 0, [each.passed_on for each in sums])
-        told.append(unpack(second, message, step=1, bucket=0, source=owner).parts)
-        for piece, each, values in zip(plan.pieces[owner], sums, sent, strict=True):
-            np.add.at(
-                kept[piece.slot],
-                (each.indices + piece.start).numpy(),
-                each.left_over(values).numpy(),
-            )
-    for slot, entries in enumerate(joined(plan, len(slots), told)):
-        assert entries is not None
-        assert bool((entries[0][1:] > entries[0][:-1]).all())
-        np.add.at(delivered[slot], entries[0].numpy(), entries[1].double().numpy())
-    for a, b, c in zip(sent_dense, delivered, kept, strict=True):
-        np.testing.assert_allclose(b + c, a, rtol=0, atol=1e-14)
 
 
 def test_of_too_many_entries_in_a_piece_the_largest_are_sent() -> None:

@@ -44,10 +44,6 @@ def test_a_file_trains_at_the_rates_of_the_strategy_that_it_holds(
     ("text", "complaint"),
     [
         ("dcg:\n  sparsity: [0.9]\n", "dgc"),
-        ("dgc:\n  sparsity: [2]\n", "sparsity"),
-        ("dgc: 3\n", "dgc"),
-        ("dgc: [\n", "plan.yaml"),
-        ("lars: {}\nlamb: {}\n", "lamb"),
         ("pipeline:\n  stages: 2\n  micro_batches: 2\n", "remove pipeline"),
     ],
 )

@@ -401,6 +401,9 @@ def test_centralization_is_per_group() -> None:
     assert a.tolist() == [[1.0, 0.0, -1.0], [1.0, 1.0, -2.0]]
     assert torch.equal(b, -give)
     assert same([a.grad, b.grad], [give, give])
+    a.grad = give.to_sparse(2)
+    with pytest.raises(RuntimeError, match="sparse_dim 2"):
+        optimizer.step()
 
 
 def test_parameters_of_one_name_keep_their_own_state(case: Case) -> None:

@@ -44,11 +44,11 @@ def give_gradients(model: nn.Module, seed: int) -> None:
 def test_bits_equal_torchs_two_side_by_side(adjust_lr_fn: str, *, nesterov: bool) -> None:
     ours, theirs = Language(), Language()
     shared = {"lr": 0.02, "weight_decay": 0.2}
-    of_muon = {"adjust_lr_fn": adjust_lr_fn, "nesterov": nesterov}
+    of_muon = {"adjust_lr_fn": adjust_lr_fn, "nesterov": nesterov, "momentum": 0.9}
     optimizer = Muon(muon_groups(ours), **shared, **of_muon, ns_dtype=torch.bfloat16)
     matrices = [theirs.layers[0].weight, theirs.layers[2].weight]
     rest = [p for p in theirs.parameters() if all(p is not m for m in matrices)]
-    muon = torch.optim.Muon(matrices, **shared, momentum=0.95, eps=1e-8, **of_muon)
+    muon = torch.optim.Muon(matrices, **shared, eps=1e-8, **of_muon)
     adamw = torch.optim.AdamW(rest, **shared, betas=(0.9, 0.95))
     before = copy.deepcopy(ours.state_dict())
     for seed in range(4):
@@ -79,35 +79,6 @@ def test_an_update_does_not_depend_on_the_size_of_a_finite_gradient(
         found.append(p.detach())
     assert found[0].norm() > 0
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-6)
-
-
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("shape", [(8, 16), (16, 8), (12, 12)])
-def test_a_matrix_follows_the_formula_on_its_singular_values(
-    shape: tuple[int, int], *, nesterov: bool
-) -> None:
-    generator = torch.Generator().manual_seed(5)
-    p = nn.Parameter(torch.randn(shape, generator=generator))
-    optimizer = Muon([p], lr=0.02, weight_decay=0.3, momentum=0.9, nesterov=nesterov)
-    expected, buffer = p.detach().double(), torch.zeros(shape, dtype=torch.float64)
-    for _ in range(3):
-        p.grad = torch.randn(shape, generator=generator)
-        grad = p.grad.double()
-        optimizer.step()
-        buffer = 0.9 * buffer + 0.1 * grad
-        left, sigma, right = torch.linalg.svd(
-            0.9 * buffer + 0.1 * grad if nesterov else buffer, full_matrices=False
-        )
-        sigma = sigma / sigma.square().sum().sqrt()
-        for _ in range(5):
-            sigma = 3.4445 * sigma - 4.775 * sigma**3 + 2.0315 * sigma**5
-        expected = expected * (1 - 0.02 * 0.3)
-        expected -= 0.02 * 0.2 * max(shape) ** 0.5 * (left * sigma) @ right
-        # float32, in which five iterations make small singular values up to 480 times as large
-        torch.testing.assert_close(p.detach().double(), expected, rtol=0, atol=2e-5)
-        torch.testing.assert_close(
-            optimizer.state[p]["momentum_buffer"].double(), buffer, rtol=0, atol=1e-6
-        )
 
 
 @pytest.mark.parametrize(

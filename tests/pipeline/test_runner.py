@@ -262,36 +262,6 @@ def test_unfrozen_parameters_train_from_then_on(ranks: Pool) -> None:
     torch.testing.assert_close(answers[0] | answers[1], gradients(model))
 
 
-class Shared(nn.Module):
-    """Takes several arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 3).double()
-
-    def forward(self, x: Tensor, factor: Tensor) -> Tensor:
-        return self.linear(x * factor)
-
-
-def forms_of_inputs(rank: int, size: int) -> list[Tensor]:
-    _, runner = prepared(
-        Shared(), Pipeline(1, 2), loss_fn=lambda out, t: (out - t["y"][0]).square().mean()
-    )
-    x, y = torch.ones(4, 6, dtype=torch.float64), torch.zeros(4, 3, dtype=torch.float64)
-    factor = torch.tensor(2.0)
-    targets = {"y": [y]}
-    return [
-        runner.step((x, factor), targets),
-        runner.step({"factor": factor, "x": x}, targets),
-        runner.evaluate((x, factor), targets),
-    ]
-
-
-def test_inputs_and_targets_may_be_nested(ranks: Pool) -> None:
-    (losses,) = ranks.run(forms_of_inputs, size=0)
-    assert losses[0] == losses[1] == losses[2] > 0
-
-
 def attempt(rank: int, size: int, trouble: str) -> tuple[str, str, Tensor]:
     """What goes wrong, then the same pipeline once more without it."""
     model = mlp()

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.api import autocast_forward, recompute
+from tests.api import autocast_forward
 
 
 def network() -> nn.Sequential:
@@ -77,22 +77,6 @@ def test_a_copy_uses_its_own_weights(copied):
         assert torch.equal(other(X), plain(X))
     assert net(X).dtype == torch.float32
     assert other(X).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("recompute_first", [True, False])
-def test_the_repeated_forward_pass_runs_under_it_too(recompute_first):
-    plain, net = network(), network()
-    autocast_forward(plain, torch.bfloat16)
-    if recompute_first:
-        recompute(net, ("", "0"))
-        autocast_forward(net, torch.bfloat16)
-    else:
-        autocast_forward(net, torch.bfloat16)
-        recompute(net, ("",))
-    for each in (plain, net):
-        each(X).float().square().sum().backward()
-    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
 
 
 def test_a_model_without_parameters_and_one_that_runs_inside_another():

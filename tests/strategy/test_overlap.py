@@ -366,6 +366,7 @@ def test_a_parameter_unused_on_one_rank_is_a_mismatch_on_all_and_training_goes_o
     assert all(answer == answers[0] for answer in answers)
     text, _, steps = answers[0]
     assert "blocks.1.0.weight has a gradient on ranks [0, 2] but none on ranks [1]" in text
+    assert "find_unused_parameters=True" in text
     assert steps == 7
 
 

@@ -338,9 +338,6 @@ def test_a_state_of_something_else_is_refused_before_anything_changes() -> None:
         engine.load_state_dict(3)
     with pytest.raises(ValueError, match="it lacks 'facts'"):
         engine.load_state_dict({"counters": {}})
-    other = make_engine(("dgc",), plain=True, blocks=3).state_dict()
-    with pytest.raises(ValueError, match="does not fit"):
-        engine.load_state_dict(other)
     assert digest(engine) == before
 
 

@@ -167,16 +167,6 @@ def test_optimizer_that_dgc_cannot_take_over_is_reported_at_once(sgd):
     assert "differentiable" in said
 
 
-@pytest.mark.parametrize("make", [torch.optim.Adam, optim.Ftrl, torch.optim.RMSprop, optim.Lars])
-def test_dgc_compresses_for_any_other_optimizer_which_stays(make):
-    net = network()
-    optimizer = make(net.parameters(), lr=0.1)
-    result = selected(net, optimizer, dgc=DGC())
-    assert result.optimizer is optimizer
-    assert result.compressor == DGC()
-    assert "dgc" in " ".join(result.notes)
-
-
 def test_under_local_updates_an_sgd_stays_with_dampening_and_all():
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
@@ -403,13 +393,6 @@ def test_pattern_that_matches_nothing_is_reported_with_the_rest():
     assert "dampening" in said
 
 
-def test_parameters_of_somebody_else_are_refused():
-    net = network()
-    optimizer = torch.optim.SGD([*net.parameters(), nn.Parameter(torch.ones(3, 7))], lr=0.1)
-    with pytest.raises(ValueError, match=r"\(3, 7\)"):
-        DistributedStrategy(dgc=DGC()).explain(net, optimizer)
-
-
 def test_keys_of_the_users_own_stay_in_the_groups():
     net = network()
     groups = [{"params": net.parameters(), "tag": "mine", "name": "all", "initial_lr": 0.4}]
@@ -491,14 +474,3 @@ def test_an_optimizer_that_stays_lets_go_of_other_stages_and_can_take_them_back(
     steps(net, optimizer, range(1, 3))
     steps(twin, other, range(1, 3))
     assert_same(net, twin)
-
-
-def test_refused_call_changes_nothing():
-    net = network()
-    given = full(net)
-    steps(net, given, range(1))
-    before = copy.deepcopy(given.state_dict())
-    refused(net, given, lars=LARS())
-    selected(net, given, dgc=DGC(min_numel=10**6))
-    after = given.state_dict()
-    assert str(before) == str(after)
