@@ -90,7 +90,7 @@ def test_lost_packets_fill_less_of_a_line_and_make_a_step_longer(
         plan = tw.plan(**line, loss=f"{loss}%")  # type: ignore[arg-type]
         steps.append(plan["dense"].step_seconds[0])
         command.plan(**line, loss=f"{loss}%")  # type: ignore[arg-type]
-        filled = f"{plan.link['rate_bit_s'] / 1e6:.3g} are filled at {loss} % loss by 16"
+        filled = f"{plan.link['rate_bit_s'] / 1e6:.3g} are filled at {loss} % loss by 32"
         assert (filled in " ".join(capsys.readouterr().out.split())) == (loss != "0")
     assert steps == sorted(steps)
     assert steps[-1] > 2 * steps[0]

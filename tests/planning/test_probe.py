@@ -125,7 +125,7 @@ def test_a_stated_loss_fills_less_of_a_line_that_is_long(file: Path, tmp_path: P
     found["together"] = [{"rank": rank, "bytes_s": 6e6} for rank in range(RANKS)]
     for pair in found["pairs"]:
         pair["latency_s"] = 0.04
-    for stated in ({}, {"loss": 0.005}, {"loss": 0.05}):
+    for stated in ({}, {"loss": 0.02}, {"loss": 0.2}):
         path.write_text(json.dumps(found | stated))
         rates.append(tw.plan(probe=path).link["rate_bit_s"])
     assert rates[0] == pytest.approx(48e6 / FRAMES)
