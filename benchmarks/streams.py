@@ -3,7 +3,7 @@
     python -m benchmarks.streams --out benchmarks/results/streams.json
 
 Two ranks in network namespaces of 50 Mbit/s gather 8.4 MB, the message of one bit of 67 million
-parameters, five times. The share is the payload's bits over the line's rate and the median of the
+parameters, three times. The share is the payload's bits over the line's rate and the median of the
 seconds; lost packets are drawn at random. The last part averages a bfloat16 model of 34 million
 parameters at one bit, by one stream and by the default: an averaging takes what a step with one
 takes longer than a step without. Needs root. Not part of `make bench`.
@@ -27,7 +27,7 @@ from benchmarks.gpt import GPT, generator
 from thinwire.comm import Group
 from thinwire.tools.network.netns import Link, network
 
-RATE, NBYTES, TIMES = "50mbit", 8_400_000, 5
+RATE, NBYTES, TIMES = "50mbit", 8_400_000, 3
 STREAMS = (1, 4, 8, 16, 32)
 LATENCIES, LOSSES, CONTROLS = ("20ms", "40ms"), ("0%", "0.2%", "1%"), ("cubic", "bbr")
 MODEL, LINE = "34M", ("20ms", "0.2%", "cubic")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import joining, keep_batch, report
+from benchmarks import joining, keep_batch, report, streams
 from benchmarks.__main__ import SUITE
 from benchmarks.common import json_lines
 from benchmarks.limits import LIMITS
@@ -88,3 +88,5 @@ def test_page_tells_the_joins_that_were_measured() -> None:
     (slow,) = (row for row in rows if row["error"])
     for rate in re.findall(r"[\d.]+ Mbit/s", slow["error"]):
         assert rate in page
+    rows = json.loads((report.RESULTS / "streams.json").read_text())["rows"]
+    assert "\n".join(streams.table(rows)) in page
