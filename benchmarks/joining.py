@@ -33,7 +33,7 @@ import torch
 import thinwire as tw
 from benchmarks.common import markdown, parser_for, save, surroundings
 from benchmarks.relay import PORT
-from tests.members.places import TOKEN, host_command
+from tests.members.places import host_command, token_in
 from thinwire.errors import ThinwireError
 from thinwire.tools.network.enter import enter_network
 from thinwire.tools.network.netns import Link, network, why_unavailable
@@ -182,9 +182,7 @@ def joined(plan: Plan, bind: str, namespaces: Sequence[int]) -> list[dict[str, A
     context = mp.get_context("fork")
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        token_file = Path(folder, "token")
-        token_file.write_bytes(TOKEN)
-        token_file.chmod(0o600)
+        token_file = token_in(folder)
         host = ["--bind", bind, "--token-file", str(token_file)]
         with host_command(*host, namespace=namespaces[0]) as (_, address):
             arguments = (address, str(token_file)), str(Path(folder, "flag")), answers

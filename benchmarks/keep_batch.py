@@ -24,7 +24,7 @@ import torch
 import thinwire as tw
 from benchmarks.common import Results, bare_parser, markdown
 from benchmarks.gpt import GPT, batch, loss_of, text
-from tests.members.places import TOKEN, host_command
+from tests.members.places import host_command, token_in
 
 RESULTS = Path(__file__).parent / "results" / "keep_batch.jsonl"
 RUNS = {
@@ -111,9 +111,7 @@ def measured(cell: Cell) -> dict[str, Any]:
     context = mp.get_context("spawn")
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        token_file = Path(folder, "token")
-        token_file.write_bytes(TOKEN)
-        token_file.chmod(0o600)
+        token_file = token_in(folder)
         with host_command("--bind", "127.0.0.1:0", "--token-file", str(token_file)) as (_, address):
             arguments = cell, (address, str(token_file)), folder, answers
             processes = [

@@ -21,14 +21,13 @@ import tempfile
 import time
 from collections import defaultdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import thinwire as tw
 from benchmarks.common import parser_for, save, surroundings
-from tests.members.places import TOKEN, host_command
+from tests.members.places import host_command, token_in
 from thinwire.comm.sockets import connections
 from thinwire.tools.network.enter import enter_network
 from thinwire.tools.network.netns import Link, Network, inside, limit_rate, network, why_unavailable
@@ -125,9 +124,7 @@ def row(size: int, repeats: int, line: Link) -> dict[str, Any]:
     uploads: defaultdict[bool, list[float]] = defaultdict(list)
     with network(1 + size, line) as net, tempfile.TemporaryDirectory() as folder:
         widen_host(net)
-        token_file = Path(folder, "token")
-        token_file.write_bytes(TOKEN)
-        token_file.chmod(0o600)
+        token_file = token_in(folder)
         for turn in range(TURNS):
             for relay in (False, True):
                 bind = f"{net.addresses[0]}:{PORT + 10 * turn + 5 * relay}"

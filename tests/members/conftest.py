@@ -4,13 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.members.places import TOKEN
+from tests.members.places import token_in
 
 
 @pytest.fixture
 def token_file(tmp_path: Path) -> str:
     """A token that its owner alone may read."""
-    path = tmp_path / "token"
-    path.write_bytes(TOKEN)
-    path.chmod(0o600)
-    return str(path)
+    return str(token_in(tmp_path))

@@ -62,6 +62,14 @@ def met(
         return ranks.run(function, address, *args, **options)
 
 
+def token_in(folder: str | Path) -> Path:
+    """A file with the token, that its owner alone may read."""
+    path = Path(folder, "token")
+    path.write_bytes(TOKEN)
+    path.chmod(0o600)
+    return path
+
+
 @contextlib.contextmanager
 def host_command(*options: str, namespace: int = -1) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`thinwire host` as a process, in the namespace of a descriptor, and its address."""
@@ -79,9 +87,7 @@ def host_command(*options: str, namespace: int = -1) -> Iterator[tuple[subproces
 
 def lines_of_two(folder: Path, command: Sequence[str], *more: str) -> list[list[str]]:
     """The lines of two processes of a script that are members at the same time, and end well."""
-    token = folder / "token"
-    token.write_bytes(TOKEN)
-    token.chmod(0o600)
+    token = token_in(folder)
     with meeting_place() as address, contextlib.ExitStack() as ends:
         words = [sys.executable, *command, address, str(token), *more]
         pipes = {"stdout": subprocess.PIPE, "text": True}

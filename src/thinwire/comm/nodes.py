@@ -282,9 +282,11 @@ class Grid:
     def explain(self, error: RuntimeError, *, action: str) -> ThinwireError:
         """Return the error for a failed transfer between stages; ranks count within the replica."""
         peers, shared = self.peers, self.peers._shared
-        within, heartbeats = f"{peers.timeout_s:g} s", None if shared is None else shared.heartbeats
-        ranks: Any = {"rank": peers.rank, "size": peers.size}
-        return explain_failure(error, action=action, within=within, heartbeats=heartbeats, **ranks)
+        within, beats = f"{peers.timeout_s:g} s", None if shared is None else shared.heartbeats
+        rank, size = peers.rank, peers.size
+        return explain_failure(
+            error, action=action, rank=rank, size=size, within=within, heartbeats=beats
+        )
 
     def _group(self, which: int) -> dist.ProcessGroup | None:
         if self._groups is None:

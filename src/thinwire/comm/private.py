@@ -72,7 +72,7 @@ class Private:
         """Further groups for data, of `streams`."""
         self.abandoned: tuple[type[ThinwireError], str] | None = None
         self.heartbeats: HeartbeatThread | None = None
-        data = self._gloo("data", timeout_s) if gloo else self._like(timeout_s)
+        data = self._gloo("data", timeout_s) if gloo else self._like(parent, timeout_s)
         self.group: ProcessGroup | None = data
         """None after `release`."""
         backends = _gloo_backends(data)
@@ -93,10 +93,8 @@ class Private:
         store = PrefixStore(name, self._store)
         return self._limited(timeout_s, partial(gloo_group, store, *self._here))
 
-    def _like(self, timeout_s: float) -> ProcessGroup:
+    def _like(self, parent: ProcessGroup, timeout_s: float) -> ProcessGroup:
         """Return a group with the backend of the parent."""
-        parent = self.parent and self.parent()
-        assert parent is not None, "the constructor holds it"
         backend = None if parent is dist.group.WORLD else dist.get_backend(parent)
 
         def make(limit_s: float) -> ProcessGroup:
