@@ -30,7 +30,8 @@ MAY_IMPORT = {
     "_validate": {"_wording"},
     "schedules": BASE,
     "task": BASE,
-    "logs": BASE,
+    "page": BASE,
+    "logs": BASE | {"page"},
     # arithmetic of messages, without torch
     "layout": BASE,
     # loops, in three bodies behind one signature
@@ -56,7 +57,7 @@ MAY_IMPORT = {
     "strategy": METHODS
     | {"comm", "exchange", "local", "members", "optim", "amp", "step", "pipeline", "checkpoint"},
     # members that come and go: who meets, who is admitted
-    "members": BASE | {"comm", "exchange"},
+    "members": BASE | {"comm", "exchange", "page"},
     "sampler": BASE | {"comm", "members"},
     "cli": BASE | {"tools", "strategy", "members"},
     "__main__": {"cli"},

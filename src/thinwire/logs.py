@@ -28,6 +28,8 @@ def log_stats(source: Any, writer: Any, step: int | None = None) -> dict[str, fl
             name=..., step=...)`, as a `Run` of Aim; `log(numbers, step=...)`, as a run of W&B or
             trackio, an `Accelerator` or a tracker of Accelerate. A client of MLflow comes with the
             run: `(client, run_id)`, or has an attribute `run_id`. Or a function `(numbers, step)`.
+            Or "http://ADDRESS:PORT": every rank calls it, and rank 0 serves a live page of all
+            ranks there. Beyond loopback the page needs the link with a token that it logs.
         step: Position on the axis of the curves. None takes the `step` of the numbers: updates
             made, or local steps.
 
@@ -50,7 +52,12 @@ def log_stats(source: Any, writer: Any, step: int | None = None) -> dict[str, fl
         for name, value in stats.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
-    _write(writer, written, step)
+    if isinstance(writer, str):
+        from thinwire.page.server import show_rank
+
+        show_rank(writer, stats, getattr(source, "_last_loss", None))
+    else:
+        _write(writer, written, step)
     return written
 
 

@@ -25,6 +25,8 @@ class Interval:
         self._optimizer = optimizer
         self.observed: list[float | Tensor] = []
         """Losses observed since the last step."""
+        self.last: float | Tensor | None = None
+        """Last one observed, for a page of the run."""
         self._rate = 0.0
         self._dropped = False
         self.k_steps = (
@@ -61,6 +63,7 @@ class Interval:
             loss = loss.detach()
         elif isinstance(loss, bool) or not isinstance(loss, (int, float, np.floating)):
             raise TypeError(f"loss must be a number or a tensor of one element, got {loss!r}")
+        self.last = loss
         if self._adaptive is not None:
             self.observed.append(loss)
 

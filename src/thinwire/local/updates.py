@@ -337,6 +337,12 @@ class LocalUpdates:
         warning = pace.round(steps, now, averager.waited_s, rate, compare=compare)
         if warning is not None:
             warn_user(warning)
+        if self._members is not None:
+            self._members._show({"step": self.step, **self._counts()}, self._last_loss)
+
+    @property
+    def _last_loss(self) -> float | Tensor | None:
+        return self._when.interval.last
 
     def close(self) -> None:
         """Remove the hooks without an averaging; may be called twice."""

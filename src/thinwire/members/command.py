@@ -4,24 +4,28 @@ import contextlib
 import errno
 import ipaddress
 import os
+import secrets
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from thinwire.members.credentials import Address, parse_address, read_token
+from thinwire.members.credentials import Address, derived_key, parse_address, read_token
 from thinwire.members.credentials import new_token as make_token
+
+if TYPE_CHECKING:
+    from thinwire.page.server import Page
 
 EXAMPLES = """Examples:
 
 thinwire host --new-token token
 
-thinwire host --bind 10.0.0.1:29400 --token-file token
+thinwire host --bind 10.0.0.1:29400 --token-file token --page 8080
 
 thinwire host --bind 203.0.113.7:29400 --token-file token --relay --cert cert.pem --key key.pem
 """
@@ -46,6 +50,7 @@ def host(
     relay: _Flag = False,
     cert: Path | None = None,
     key: Path | None = None,
+    page: int | None = None,
     quiet: _Flag = False,
 ) -> None:
     """Run the meeting place of runs whose members join and leave: tw.join names its address.
@@ -64,6 +69,8 @@ def host(
         cert: Certificate in PEM form for the relay, so that its traffic is encrypted; members pass
             its CA as ca=.
         key: Its private key, unless it is in the same file.
+        page: Port of a live page of the members, at the same address; it is read only. Beyond
+            loopback its link ends in a token of its own.
         quiet: Print only the address on which it listens.
     """
     if new_token is not None:
@@ -93,11 +100,24 @@ def host(
             behind = ends.enter_context(_listener(_BEHIND_RELAY, public=False))
             ends.enter_context(relaying(listener, token, tls, behind.getsockname()[1]))
             listener = behind
-        _run_until_stopped(listener, where, token, relayed=relay, quiet=quiet)
+        shown = None
+        if page is not None:
+            from thinwire.page.server import Page  # loads torch
+
+            secret = token or secrets.token_bytes()
+            shown = Page(where.host, page, derived_key(secret, "page").hex()[:32])
+            ends.callback(shown.close)
+        _run_until_stopped(listener, where, token, shown, relayed=relay, quiet=quiet)
 
 
 def _run_until_stopped(
-    listener: socket.socket, where: Address, token: bytes | None, *, relayed: bool, quiet: bool
+    listener: socket.socket,
+    where: Address,
+    token: bytes | None,
+    page: "Page | None",
+    *,
+    relayed: bool,
+    quiet: bool,
 ) -> None:
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -112,10 +132,12 @@ def _run_until_stopped(
         _print(f"listening on tcp://{where}")
         if relayed:
             say("relaying for members with relay=True")
+        if page is not None:
+            _print(f"page of the members: {page.url}")
         for line in _warnings(where, with_token=token is not None):
             say(line)
 
-    run_host(listener, token, say=say, ready=ready, stop=stop)
+    run_host(listener, token, say=say, ready=ready, stop=stop, page=page)
     say("ended: members train on until one of them joins or leaves")
 
 

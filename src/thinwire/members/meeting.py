@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
 
@@ -19,6 +20,8 @@ from thinwire._watchdog import Late, addresses_of, within
 from thinwire.errors import Mismatch, PayloadCorrupt, PeerLost, PeerStalled
 from thinwire.members.credentials import Address, derived_key, parse_address
 from thinwire.members.kv import AuthenticatedStore
+from thinwire.page.server import Page
+from thinwire.page.view import RunView
 
 MEETING_VERSION: Final = 1
 """Version of the protocol between members and the store; other versions are refused."""
@@ -180,6 +183,7 @@ def run_host(
     say: Callable[[str], None],
     ready: Callable[[], None],
     stop: threading.Event,
+    page: Page | None = None,
 ) -> None:
     """Run the store until `stop` is set, and report when the generation of a run changes."""
     host, port = listener.getsockname()[:2]
@@ -192,10 +196,14 @@ def run_host(
     reported: dict[str, str] = {}
     while not stop.wait(_LOOK_S):
         for run in _runs(store):
-            line = _state(store, run, token, session)
-            if line != reported.get(run) and (run in reported or len(reported) < _MOST_RUNS):
+            of_run = run_store(store, run, token, session)
+            generation, ids, line = _state(of_run)
+            known = run in reported or len(reported) < _MOST_RUNS
+            if known and line != reported.get(run):
                 reported[run] = line
                 say(f"run {run}: {line}")
+            if known and page is not None and ids:
+                _show(page.runs.setdefault(run, RunView()), of_run, generation, ids)
 
 
 def _names(store: TCPStore) -> set[str]:
@@ -210,21 +218,40 @@ def _runs(store: TCPStore) -> list[str]:
     )
 
 
-def _state(store: TCPStore, run: str, token: bytes | None, session: str) -> str:
-    """Return generation and members of a run as a line of text, or the reason why not."""
-    of_run = run_store(store, run, token, session)
+def _state(of_run: AuthenticatedStore) -> tuple[Any, list[str], str]:
+    """Return generation and members of a run, and the line of text that says so, or why not."""
     try:
         generation = json.loads(of_run.get("gen"))
         if type(generation) is not int:
             raise ValueError(f"{_printable(generation)} is not a number")
         members = json.loads(of_run.try_get(f"members/{generation}") or b"null")
     except PayloadCorrupt as error:
-        return str(error)
+        return None, [], str(error)
     except (ValueError, RecursionError, DistError) as error:
-        return f"its generation cannot be read: {error}"
-    ids = members.get("ids") if isinstance(members, dict) else None
-    names = ", ".join(map(_printable, ids)) if isinstance(ids, list) else ""
-    return f"generation {_printable(generation)}, members: {names or 'unknown'}"
+        return None, [], f"its generation cannot be read: {error}"
+    found = members.get("ids") if isinstance(members, dict) else None
+    ids = [*map(_printable, found)] if isinstance(found, list) else []
+    return generation, ids, f"generation {generation}, members: {', '.join(ids) or 'unknown'}"
+
+
+def _show(view: RunView, of_run: AuthenticatedStore, generation: int, ids: list[str]) -> None:
+    """Show what the members of a run have reported; values of strangers are left out."""
+
+    def value(key: str) -> Any:
+        with suppress(PayloadCorrupt, ValueError, RecursionError):
+            return json.loads(of_run.try_get(key) or b"null")
+        return None
+
+    def fate(member: str) -> str:
+        if value(f"left/{member}") is not None:
+            return "left"
+        broken = value(f"break/{view.generation}")
+        why = broken.get("why") if isinstance(broken, dict) else None
+        return "lost" if why is None else f"lost: {str(why).partition('. ')[0][:200]}"
+
+    present = [one for one in ids if value(f"left/{one}") is None]
+    found = {one: (value(f"hb/{one}"), value(f"shown/{one}")) for one in present}
+    view.update(generation, found, fate)
 
 
 def _printable(value: Any) -> str:

@@ -37,6 +37,7 @@ from thinwire.members.transfer import (
     StateMessage,
     TransferContext,
 )
+from thinwire.page.view import report_of
 
 _TIMEOUT_S, _POLL_S, _NEWS_S = 60.0, 0.1, 10.0
 _MOST_KEPT = 0.1
@@ -247,6 +248,10 @@ class Members:
         self._kv.disconnect()
 
     # for local updates
+
+    def _show(self, stats: Facts, loss: Any) -> None:
+        """Report numbers for the host's page, after an averaging."""
+        self._membership.shared.shown = report_of(stats, loss)
 
     def _register_sampler(self, sampler: SharedSampler) -> None:
         self._samplers.append(sampler)

@@ -24,7 +24,7 @@ _ALIVE_S = 3.0
 """Age in seconds from which a process without a new heartbeat counts as gone."""
 BUSY_BEAT_S = 1.2
 """Longest time in seconds between two heartbeats of a busy member."""
-_SCAN_S = 1.0
+_SCAN_S = _SHOW_S = 1.0
 _CONNECT_S = 10.0
 _MAX_ATTEMPTS = 3
 _EXIT_S = 2.0
@@ -79,6 +79,8 @@ class Shared:
         self.donor_assigned_s: dict[int, float] = {}
         """Time at which a donor was assigned, by the joiner's request number."""
         self.next_own_hello = 0
+        self.shown: dict[str, Any] = {}
+        """Latest numbers of this member for the host's page."""
 
     def require_running(self) -> None:
         """Raise the reason for which this member has ended, if it has."""
@@ -294,6 +296,7 @@ class Watcher:
         self._next_hello = self._beat_count = 0
         self._unread: list[int] = []
         self._checked_s: dict[int, float] = {}
+        self._shown: tuple[dict[str, Any], float] = {}, 0.0
 
     def run(self) -> None:
         """Meet the others, then watch and do what the main thread asks, until this member ends."""
@@ -427,6 +430,13 @@ class Watcher:
         heartbeat = {"beat": self._beat_count, "idle": idle_s(), "waits": activity()[1]}
         self.kv.put(f"hb/{self.own_id}", heartbeat)
 
+    def _show(self) -> None:
+        """Report new numbers for the host's page, at most one report a second."""
+        shown, (before, sent_s), now = self.shared.shown, self._shown, time.monotonic()
+        if shown is not before and now - sent_s > _SHOW_S:
+            self._shown = shown, now
+            self.kv.put(f"shown/{self.own_id}", shown)
+
     def extension_s(self, timeout_s: float) -> float:
         """Return `timeout_s` less the time since the last of the missing members was busy."""
         # 0 or less if one is missing that is not busy, or if the meeting place does not answer
@@ -478,6 +488,7 @@ class Watcher:
                 return
             if now.rank == 0:
                 self._check_joiners()
+            self._show()
             self.shared.store_problem = None
         except ThinwireError:
             raise

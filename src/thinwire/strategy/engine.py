@@ -514,6 +514,10 @@ class Engine:
         )
 
     @property
+    def _last_loss(self) -> Tensor | None:
+        return self._steps.last_loss
+
+    @property
     def pending(self) -> str:
         """Return the pending work of `flush` in words, such as "2 merged microsteps"; empty if
         there is none.

@@ -65,6 +65,7 @@ class Microsteps:
         whole = parts.runner is None and not self.sharded
         self._drops_alone = whole and parts.scaler is None
         self._plan_warning: str | None = None
+        self.last_loss: Tensor | None = None
 
     @property
     def merging(self) -> bool:
@@ -234,6 +235,7 @@ class Microsteps:
         # merges or is dropped
         for optimizer in all_of(parts.optimizer):
             vars(optimizer)["_opt_called"] = True
+        self.last_loss = loss
         if self.sync is not None:
             if loss is not None:
                 self.sync.observe(loss)

@@ -1,0 +1,115 @@
+"""The page of a run, in a real browser, with real members and ranks."""
+
+import json
+import sys
+import urllib.error
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+import thinwire as tw
+from tests.browser import CHROMIUM, browser
+from tests.launched import free_port
+from tests.members.places import TOKEN, host_command, token_in
+from tests.processes import running
+from tests.ranks import Pool
+
+MEMBER = """
+import sys, time, torch, thinwire as tw
+torch.manual_seed(0)
+model = torch.nn.Linear(64, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+strategy = tw.DistributedStrategy(localsgd=tw.LocalSGD(4, compression=tw.Quantized(1)))
+with tw.join(sys.argv[1], run="llm", token_file=sys.argv[2], start_members=3) as members:
+    engine = strategy.prepare(model, optimizer, torch.nn.functional.mse_loss, members=members)
+    while True:
+        time.sleep(float(sys.argv[3]))
+        engine.train_step(torch.randn(8, 64), torch.zeros(8, 8))
+"""
+
+
+def asked(url: str, **headers: str) -> tuple[int, str]:
+    """Status and first line of an answer."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as answer:
+            return answer.status, answer.readline().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_page_of_a_run_names_the_slow_member_and_the_lost_one(tmp_path: Path) -> None:
+    token = str(token_in(tmp_path))
+    options = ("--bind", "127.0.0.1:0", "--token-file", token, "--page", "0")
+    with ExitStack() as ends:
+        host, address = ends.enter_context(host_command(*options))
+        assert host.stdout is not None
+        url = host.stdout.readline().split()[-1]
+        command = [sys.executable, "-c", MEMBER, address, token]
+        members = [ends.enter_context(running([*command, s])) for s in ("0.02", "0.02", "0.3")]
+        page = ends.enter_context(browser(tmp_path / "profile"))
+        page.open(url, width=400)
+        text = "document.body.innerText"
+        page.wait_for(f"{text}.includes('slow: computes') && {text}.includes('kbit/s')")
+        slow = page.value("document.querySelector('.bad b').textContent")
+        members[2].kill()
+        assert slow.split("-")[-2] == str(members[2].pid)
+        page.wait_for(f"{text}.includes({slow + ' lost'!r}) && !document.querySelector('.bad')")
+        assert page.value("document.querySelectorAll('.member').length") == 2
+        assert page.value("document.documentElement.scrollWidth") == 400
+        assert TOKEN.decode() not in page.value("document.documentElement.outerHTML")
+
+
+def test_page_beyond_loopback_asks_for_a_token_of_its_own(tmp_path: Path) -> None:
+    options = ("--bind", "0.0.0.0:0", "--public", "--token-file", str(token_in(tmp_path)))
+    with host_command(*options, "--page", "0") as (host, _):
+        assert host.stdout is not None
+        url = host.stdout.readline().split()[-1]
+        assert asked(url)[0] == 200
+        assert TOKEN.decode() not in url
+        assert [asked(url[:-1])[0], asked(url.partition("?")[0])[0]] == [403, 403]
+
+
+def test_page_on_loopback_refuses_names_of_other_sites() -> None:
+    with host_command("--bind", "127.0.0.1:0", "--page", "0") as (host, _):
+        assert host.stdout is not None
+        url = host.stdout.readline().split()[-1]
+        assert asked(url)[0] == asked(url, Host="localhost:80")[0] == 200
+        assert asked(url, Host="rebound.example:80")[0] == 403
+        with pytest.raises(urllib.error.HTTPError, match="501"):
+            urllib.request.urlopen(url, data=b"written")
+
+
+def page_of_ranks(rank: int, size: int, port: int) -> list[str]:
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = tw.DistributedStrategy().prepare(model, optimizer, torch.nn.functional.mse_loss)
+    url, names, seen = f"http://127.0.0.1:{port}", [], torch.zeros(())
+    generator = torch.Generator().manual_seed(rank)
+    while seen < size:
+        engine.train_step(torch.randn(8, 4, generator=generator), torch.zeros(8, 1))
+        tw.log_stats(engine, url)
+        if rank == 0:
+            runs = json.loads(asked(f"{url}/events")[1].removeprefix("data: "))
+            names = [one["name"] for one in runs.get("ranks", {"members": []})["members"]]
+        seen = torch.tensor(float(len(names)))
+        torch.distributed.broadcast(seen, 0)
+    return names
+
+
+def test_log_stats_serves_a_page_of_fixed_ranks(ranks: Pool) -> None:
+    names, _ = ranks.run(page_of_ranks, free_port(), size=2)
+    assert [name.partition(" on ")[0] for name in names] == ["rank 0", "rank 1"]
+
+
+def test_log_stats_refuses_an_address_that_is_no_page() -> None:
+    model = torch.nn.Linear(4, 1)
+    engine = tw.DistributedStrategy().prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.functional.mse_loss
+    )
+    with pytest.raises(ValueError, match=r"'localhost:8080'"):
+        tw.log_stats(engine, "localhost:8080")
