@@ -22,13 +22,8 @@ def checksum(tensors: Sequence[Tensor]) -> int:
     The words are those of all tensors end to end, padded with zeros. Every weight is odd, so that a
     change of any single word changes the result.
 
-    Args:
-        tensors: Any dtypes, shapes, memory layouts and devices; read only. Entries count in their
-            logical order, NaN by its bits. Of a sharded tensor the local shard counts.
-
-    Returns:
-        0 to 2^64 - 1, the same on every device. One pass; one host synchronization for tensors that
-        are not on the CPU.
+    Entries count in their logical order, NaN by its bits; of a sharded tensor the local shard. It
+    is the same on every device, and takes one host synchronization on any but the CPU.
 
     >>> checksum([torch.ones(3)]) == checksum([torch.ones(2), torch.ones(1)])
     True
@@ -67,15 +62,9 @@ def bit_sums(tensors: Sequence[Tensor]) -> list[Tensor]:
 def checked_mean_(total: Tensor, count: int, *, bits: bool) -> Tensor:
     """Divide a sum in place, and check the result while it is still in the cache.
 
-    Args:
-        total: Floating-point or complex, one dimension, contiguous.
-        count: The divisor.
-        bits: Also compute a number of the result's bits.
-
-    Returns:
-        int64, shape (2,), on the device of `total`. First 1 if the entries add up to a finite
-        number, else 0. Then a number that a change of any 64-bit word of the result changes, or 0
-        without `bits`. No host synchronization.
+    `total` is contiguous, of one dimension. Returned is int64, shape (2,), on its device: 1 if the
+    entries add up to a finite number, else 0; then with `bits` a number that a change of any 64-bit
+    word of the result changes, else 0. No host synchronization.
 
     >>> total = torch.tensor([2.0, 4.0])
     >>> int(checked_mean_(total, 2, bits=False)[0]), total

@@ -47,9 +47,7 @@ class Proposal(NamedTuple):
 
 
 def in_chunks(sizes: Mapping[_Key, int]) -> Iterator[list[_Key]]:
-    """Yield groups of tensors for one call each.
-
-    The groups are so small that their temporary tensors stay small.
+    """Yield groups of tensors for one call each, whose temporary tensors stay small.
 
     >>> list(in_chunks({"a": 1 << 22, "b": 10, "c": 10}))
     [['a'], ['b', 'c']]
@@ -96,15 +94,9 @@ def commit_list_(
 ) -> None:
     """Fold gradients into u and v, subtract the sent values and mask the momentum.
 
-    Changes u and v in place. They become u' and v' of `propose_list`; then v[S] -= sent and u[S] =
-    0.
-
-    Args:
-        folds: Those of the proposal, gradients unchanged since.
-        sent: Per tensor S, shape (j,), int64, strictly ascending from 0 to n - 1, and the values
-            that receivers decode at S, float32 or float64.
-        seeds: 0 to 2^32 - 1, a different one in every step and for every tensor; see
-            `rounding_seed`. Without effect where u and v are wider than bfloat16.
+    They become u' and v' of `propose_list`; then v[S] -= sent and u[S] = 0. `sent` has per tensor
+    S, int64, strictly ascending, and the values that receivers decode there; `seeds` are those of
+    `rounding_seed`, without effect where u and v are wider than bfloat16.
 
     Source: arXiv 1712.01887, algorithm 4. Differs: the rounding error of the values stays in v.
 
@@ -151,17 +143,8 @@ def store_(target: Tensor, values: Tensor, seed: int) -> None:
 
 
 def sum_sparse(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the sum of sparse vectors, added in the order of `parts` starting from zero.
-
-    The result is bit-identical on every rank.
-
-    Args:
-        parts: At least one (indices, values): shape (j,) each, indices int64 and strictly
-            ascending, values float32.
-        dtype: float32 or float64, of the sum.
-
-    Returns:
-        Positions, int64, strictly ascending, that occur in any part; and their sums in `dtype`.
+    """Return the sum of sparse vectors, positions (int64, strictly ascending) and values (float32),
+    added in the order of `parts`: bit-identical on every rank.
 
     >>> a = (torch.tensor([0, 2]), torch.tensor([1.0, 2.0]))
     >>> b = (torch.tensor([2, 5]), torch.tensor([3.0, 4.0]))
@@ -178,16 +161,8 @@ def step_along_list_(
     sources: int,
     dtypes: Sequence[torch.dtype],
 ) -> None:
-    """Take a step along the mean of sparse vectors: p <- p - rate * mean.
-
-    Changes `params`; one call where the loops are compiled.
-
-    Args:
-        params: Any shapes and layouts, on one device.
-        parts: Per tensor as for `sum_sparse`, positions in the flat tensor.
-        rates: Per tensor.
-        sources: Divisor of the sum.
-        dtypes: Per tensor the type of the computation, float32 or float64.
+    """Take a step along the mean of sparse vectors: p <- p - rate * mean, in place, computed in
+    `dtypes`; `parts` as for `sum_sparse`, with positions in the flat tensor.
 
     >>> param = torch.ones(3)
     >>> parts = [(torch.tensor([0]), torch.tensor([4.0])), (torch.tensor([2]), torch.tensor([2.0]))]
@@ -217,8 +192,7 @@ def _have_addresses(parts: Sequence[tuple[Tensor, Tensor]]) -> bool:
 def top_k(values: Tensor, k: int) -> Tensor:
     """Return the positions, ascending, of the `k` entries of largest magnitude.
 
-    `values` are flat and finite, at least `k` of them. The selection is exact; of equal magnitudes
-    the lowest positions.
+    The selection is exact; of equal magnitudes the lowest positions.
 
     >>> top_k(torch.tensor([1.0, -3.0, 2.0]), 2)
     tensor([1, 2])

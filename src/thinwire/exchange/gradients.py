@@ -153,10 +153,8 @@ class GradientExchange(Synchronizer):
     If a gradient is not finite, all ranks drop the step. `update` may follow `launch` calls of the
     backward pass; it sends again if what was launched does not match the gradients of some rank.
 
-    `sources`: the units that count once each: ranks, nodes, whose ranks first average and then send
-    the same message, or the ranks that hold the same part of the model. `check_dense`: drop the
-    step if a dense gradient is not finite; a compressed one always drops it, because it would
-    corrupt the residual permanently.
+    `check_dense`: drop the step if a dense gradient is not finite; a compressed one always drops
+    it, because it would corrupt the residual permanently.
 
     Communication: one small agreement before the messages and one after. With buckets launched
     early only the second, unless they are sent again. Among nodes, one all-reduce per dtype inside

@@ -40,13 +40,8 @@ def cut_into_buckets(
 
 
 class Readiness:
-    """Turns "this tensor is ready" into "launch these buckets", each once and in order.
-
-    Ranks become ready in different orders, but collectives must not. So a complete bucket waits
-    until all buckets before it have been launched.
-
-    Args:
-        buckets: The tensors of each bucket; no tensor twice.
+    """Turns "this tensor is ready" into "launch these buckets", each once and in order: a complete
+    bucket waits until all buckets before it have been launched.
 
     >>> ready = Readiness([["c"], ["b", "a"]])
     >>> [list(ready.mark(name)) for name in ("a", "b", "c")]
@@ -60,17 +55,11 @@ class Readiness:
         self._next = 0
 
     def mark(self, name: str) -> Iterator[int]:
-        """Yield the indices of the buckets to launch now, in order.
-
-        A tensor may be marked again; an unknown one is ignored. A bucket counts as launched once
-        its index has been yielded.
-        """
+        """Yield the indices of the buckets to launch now, in order."""
         if name in self._bucket_of and name not in self._ready:
             # a hook may run twice for a parameter (re-entrant checkpointing)
             self._ready.add(name)
             self._missing[self._bucket_of[name]] -= 1
-            # a bucket that is complete too soon waits for those before it: collectives have one
-            # order
             while self._next < len(self._missing) and self._missing[self._next] == 0:
                 self._next += 1
                 yield self._next - 1
@@ -101,13 +90,6 @@ class Overlap:
     continue with the next step. If it cannot report it (the link is broken, the error occurred
     while sending, or it asks the process to end), the exchange is abandoned. The other ranks then
     see this rank as lost or stalled.
-
-    Args:
-        params: The trained parameters by name, in the model's order. They get hooks, which `remove`
-            takes off.
-        gradients: Over more than one rank.
-        bucket_bytes: See `cut_into_buckets`.
-        first_bytes: See `cut_into_buckets`.
     """
 
     def __init__(

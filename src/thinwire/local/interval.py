@@ -26,9 +26,7 @@ class Interval:
         self.observed: list[float | Tensor] = []
         """Losses observed since the last step."""
         self.last: float | Tensor | None = None
-        """Last one observed, for a page of the run."""
-        self._rate = 0.0
-        self._dropped = False
+        self._rate, self._dropped = 0.0, False
         self.k_steps = (
             config.init_k_steps if isinstance(config, AdaptiveLocalSGD) else config.k_steps
         )
@@ -54,10 +52,7 @@ class Interval:
         """Implement `LocalUpdates.observe`."""
         if isinstance(loss, Tensor):
             if loss.numel() != 1:
-                raise ValueError(
-                    "loss must be a number or a tensor of one element, got shape "
-                    f"{tuple(loss.shape)}"
-                )
+                raise ValueError(f"loss must have one element, got shape {tuple(loss.shape)}")
             if loss.dtype == torch.bool or loss.is_complex():
                 raise TypeError(f"loss must be a real number, got a tensor of type {loss.dtype}")
             loss = loss.detach()

@@ -283,8 +283,7 @@ class LocalUpdates:
         self._hooks = [self._steps, warner]
         _open.append(self)
         for optimizer in tensors.optimizers:
-            call_params = getattr(optimizer, "call_params", None)  # of optimizers of this library
-            if call_params is not None:
+            if call_params := getattr(optimizer, "call_params", None):  # of this library
                 call_params({p: name for name, p in named_parameters(tensors.model)})
         return self
 
@@ -334,14 +333,13 @@ class LocalUpdates:
         if not steps:  # a timed round in which no rank made a step
             return
         compare, now = self.step > self.config.begin_step, time.perf_counter()
-        warning = pace.round(steps, now, averager.waited_s, rate, compare=compare)
-        if warning is not None:
+        if warning := pace.round(steps, now, averager.waited_s, rate, compare=compare):
             warn_user(warning)
         if self._members is not None:
             self._members._show({"step": self.step, **self._counts()}, self._last_loss)
 
     @property
-    def _last_loss(self) -> float | Tensor | None:
+    def _last_loss(self) -> float | Tensor | None:  # for a page of the run
         return self._when.interval.last
 
     def close(self) -> None:

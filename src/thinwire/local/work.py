@@ -86,13 +86,11 @@ def of_site(totals: Sequence[RoundTotals]) -> RoundTotals:
 
 
 def weights_of(totals: Sequence[RoundTotals]) -> list[float]:
-    """Return the weight of each rank's (or site's) change; the mean weight is 1.
+    """Return the weight of each rank's (or site's) change, w n / sum(w) for n ranks: w are its
+    tokens if all ranks reported some, else its steps. Equal work gives exactly 1.
 
     >>> weights_of([(3, None), (1, None)])
     [1.5, 0.5]
-
-    w_r n / sum(w) for n ranks, where w is a rank's tokens if all ranks reported some, else its
-    steps. Equal work gives exactly 1.
     """
     # a rank without a step reports no tokens, and its weight is 0 either way
     silent = [rank for rank, (steps, tokens) in enumerate(totals) if tokens is None and steps]

@@ -11,14 +11,7 @@ class ForwardLayer:
     removed first.
 
     The layer is an object that holds its module, not a closure. A copied or unpickled module thus
-    has its own layer, which calls that module. Names, types and state_dict of the module stay as
-    they are.
-
-    Args:
-        module: Changed: gets this layer as its `forward`.
-
-    Raises:
-        TypeError: A scripted module, whose forward is compiled code.
+    has its own layer, which calls that module.
     """
 
     def __init__(self, module: nn.Module) -> None:
