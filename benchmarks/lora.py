@@ -109,15 +109,16 @@ def measure(run: Run) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, alone():
         for home, text in enumerate(HOMES):
             cell = replace(_SOURCE, part=part, seed=10 * run.seed + home, data=str(text))
-            works += works_of(cell, "cpu", Path(folder))
+            (own := Path(folder, str(home))).mkdir()  # texts are read from their files
+            works += works_of(cell, "cpu", own)
         errors: list[float] = []
         if run.method == "dense":
             _train_dense(models[0], works, optimizers[0], run)
         else:
             for start in range(0, run.steps, run.interval):
                 in_round = start // run.interval
-                for own in adapters:
-                    for adapter in own:
+                for of_home in adapters:
+                    for adapter in of_home:
                         once = in_round % 2 == 0
                         adapter.up.requires_grad_(run.method != "alternating" or once)
                         trains = run.method == "both" or (run.method == "alternating" and not once)
