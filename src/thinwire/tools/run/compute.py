@@ -16,7 +16,7 @@ from thinwire.checkpoint import random_state, set_random_state
 from thinwire.optim import Muon, muon_groups
 from thinwire.tools.run.built_in import ByteTransformer, Pair, loss_of, muon_shapes
 from thinwire.tools.run.config import ModelSize, muon_flops, muon_seconds
-from thinwire.tools.run.task import OwnTask, TaskError, called, device_of, made, run_alike
+from thinwire.tools.run.task import OwnTask, TaskError, called, device_of, made, own, run_alike
 
 STEPS_S = 4.0
 """Seconds for a model's steps, half of them for Muon's; each is made at least once."""
@@ -41,10 +41,10 @@ def step_of_task(task: str, device: str, workers: int, most_s: float = STEPS_S) 
     """Measure a step of a user's task, with its own optimizer, for this many workers."""
     rank = dist.get_rank()
     target = run_alike(lambda: device_of(device, rank), task)
-    own = OwnTask(task, 0, rank, workers, target)
-    make = own.make_optimizer or (lambda params: torch.optim.AdamW(params, lr=_LR))
-    clock = _Clock(own.model, own.loss_fn, own.some_batch(0), target)
-    return _timed(task, clock, lambda: make(list(own.model.parameters())), most_s)
+    work = OwnTask(task, 0, rank, workers, target)
+    make = work.make_optimizer or (lambda params: torch.optim.AdamW(params, lr=_LR))
+    clock = _Clock(work.model, work.loss_fn, work.first, target)
+    return _timed(task, clock, lambda: make(list(work.model.parameters())), most_s)
 
 
 def step_of_task_here(task: str, device: str, workers: int) -> dict[str, Any]:
@@ -167,14 +167,9 @@ def _steps(
     while len(runs) < _UNTIMED_STEPS + _MOST_STEPS and (
         not runs or time.perf_counter() - begin_s + last_s < most_s
     ):
-        try:
-            runs.append(clock.step(optimizer))
-            last_s = runs[-1]["end"]
-        except Exception as error:
-            begin = "" if task is None else f"task={task!r}: "
-            raise TaskError(
-                f"{begin}step {len(runs) + 1} raised {type(error).__name__}: {error}"
-            ) from error
+        what = f"step {len(runs) + 1} raised "
+        runs.append(own(task, what, lambda: clock.step(optimizer)))
+        last_s = runs[-1]["end"]
     return runs
 
 
