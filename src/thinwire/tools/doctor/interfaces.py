@@ -81,11 +81,16 @@ def is_loopback(address: str) -> bool:
         return False
 
 
+def family_of(address: str) -> socket.AddressFamily:
+    """Return the family of an address, for a socket."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
 def source_towards(host: str = "") -> str:
     """Return the source address of packets to a host, or to the internet by default."""
     for address in resolved(host or _SOMEWHERE).addresses[:1]:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe = socket.socket(family_of(address), socket.SOCK_DGRAM)
+        with contextlib.suppress(OSError), probe:
             probe.connect((address, 9))
             return str(probe.getsockname()[0])
     return ""
