@@ -115,13 +115,9 @@ def environments(workers: int, network: Network | None) -> list[tuple[int, dict[
     for rank in range(workers):
         machine = rank // local
         own = {"RANK": rank, "LOCAL_RANK": rank % local, "GROUP_RANK": machine}
-        given = {**_texts(default), **os.environ, **_texts(common), **_texts(own)}
-        found.append((fds[machine], given))
+        given = {**default, **os.environ, **common, **own}
+        found.append((fds[machine], {key: str(value) for key, value in given.items()}))
     return found
-
-
-def _texts(values: Mapping[str, Any]) -> dict[str, str]:
-    return {key: str(value) for key, value in values.items()}
 
 
 def cores() -> int:
