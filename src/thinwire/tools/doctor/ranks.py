@@ -190,8 +190,8 @@ class Examination:
             view.write("gloo", failure)
         outcomes = view.read_all("gloo", self._by(_GLOO)) if plan and self._rank == 0 else {}
         for rank in pairs.keys() & seen.keys():
-            skew, told = pairs[rank]
-            reached = tuple(Reach(**row) for row in told)
+            skew, answers = pairs[rank]
+            reached = tuple(Reach(**row) for row in answers)
             seen[rank] = replace(seen[rank], skew=skew and tuple(skew), reaches=reached)
         reports = {rank: replace(row, gloo=outcomes.get(rank)) for rank, row in seen.items()}
         return Reports(self._size, reports, strangers, plan, lines), stuck

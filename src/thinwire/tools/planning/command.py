@@ -483,8 +483,8 @@ def _summary(found: Mapping[str, Any]) -> str:
         slow = dict(min(timed, key=lambda pair: pair["bytes_s"]))
         (rank, to), _ = slow.pop("ranks"), slow.pop("latency_s")
         line = Line(**slow)
-        told = f"{line}: {line.advice}" if line.advice else str(line)
-        slowest = [f"slowest pair: rank {rank} to {to}: {told}"]
+        text = f"{line}: {line.advice}" if line.advice else str(line)
+        slowest = [f"slowest pair: rank {rank} to {to}: {text}"]
     lines = [
         f"{found['ranks']} ranks, {found['seconds']:.1f} s, {bytes_text(found['bytes'])} a rank",
         *slowest,

@@ -25,13 +25,13 @@ _OF_LINK = ("--link", "--latency", "--up", "--down", "--loss", "--congestion")
 
 
 def _ran(
-    command: Sequence[str], places: Sequence[tuple[int, dict[str, str]]]
+    command: Sequence[str], environments: Sequence[tuple[int, dict[str, str]]]
 ) -> tuple[int, int] | None:
     """Run a command on ranks until all have ended or one failed; return that one and its status."""
     running: dict[int, subprocess.Popen[bytes]] = {}
     with Prefixed() as output:
         try:
-            for rank, (fd, environment) in enumerate(places):
+            for rank, (fd, environment) in enumerate(environments):
                 process = start(command, environment, fd, subprocess.PIPE, subprocess.PIPE)
                 running[rank] = process
                 for pipe, to in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):

@@ -166,8 +166,8 @@ def _steps(
     while len(runs) < _UNTIMED_STEPS + _MOST_STEPS and (
         not runs or time.perf_counter() - begin_s + last_s < most_s
     ):
-        what = f"step {len(runs) + 1} raised "
-        runs.append(own(task, what, lambda: clock.step(optimizer)))
+        problem = f"step {len(runs) + 1} raised "
+        runs.append(own(task, problem, lambda: clock.step(optimizer)))
         last_s = runs[-1]["end"]
     return runs
 

@@ -63,7 +63,7 @@ def everyones(own: Any) -> list[Any]:
     return parts
 
 
-def own(word: str | None, what: str, work: Callable[[], R]) -> R:
+def own(word: str | None, problem: str, work: Callable[[], R]) -> R:
     """Run the code of a user's task; its errors name it and say what failed."""
     try:
         return work()
@@ -71,7 +71,7 @@ def own(word: str | None, what: str, work: Callable[[], R]) -> R:
         raise
     except (Exception, SystemExit) as error:
         begin = "" if word is None else f"task={word!r}: "
-        raise TaskError(f"{begin}{what}{type(error).__name__}: {error}") from error
+        raise TaskError(f"{begin}{problem}{type(error).__name__}: {error}") from error
 
 
 def run_alike(work: Callable[[], R], word: str | None) -> R:
