@@ -62,8 +62,8 @@ def cross_findings(reports: Reports) -> Iterator[Finding]:
     yield from different
     if reports.seen and not different:
         same = reports.seen[min(reports.seen)].machine.versions.items()
-        told = ", ".join(f"{name} {value}" for name, value in same)
-        yield ok("versions", f"the same everywhere: {told}")
+        texts = ", ".join(f"{name} {value}" for name, value in same)
+        yield ok("versions", f"the same everywhere: {texts}")
     same_value = "set the same value in the environment of each torchrun"
     yield from _different(reports, "environment", same_value)
     yield from _group(reports)

@@ -116,13 +116,13 @@ def listening() -> Listening:
                 loaded = any("libtorch" in part.path for part in process.memory_maps())
                 if not loaded or process.uids().real != os.getuid():
                     continue
-                who = f"pid {row.pid} ({program_of(process.cmdline())})"
+                process_text = f"pid {row.pid} ({program_of(process.cmdline())})"
                 address, port = row.laddr
                 if ipaddress.ip_address(address).is_unspecified:
-                    everywhere.add(f"port {port}: {who}")
+                    everywhere.add(f"port {port}: {process_text}")
                 elif not is_loopback(address):
                     where = f"[{address}]" if ":" in address else address
-                    outward.add(f"{where}:{port}: {who}")
+                    outward.add(f"{where}:{port}: {process_text}")
     return Listening(tuple(sorted(everywhere)), tuple(sorted(outward)))
 
 

@@ -127,12 +127,12 @@ class Examination:
     def run(self) -> Ended:
         """Run all phases and return the outcome."""
         self._show("meeting the other ranks")
-        limit_s, place = self._left_s(_MET), (self._rank, self._size)
+        limit_s, rank_and_size = self._left_s(_MET), (self._rank, self._size)
         limit = timedelta(seconds=limit_s)
         try:
             self._store, *_ = within(
                 limit_s,
-                lambda: next(iter(rendezvous("env://", *place, timeout=limit))),
+                lambda: next(iter(rendezvous("env://", *rank_and_size, timeout=limit))),
                 name=THREAD,
             )
         except (Late, RuntimeError, ValueError) as error:
@@ -141,7 +141,7 @@ class Examination:
                 problem = "waited for all ranks without success"
             reason = str(error).partition("\n")[0] or "time-out"
             return self._ended_alone(f"{problem}: {reason}")
-        view = StoreView(self._store, *place)
+        view = StoreView(self._store, *rank_and_size)
         if self._rank == 0:
             view.write("token", secrets.token_hex(TOKEN_BYTES))
         token = view.read("token", 0, self._by(_MET))
