@@ -52,7 +52,7 @@ from thinwire.compress import ChangeConfig
 from thinwire.tools.planning.loss import law, loss_gap
 from thinwire.tools.run.built_in import NextByte
 from thinwire.tools.run.config import Recipe, RunConfig
-from thinwire.tools.run.task import OwnTask, device_of
+from thinwire.tools.run.task import OwnTask, called, device_of
 from thinwire.tools.run.text import Corpus, read_folder, read_standard_library
 from thinwire.tools.run.trainers import Setup
 from thinwire.tools.run.training import rate_factor
@@ -195,7 +195,8 @@ class Training:
         share = 1 if sync else 1 / cell.workers
         for work, model in zip(self.works, self.models, strict=True):
             with self._half:
-                loss = self.setup.forward(model, *work.next_batch()) * share
+                inputs, targets = work.next_batch()
+                loss = self.setup.loss_fn(called(model, inputs), targets) * share
             loss.backward()  # type: ignore[no-untyped-call]
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:

@@ -165,7 +165,7 @@ def test_latency_rate_and_loss_of_a_line_are_measured(loss: str, control: str) -
     assert shortest is not None
     assert 40 <= float(shortest[1]) < 120
     assert re.fullmatch(r"all within [\d.]+ ms of rank 0's", told["clocks"]["found"])
-    line = re.search(r", ([\d.]+) over 16; ([\d.e-]+) % .*; (\w+)$", told["line"]["found"])
+    line = re.search(r", ([\d.]+) over 32; ([\d.e-]+) % .*; (\w+)$", told["line"]["found"])
     assert line is not None
     assert 3 < float(line[1]) < 11
     assert float(line[2]) < 2 if loss == "0%" else 0.1 < float(line[2]) < 10

@@ -248,27 +248,32 @@ def test_a_reader_that_leaves_ends_the_run(tmp_path: Path) -> None:
 
 def test_lines_stay_whole_and_name_their_rank() -> None:
     read_end, write_end = os.pipe()
-    prefixed, out = Prefixed(), BytesIO()
-    prefixed.add(7, os.fdopen(read_end, "rb"), out)
-    for chunk in (b"one\ntw", b"o\r\n\r 10%\r", b" 20%\r", b"\n\n\xff bytes", b" without an end"):
-        os.write(write_end, chunk)
-        assert prefixed.pass_on(1.0)
-    assert out.getvalue() == b"[7] one\n[7] two\n[7]  10%\n[7]  20%\n[7] \n"
-    prefixed.close()  # while the other end is still open
+    out = BytesIO()
+    with Prefixed() as prefixed:  # it ends while the other end is still open
+        prefixed.add(7, os.fdopen(read_end, "rb"), out)
+        for chunk in (
+            b"one\ntw",
+            b"o\r\n\r 10%\r",
+            b" 20%\r",
+            b"\n\n\xff bytes",
+            b" without an end",
+        ):
+            os.write(write_end, chunk)
+            assert prefixed.pass_on(1.0)
+        assert out.getvalue() == b"[7] one\n[7] two\n[7]  10%\n[7]  20%\n[7] \n"
     os.close(write_end)
     assert out.getvalue().endswith(b"[7] \n[7] \xff bytes without an end\n")
 
 
 def test_output_of_a_rank_that_prints_on_is_bounded() -> None:
     read_end, write_end = os.pipe()
-    prefixed = Prefixed()
-    prefixed.add(0, os.fdopen(read_end, "rb"), BytesIO())
     pid = os.fork()
     if pid == 0:  # prints for ever
         while True:
             os.write(write_end, b"on\n" * 100)
     try:
-        prefixed.close()
+        with Prefixed() as prefixed:
+            prefixed.add(0, os.fdopen(read_end, "rb"), BytesIO())
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

@@ -1,14 +1,17 @@
 """Findings between the ranks, from the reports of all of them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain, groupby
 
 from thinwire.tools.doctor.interfaces import is_loopback
-from thinwire.tools.doctor.local_checks import Finding, Level, machine_findings, note, ok, wrong
+from thinwire.tools.doctor.local_checks import Finding, machine_findings, note, ok, wrong
 from thinwire.tools.doctor.machine import Machine
 from thinwire.tools.doctor.pairs import Line, Reach
 
 _LARGEST_SKEW_S = 1.0
+_MUST_AGREE = {"wire", "GLOO_DEVICE_TRANSPORT"}
+"""Without it ranks refuse each other; the wire format alone among the versions."""
 _MAY_DIFFER = {"GLOO_SOCKET_IFNAME": "correct if the interfaces have other names there"}
 
 
@@ -55,36 +58,30 @@ def cross_findings(reports: Reports) -> Iterator[Finding]:
     yield from _lines(reports)
     yield from _sizes(reports)
     yield from _clocks(reports)
-    yield from _versions(reports)
-    yield from _different(
-        reports,
-        lambda row: row.machine.environment,
-        "environment",
-        lambda name: "wrong" if name == "GLOO_DEVICE_TRANSPORT" else "note",
-        lambda name: _MAY_DIFFER.get(
-            name, "set the same value in the environment of each torchrun"
-        ),
-    )
+    different = [*_different(reports, "versions", "install the same version on all machines")]
+    yield from different
+    if reports.seen and not different:
+        same = reports.seen[min(reports.seen)].machine.versions.items()
+        texts = ", ".join(f"{name} {value}" for name, value in same)
+        yield ok("versions", f"the same everywhere: {texts}")
+    same_value = "set the same value in the environment of each torchrun"
+    yield from _different(reports, "environment", same_value)
     yield from _group(reports)
 
 
 def named(ranks: Iterable[int]) -> str:
     """Format ranks as text."""
     several = sorted(ranks)
-    runs: list[list[int]] = []
-    for rank in several:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    # what lies in a run has the same distance from its place in the list
+    runs = [
+        [r for _, r in run] for _, run in groupby(enumerate(several), lambda one: one[1] - one[0])
+    ]
     texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
     return f"rank{'s' * (len(several) != 1)} {', '.join(texts)}"
 
 
 def _present(reports: Reports) -> Iterator[Finding]:
-    missing = [
-        r for r in range(reports.size) if r not in reports.seen and r not in reports.strangers
-    ]
+    missing = {*range(reports.size)} - reports.seen.keys() - reports.strangers.keys()
     if missing:
         yield wrong(
             "ranks",
@@ -101,37 +98,23 @@ def _present(reports: Reports) -> Iterator[Finding]:
 
 def _machines(reports: Reports) -> Iterator[Finding]:
     ranks_with: dict[Finding, list[int]] = {}
-    for ranks in reports.machines:
-        for rank in ranks:
-            for finding in machine_findings(
-                reports.seen[rank].machine,
-                ranks=reports.size,
-                ranks_here=len(ranks),
-                others=len(reports.machines) > 1,
-            ):
-                if finding.level != "ok":
-                    ranks_with.setdefault(finding, []).append(rank)
+    for rank, row in reports.seen.items():
+        here, others = len(reports.of(rank)), len(reports.machines) > 1
+        for finding in machine_findings(
+            row.machine, ranks=reports.size, ranks_here=here, others=others
+        ):
+            if finding.level != "ok":
+                ranks_with.setdefault(finding, []).append(rank)
     for finding, by in ranks_with.items():
         hosts = ", ".join(dict.fromkeys(reports.seen[rank].machine.host for rank in by))
         yield replace(finding, found=f"{named(by)} ({hosts}): {finding.found}")
 
 
 def _addresses(reports: Reports) -> Iterator[Finding]:
-    announcing: dict[str, list[list[int]]] = {}
-    for ranks in reports.machines:
-        for address in dict.fromkeys(reports.seen[rank].machine.address for rank in ranks):
-            has = [rank for rank in ranks if reports.seen[rank].machine.address == address]
-            announcing.setdefault(address, []).append(has)
-    for address, having in announcing.items():
-        if len(having) > 1 and address and not is_loopback(address):
-            yield wrong(
-                "addresses",
-                f"{' and '.join(map(named, having))} are on different machines and announce the "
-                f"same address, {address}",
-                "on each machine, set GLOO_SOCKET_IFNAME to an interface with an address of "
-                "its own",
-            )
+    announcing: dict[str, dict[str, list[int]]] = {}
     for rank, row in reports.seen.items():
+        by_machine = announcing.setdefault(row.machine.address, {})
+        by_machine.setdefault(row.machine.namespace, []).append(rank)
         if row.no_socket:
             yield wrong(
                 "addresses",
@@ -139,9 +122,17 @@ def _addresses(reports: Reports) -> Iterator[Finding]:
                 f"{row.no_socket}",
                 "set GLOO_SOCKET_IFNAME to an interface that is up and has an address",
             )
+    for address, having in announcing.items():
+        if len(having) > 1 and address and not is_loopback(address):
+            yield wrong(
+                "addresses",
+                f"{' and '.join(map(named, having.values()))} are on different machines and "
+                f"announce the same address, {address}",
+                "on each machine, set GLOO_SOCKET_IFNAME to an interface with an address of "
+                "its own",
+            )
     texts = [
-        f"{named(rank for ranks in having for rank in ranks)} {address}"
-        for address, having in announcing.items()
+        f"{named(chain(*having.values()))} {address}" for address, having in announcing.items()
     ]
     yield ok("addresses", "; ".join(texts))
 
@@ -185,14 +176,11 @@ def _failed(reports: Reports, error: str, pairs: list[tuple[int, int]]) -> Findi
     sources, targets = {pair[0] for pair in pairs}, {pair[1] for pair in pairs}
     machine = reports.seen[pairs[0][1]].machine
     source = reports.seen[pairs[0][0]].machine.address
-    back = {(b, a) for a, b in pairs}
-    connected = {
-        (rank, reach.to)
-        for rank, row in reports.seen.items()
-        for reach in row.reaches or ()
-        if not reach.error
-    }
-    one_way = " (the other direction works)" if back <= connected else ""
+    works = [
+        any(back.to == there and not back.error for back in reports.seen[here].reaches or ())
+        for there, here in pairs
+    ]
+    one_way = " (the other direction works)" if all(works) else ""
     return wrong(
         "connections",
         f"{named(sources)} cannot reach {named(targets)} at {machine.address}: {error}{one_way}",
@@ -278,52 +266,23 @@ def _clocks(reports: Reports) -> Iterator[Finding]:
         yield ok("clocks", f"all within {_ms(largest)} of rank 0's")
 
 
-def _versions(reports: Reports) -> Iterator[Finding]:
-    if 0 not in reports.seen:
-        return
-    first = reports.seen[0].machine.versions
-    found = list(
-        _different(
-            reports,
-            lambda row: row.machine.versions,
-            "versions",
-            # ranks refuse each other by the wire version alone
-            lambda name: "wrong" if name == "wire" else "note",
-            lambda _: "install the same version on all machines",
-        )
-    )
-    yield from found
-    if not found:
-        same = ", ".join(f"{name} {value}" for name, value in first.items())
-        yield ok("versions", f"the same everywhere: {same}")
-
-
-def _different(
-    reports: Reports,
-    part: Callable[[Seen], Mapping[str, str]],
-    check: str,
-    level: Callable[[str], Level],
-    advice: Callable[[str], str],
-) -> Iterator[Finding]:
-    """Yield entries whose values differ from those of the first rank."""
-    if not reports.seen:
-        return
-    lowest = min(reports.seen)
-    first = part(reports.seen[lowest])
-    others: dict[tuple[str, str], list[int]] = {}
-    for rank, row in reports.seen.items():
-        for name in dict.fromkeys([*first, *part(row)]):
-            theirs = part(row).get(name, "not set")
-            if theirs != first.get(name, "not set"):
-                others.setdefault((name, theirs), []).append(rank)
+def _different(reports: Reports, part: str, advice: str) -> Iterator[Finding]:
+    """Yield entries of a part of the machines whose values differ from those of the first rank."""
+    rows: dict[int, dict[str, str]]
+    rows = {rank: getattr(row.machine, part) for rank, row in reports.seen.items()}
+    lowest = min(rows, default=0)
+    first, others = rows.get(lowest, {}), dict[tuple[str, str], list[int]]()
+    for rank, own in rows.items():
+        for name in dict.fromkeys([*first, *own]):
+            if own.get(name) != first.get(name):
+                others.setdefault((name, own.get(name, "not set")), []).append(rank)
     for (name, theirs), ranks in others.items():
-        ours = first.get(name, "not set")
-        subject = "the wire format" if name == "wire" else name
+        subject, ours = "the wire format" if name == "wire" else name, first.get(name, "not set")
         yield Finding(
-            level(name),
-            check,
+            "wrong" if name in _MUST_AGREE else "note",
+            part,
             f"{subject} is {ours} on rank {lowest} and {theirs} on {named(ranks)}",
-            advice(name),
+            _MAY_DIFFER.get(name, advice),
         )
 
 
@@ -337,10 +296,9 @@ def _group(reports: Reports) -> Iterator[Finding]:
         return
     errors: dict[str, list[int]] = {}
     for rank, row in reports.seen.items():
-        if row.gloo is None:
-            errors.setdefault("no report in time", []).append(rank)
-        elif row.gloo:
-            errors.setdefault(row.gloo, []).append(rank)
+        error = "no report in time" if row.gloo is None else row.gloo
+        if error:
+            errors.setdefault(error, []).append(rank)
     for error, ranks in errors.items():
         yield wrong(
             "gloo group",

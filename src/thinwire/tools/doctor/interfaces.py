@@ -81,11 +81,16 @@ def is_loopback(address: str) -> bool:
         return False
 
 
+def family_of(address: str) -> socket.AddressFamily:
+    """Return the family of an address, for a socket."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
 def source_towards(host: str = "") -> str:
     """Return the source address of packets to a host, or to the internet by default."""
     for address in resolved(host or _SOMEWHERE).addresses[:1]:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe = socket.socket(family_of(address), socket.SOCK_DGRAM)
+        with contextlib.suppress(OSError), probe:
             probe.connect((address, 9))
             return str(probe.getsockname()[0])
     return ""
@@ -102,33 +107,23 @@ class Listening(NamedTuple):
 
 def listening() -> Listening:
     """Return the listening processes of this user, except this one."""
-    found: list[tuple[str, int, str]] = []
+    everywhere, outward = set[str](), set[str]()
     for row in _connections():
         if row.status == psutil.CONN_LISTEN and row.pid not in (None, os.getpid()):
             # it may have ended meanwhile, or not let itself be looked at
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(row.pid)
                 loaded = any("libtorch" in part.path for part in process.memory_maps())
-                if loaded and process.uids().real == os.getuid():
-                    program = program_of(process.cmdline())
-                    found.append((*row.laddr, f"pid {row.pid} ({program})"))
-    everywhere: dict[str, set[int]] = {}
-    outward = set()
-    for address, port, process in found:
-        if ipaddress.ip_address(address).is_unspecified:
-            everywhere.setdefault(process, set()).add(port)
-        elif not is_loopback(address):
-            where = f"[{address}]" if ":" in address else address
-            outward.add(f"{where}:{port}: {process}")
-    return Listening(
-        tuple(
-            sorted(
-                f"port {', '.join(map(str, sorted(ports)))}: {process}"
-                for process, ports in everywhere.items()
-            )
-        ),
-        tuple(sorted(outward)),
-    )
+                if not loaded or process.uids().real != os.getuid():
+                    continue
+                process_text = f"pid {row.pid} ({program_of(process.cmdline())})"
+                address, port = row.laddr
+                if ipaddress.ip_address(address).is_unspecified:
+                    everywhere.add(f"port {port}: {process_text}")
+                elif not is_loopback(address):
+                    where = f"[{address}]" if ":" in address else address
+                    outward.add(f"{where}:{port}: {process_text}")
+    return Listening(tuple(sorted(everywhere)), tuple(sorted(outward)))
 
 
 def program_of(command: Sequence[str]) -> str:

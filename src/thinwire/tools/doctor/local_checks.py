@@ -8,7 +8,7 @@ import errno
 import ipaddress
 import socket
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -44,32 +44,30 @@ def status_of(findings: Iterable[Finding]) -> int:
 
 def as_text(findings: Iterable[Finding], *, quiet: bool, width: int = 100) -> str:
     """Return lines for the terminal; `quiet` keeps only those that are wrong."""
-    shown = [finding for finding in findings if not quiet or finding.level == "wrong"]
-    return "\n".join(_lines(finding, max(width, _LEAST_WIDTH)) for finding in shown)
-
-
-def document(title: str, findings: Iterable[Finding], seconds: float) -> dict[str, Any]:
-    """Return the findings as JSON data."""
-    rows = list(findings)
-    return {
-        "title": title,
-        "status": status_of(rows),
-        "seconds": round(seconds, 2),
-        "findings": [asdict(finding) for finding in rows],
-    }
-
-
-def _lines(finding: Finding, width: int) -> str:
-    head = f"{finding.level:<{_LEVEL_WIDTH}}{finding.check:<{_CHECK_WIDTH}}"
-    blank = " " * len(head)
     # names, ports and commands stay in one piece
-    wrap = partial(textwrap.wrap, width=width, break_long_words=False, break_on_hyphens=False)
-    parts = wrap(finding.found, initial_indent=head, subsequent_indent=blank)
-    if finding.advice:
-        advice = f"-> {finding.advice}"
-        further = f"{blank}   "
-        parts += wrap(advice, initial_indent=blank, subsequent_indent=further)
-    return "\n".join(parts)
+    wrap = partial(
+        textwrap.wrap,
+        width=max(width, _LEAST_WIDTH),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    lines = list[str]()
+    for one in findings:
+        if not quiet or one.level == "wrong":
+            head = f"{one.level:<{_LEVEL_WIDTH}}{one.check:<{_CHECK_WIDTH}}"
+            blank = " " * len(head)
+            lines += wrap(one.found, initial_indent=head, subsequent_indent=blank)
+            if one.advice:
+                advice = f"-> {one.advice}"
+                lines += wrap(advice, initial_indent=blank, subsequent_indent=f"{blank}   ")
+    return "\n".join(lines)
+
+
+def document(title: str, found: Sequence[Finding], seconds: float) -> dict[str, Any]:
+    """Return the findings as JSON data."""
+    rows = [asdict(finding) for finding in found]
+    status = status_of(found)
+    return {"title": title, "status": status, "seconds": round(seconds, 2), "findings": rows}
 
 
 _FEWEST_FILES, _FILES_PER_RANK = 1024, 16
@@ -82,9 +80,10 @@ def machine_findings(
     machine: Machine, *, ranks: int = 1, ranks_here: int = 1, others: bool | None = None
 ) -> Iterator[Finding]:
     """Return the findings on a machine; `others` is True if ranks are on other machines too."""
-    yield _host(machine)
     yield from _naming(machine)
-    yield _interfaces(machine)
+    up = [one for one in machine.interfaces if one.up and one.addresses]
+    texts = [f"{one.name} {', '.join(one.addresses)} (MTU {one.mtu})" for one in up]
+    yield ok("interfaces", "; ".join(texts) or ", ".join(one.name for one in machine.interfaces))
     yield from _gloo(machine, others)
     yield from _listeners(machine)
     if machine.congestion:
@@ -92,7 +91,6 @@ def machine_findings(
     yield from _limits(machine, ranks)
     yield _threads(machine, ranks_here)
     yield from _environment(machine)
-    yield _clock(machine)
     yield ok("versions", ", ".join(f"{name} {value}" for name, value in machine.versions.items()))
 
 
@@ -103,17 +101,15 @@ def has_remote_ranks(meeting: str, own: tuple[str, ...]) -> bool | None:
     return True if any(a not in own and not is_loopback(a) for a in addresses) else None
 
 
-def _host(machine: Machine) -> Finding:
+def _naming(machine: Machine) -> Iterator[Finding]:
     if machine.names_error:
-        return note(
+        yield note(
             "host",
             f"the name of this host, {machine.host}, does not resolve: {machine.names_error}",
             f"add it to /etc/hosts, or set GLOO_SOCKET_IFNAME {_BY_TORCHRUN}",
         )
-    return ok("host", f"{machine.host} resolves to {', '.join(machine.names)}")
-
-
-def _naming(machine: Machine) -> Iterator[Finding]:
+    else:
+        yield ok("host", f"{machine.host} resolves to {', '.join(machine.names)}")
     if machine.naming_s >= _SLOW_NAMING_S:
         yield note(
             "name server",
@@ -121,15 +117,6 @@ def _naming(machine: Machine) -> Iterator[Finding]:
             "torch asks for each connection to its store and waits (pytorch 159596)",
             "fix /etc/resolv.conf, or set RES_OPTIONS='timeout:1 attempts:1' in the environment",
         )
-
-
-def _interfaces(machine: Machine) -> Finding:
-    texts = [
-        f"{one.name} {', '.join(one.addresses)} (MTU {one.mtu})"
-        for one in machine.interfaces
-        if one.up and one.addresses
-    ]
-    return ok("interfaces", "; ".join(texts) or ", ".join(one.name for one in machine.interfaces))
 
 
 def _gloo(machine: Machine, others: bool | None) -> Iterator[Finding]:
@@ -140,16 +127,15 @@ def _gloo(machine: Machine, others: bool | None) -> Iterator[Finding]:
     for address in machine.gloo:
         one = machine.interface_of(address)
         announced = f"gloo announces {address}{f' of {one.name}' if one else ''}, {by}"
-        why = ""
-        if is_loopback(address):
-            why = "ranks on other machines cannot reach it"
-        elif one is not None and one.internal:
-            why = "a bridge inside this machine, which others cannot reach"
-        if why and others is not False:
-            level = wrong if others else note
-            yield level("gloo", f"{announced}: {why}", f"for several machines: {_cure(machine)}")
-        else:
+        bridge = one is not None and one.internal
+        if others is False or not (bridge or is_loopback(address)):
             yield ok("gloo", announced)
+            continue
+        why = "ranks on other machines cannot reach it"
+        if bridge:
+            why = "a bridge inside this machine, which others cannot reach"
+        cure = f"for several machines: {_cure(machine)}"
+        yield (wrong if others else note)("gloo", f"{announced}: {why}", cure)
     if "TP_SOCKET_IFNAME" in machine.environment and not named:
         yield note(
             "gloo",
@@ -160,15 +146,12 @@ def _gloo(machine: Machine, others: bool | None) -> Iterator[Finding]:
 
 def _cure(machine: Machine) -> str:
     named = machine.environment.get("GLOO_SOCKET_IFNAME", "")
-    usable = [one.name for one in machine.interfaces if one.up and one.addresses] or [
-        one.name for one in machine.interfaces
-    ]
     outward = machine.interface_of(machine.route)
     if outward is not None and not is_loopback(machine.route):
-        return (
-            f"set GLOO_SOCKET_IFNAME={outward.name} {_BY_TORCHRUN}: this interface leads to "
-            "the others"
-        )
+        name = f"GLOO_SOCKET_IFNAME={outward.name}"
+        return f"set {name} {_BY_TORCHRUN}: this interface leads to the others"
+    up = [one for one in machine.interfaces if one.up and one.addresses]
+    usable = [one.name for one in up or machine.interfaces]
     close = difflib.get_close_matches(named, usable, 1)
     meant = f"did you mean {close[0]}? " if close else ""
     return (
@@ -227,22 +210,17 @@ def _limits(machine: Machine, ranks: int) -> Iterator[Finding]:
 
 def _threads(machine: Machine, ranks_here: int) -> Finding:
     named = machine.environment.get("OMP_NUM_THREADS", "")
+    setting = f"{machine.cores} cores, OMP_NUM_THREADS is {named or 'not set'}"
     if not named.isdigit():
-        setting = f"{machine.cores} cores, OMP_NUM_THREADS is {named or 'not set'}"
         return ok("threads", f"{setting}; torchrun sets 1 for several ranks on a machine")
-    setting = (
-        f"{machine.cores} cores for {ranks_here} ranks here, each with OMP_NUM_THREADS={named}"
-    )
+    setting = f"{setting} for each of {ranks_here} ranks here"
     fair = max(machine.cores // ranks_here, 1)
+    change = f"set OMP_NUM_THREADS={fair}"
     if int(named) * ranks_here > machine.cores:
-        fewer = f"set OMP_NUM_THREADS={fair}" if int(named) > fair else "start fewer ranks here"
+        fewer = change if int(named) > fair else "start fewer ranks here"
         return note("threads", f"{setting}: more threads than cores", fewer)
     if 4 * int(named) <= fair:
-        return note(
-            "threads",
-            f"{setting}: cores stay idle if the CPU trains",
-            f"set OMP_NUM_THREADS={fair}",
-        )
+        return note("threads", f"{setting}: cores stay idle if the CPU trains", change)
     return ok("threads", setting)
 
 
@@ -256,20 +234,23 @@ def _environment(machine: Machine) -> Iterator[Finding]:
             "TORCH_DISTRIBUTED_DEBUG=DETAIL: with torch 2.13, DDP crashes under it on CPUs",
             "unset it; thinwire has checks of its own",
         )
-
-
-def _clock(machine: Machine) -> Finding:
     if machine.clock_kept is False:
-        return note(
+        yield note(
             "clock",
             "no time service sets this machine's clock",
             "start chrony or systemd-timesyncd; training needs no clock, but logs and "
             "certificates do",
         )
-    return ok("clock", "a time service sets it" if machine.clock_kept else "unknown")
+    else:
+        yield ok("clock", "a time service sets it" if machine.clock_kept else "unknown")
 
 
 _CHECK = "store"
+_CURES_OF_STORE = {
+    "no route": "run `ip route get` with that address, or use an address that has a route",
+    "refused": "torchrun on rank 0's machine has ended, or a firewall there refuses this port",
+}
+_OPEN_STORE = "let the firewalls between accept TCP on this port at rank 0's machine"
 _REASONS = {
     errno.ECONNREFUSED: "refused",
     errno.ETIMEDOUT: "time-out",
@@ -317,38 +298,28 @@ def meeting_point(
         )
     address = addresses[0]
     where = f"{host}:{port}" if host == address else f"{host}:{port} ({address})"
-    return _tried(where, address, int(port), own, patience_s, started=started)
+    here = address in own or is_loopback(address)
+    return _tried(where, (address, int(port)), patience_s, started=started, here=here)
 
 
 def _tried(
-    where: str, address: str, port: int, own: tuple[str, ...], patience_s: float, *, started: bool
+    where: str, address: tuple[str, int], patience_s: float, *, started: bool, here: bool
 ) -> Finding:
     try:
-        with socket.create_connection((address, port), timeout=patience_s):
+        with socket.create_connection(address, timeout=patience_s):
             return ok(_CHECK, f"{where} answers")
     except OSError as error:
         reason = why_not(error)
-    here = address in own or is_loopback(address)
-    if here and reason == "refused" and not started:
-        with contextlib.suppress(OSError), socket.create_server((address, port)):
+    if reason != "refused" or started:
+        text = f"{where} cannot be reached from this machine: {reason}"
+        return wrong(_CHECK, text, _CURES_OF_STORE.get(reason, _OPEN_STORE))
+    if here:
+        with contextlib.suppress(OSError), socket.create_server(address):
             return ok(_CHECK, f"{where} is this machine, and the port is free")
-        return wrong(
-            _CHECK, f"{where} is this machine, and the port is taken", "choose another port"
-        )
-    if reason == "refused" and not started:
-        return note(
-            _CHECK,
-            f"{where} refuses connections: nothing listens there yet",
-            "if torchrun already runs there, a firewall refuses: let it accept this port",
-        )
-    return wrong(
-        _CHECK, f"{where} cannot be reached from this machine: {reason}", _cure_of_store(reason)
+        text = f"{where} is this machine, and the port is taken"
+        return wrong(_CHECK, text, "choose another port")
+    return note(
+        _CHECK,
+        f"{where} refuses connections: nothing listens there yet",
+        "if torchrun already runs there, a firewall refuses: let it accept this port",
     )
-
-
-def _cure_of_store(reason: str) -> str:
-    if reason == "no route":
-        return "run `ip route get` with that address, or use an address that has a route"
-    if reason == "refused":
-        return "torchrun on rank 0's machine has ended, or a firewall there refuses this port"
-    return "let the firewalls between accept TCP on this port at rank 0's machine"

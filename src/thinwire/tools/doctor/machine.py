@@ -39,8 +39,14 @@ _LOOKED_AT = re.compile(
 )
 _WHERE_IN_GLOO = re.compile(r"^\[enforce fail at [^]]*\] ([\w ]+[!=]= [\w ]+\. )?")
 _LONGEST_NAMING_S = 1.0
-_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+_SETTINGS = Path("/proc/sys/net/ipv4")
+_TIME_ERROR = 5  # answer of adjtimex(2) if nothing keeps the clock
+
+
+def setting(name: str) -> str:
+    """Return a setting of TCP in Linux; empty elsewhere."""
+    file = _SETTINGS / name
+    return file.read_text().strip() if file.exists() else ""
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,8 @@ class Machine:
         silent = time.monotonic() - begun >= LOOK_UP_S
         gloo, gloo_error = ((), names_error) if silent and not named_interfaces() else announced()
         everywhere, outward = listening()
+        towards = source_towards(os.environ.get("MASTER_ADDR", ""))
+        first, last = map(int, setting("ip_local_port_range").split() or (0, 0))
         return cls(
             host=host,
             namespace=_namespace(host),
@@ -84,10 +92,10 @@ class Machine:
             interfaces=interfaces(),
             gloo=gloo,
             gloo_error=gloo_error,
-            route=_route(),
+            route=source_towards() if is_loopback(towards) else towards,
             cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-            ports=_port_range(),
+            ports=(first, last),
             ports_used=ports_in_use(),
             environment={k: v for k, v in sorted(os.environ.items()) if _LOOKED_AT.fullmatch(k)},
             versions=_versions(),
@@ -95,7 +103,7 @@ class Machine:
             listeners=everywhere,
             outward=outward,
             naming_s=_naming_s(gloo[0] if gloo else "127.0.0.1"),
-            congestion=_CONGESTION.read_text().strip() if _CONGESTION.exists() else "",
+            congestion=setting("tcp_congestion_control"),
         )
 
     @classmethod
@@ -139,18 +147,6 @@ def _namespace(host: str) -> str:
     return f"{boot.read_text().strip()} {stack.readlink()}"
 
 
-def _route() -> str:
-    towards = source_towards(os.environ.get("MASTER_ADDR", ""))
-    return source_towards() if is_loopback(towards) else towards
-
-
-def _port_range() -> tuple[int, int]:
-    if not _PORTS.exists():
-        return 0, 0
-    first, last = _PORTS.read_text().split()
-    return int(first), int(last)
-
-
 def _versions() -> dict[str, str]:
     found = {"thinwire": __version__, "wire": str(WIRE_VERSION)}
     for name in ("torch", "numpy"):
@@ -161,31 +157,13 @@ def _versions() -> dict[str, str]:
     return found | {"python": platform.python_version()}
 
 
-_UNSYNCHRONIZED = 0x40  # STA_UNSYNC of adjtimex(2)
-
-
-class _Timex(ctypes.Structure):
-    """The first fields of `struct timex`, and padding for the rest."""
-
-    _fields_ = (
-        ("modes", ctypes.c_uint),
-        ("offset", ctypes.c_long),
-        ("freq", ctypes.c_long),
-        ("maxerror", ctypes.c_long),
-        ("esterror", ctypes.c_long),
-        ("status", ctypes.c_int),
-        ("rest", ctypes.c_byte * 400),
-    )
-
-
 def follows_a_time_server() -> bool | None:
     """Return True if a time service keeps this machine's clock; None if unknown."""
     if sys.platform != "linux":
         return None
-    state = _Timex(modes=0)  # reads, and sets nothing
-    if ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(state)) < 0:
-        return None
-    return not state.status & _UNSYNCHRONIZED
+    unchanged = (ctypes.c_byte * 512)()  # a `struct timex` of zeros reads, and sets nothing
+    answer = ctypes.CDLL(None).adjtimex(unchanged)
+    return None if answer < 0 else answer != _TIME_ERROR
 
 
 def named_interfaces() -> list[str]:

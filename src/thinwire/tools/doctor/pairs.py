@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import hmac
-import ipaddress
 import socket
 import struct
 import sys
@@ -13,10 +12,11 @@ from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self, final
 
+from thinwire.tools.doctor.interfaces import family_of
 from thinwire.tools.doctor.local_checks import why_not
 
 TOKEN_BYTES = 16
-_RANK, _LENGTH = struct.Struct("!I"), struct.Struct("!I")
+_NUMBER = struct.Struct("!I")
 _LARGE_BYTES = 32 * 1024
 _PINGS, _FEWEST_PINGS, _PINGING_S = 9, 3, 0.3
 _SMALLER_MTU = (1420, 1380, 1280, 1000)
@@ -92,7 +92,7 @@ class Answering:
 
     def __init__(self, address: str, rank: int, token: bytes, patience_s: float) -> None:
         self._rank, self._token, self._patience_s = rank, token, patience_s
-        self._socket = socket.create_server((address, 0), family=_family(address))
+        self._socket = socket.create_server((address, 0), family=family_of(address))
         self.port = int(self._socket.getsockname()[1])
 
     def __enter__(self) -> Self:
@@ -121,13 +121,13 @@ class Answering:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if not hmac.compare_digest(_read(connection, TOKEN_BYTES), self._token):
                 return
-            connection.sendall(self._token + _RANK.pack(self._rank))
+            connection.sendall(self._token + _NUMBER.pack(self._rank))
             while True:
-                length = _LENGTH.unpack(_read(connection, _LENGTH.size))[0]
+                length = _NUMBER.unpack(_read(connection, _NUMBER.size))[0]
                 while length == _ENDLESS and connection.recv(_PIECE_BYTES):
                     pass
                 _read(connection, min(length, _LARGE_BYTES))
-                connection.sendall(_LENGTH.pack(length))
+                connection.sendall(_NUMBER.pack(length))
 
 
 @dataclass(frozen=True)
@@ -142,23 +142,21 @@ class Peer:
 
     def connect(self, segment_bytes: int = 0) -> socket.socket:
         """Return a connection over which the rank has answered."""
-        connection = socket.socket(_family(self.address), socket.SOCK_STREAM)
-        try:
+        with contextlib.ExitStack() as failure:
+            connection = socket.socket(family_of(self.address), socket.SOCK_STREAM)
+            failure.enter_context(connection)
             connection.settimeout(self.patience_s)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if segment_bytes:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, segment_bytes)
             connection.connect((self.address, self.port))
             connection.sendall(self.token)
-            answer = _read(connection, TOKEN_BYTES + _RANK.size)
+            answer = _read(connection, TOKEN_BYTES + _NUMBER.size)
             if not hmac.compare_digest(answer[:TOKEN_BYTES], self.token):
                 raise OSError("another program answers")
-            answered = _RANK.unpack(answer[TOKEN_BYTES:])[0]
-            if answered != self.rank:
-                raise OSError(f"rank {answered} answers")
-        except BaseException:
-            connection.close()
-            raise
+            if answer[TOKEN_BYTES:] != _NUMBER.pack(self.rank):
+                raise OSError(f"rank {_NUMBER.unpack(answer[TOKEN_BYTES:])[0]} answers")
+            failure.pop_all()
         return connection
 
     def flow(self, streams: int, most_bytes: int, most_s: float) -> Flow:
@@ -170,7 +168,7 @@ class Peer:
                 stack.enter_context(end)
                 # what is on its way when the connection is closed would disturb what follows
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                end.sendall(_LENGTH.pack(_ENDLESS))
+                end.sendall(_NUMBER.pack(_ENDLESS))
                 end.setblocking(False)
             return _flow(ends, most_bytes, most_s)
 
@@ -219,18 +217,17 @@ def reach_all(peers: Collection[Peer], large: Set[int]) -> list[Reach]:
 
 def reach(peer: Peer, large: bool) -> Reach:
     """Connect to one other rank, with or without a large message."""
+    latency_s = None
     try:
         with peer.connect() as connection:
             latency_s = round_trip_s(connection)
-            if not large:
-                return Reach(peer.rank, latency_s=latency_s)
-            try:
+            if large:
                 _seconds(connection, _LARGE_BYTES)
-            except TimeoutError:
-                return Reach(peer.rank, "", latency_s, False, _fitting_mtu(peer))
-            return Reach(peer.rank, latency_s=latency_s, large=True)
     except OSError as error:
-        return Reach(peer.rank, why_not(error))
+        if latency_s is None or not isinstance(error, TimeoutError):
+            return Reach(peer.rank, why_not(error))
+        return Reach(peer.rank, "", latency_s, False, _fitting_mtu(peer))
+    return Reach(peer.rank, "", latency_s, large or None)
 
 
 def round_trip_s(connection: socket.socket) -> float:
@@ -244,13 +241,13 @@ def round_trip_s(connection: socket.socket) -> float:
 def _seconds(connection: socket.socket, length: int) -> float:
     """Return the seconds of a message of this length and its acknowledgement."""
     begun = time.perf_counter()
-    connection.sendall(_LENGTH.pack(length) + bytes(length))
-    _read(connection, _LENGTH.size)
+    connection.sendall(_NUMBER.pack(length) + bytes(length))
+    _read(connection, _NUMBER.size)
     return time.perf_counter() - begun
 
 
 def _fitting_mtu(peer: Peer) -> int:
-    headers = _HEADERS_BYTES[_family(peer.address)]
+    headers = _HEADERS_BYTES[family_of(peer.address)]
     hasty = replace(peer, patience_s=peer.patience_s / 2)
 
     def fits(mtu: int) -> bool:
@@ -267,16 +264,9 @@ def _fitting_mtu(peer: Peer) -> int:
 
 
 def _read(connection: socket.socket, length: int) -> bytes:
-    parts, missing = [], length
-    while missing:
-        part = connection.recv(missing)
-        if not part:
+    parts = list[bytes]()
+    while missing := length - sum(map(len, parts)):
+        parts.append(connection.recv(missing))
+        if not parts[-1]:
             raise OSError("closed by the listener")
-        parts.append(part)
-        missing -= len(part)
     return b"".join(parts)
-
-
-def _family(address: str) -> socket.AddressFamily:
-    six = ipaddress.ip_address(address).version == 6
-    return socket.AF_INET6 if six else socket.AF_INET

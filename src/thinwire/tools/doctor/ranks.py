@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Set
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any, NamedTuple, final
 
@@ -37,31 +37,13 @@ _CLOCK_ROUNDS = 4
 _SHORTEST_S = 0.01
 
 
-def find_store(rank: int, size: int, patience_s: float) -> Store:
-    """Return the store named by the environment; raise `Late` or RuntimeError if not found."""
-    limit = timedelta(seconds=patience_s)
-
-    def find() -> Store:
-        found: Store = next(iter(rendezvous("env://", rank, size, timeout=limit)))[0]
-        return found
-
-    return within(patience_s, find, name=THREAD)
-
-
 @final
 class StoreView:
     """Key-value view of the store: rows of JSON that ranks exchange."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self._found = store
         self.store = PrefixStore("thinwire/doctor", store)
-
-    def another(self) -> Store:
-        """Return a second connection to the store, for work that may block in it."""
-        # torch has it, its stub not
-        found: Store = self._found.clone()  # type: ignore[attr-defined]
-        return found
 
     def write(self, kind: str, row: Any) -> None:
         """Publish a row to all ranks."""
@@ -145,30 +127,42 @@ class Examination:
     def run(self) -> Ended:
         """Run all phases and return the outcome."""
         self._show("meeting the other ranks")
+        limit_s, rank_and_size = self._left_s(_MET), (self._rank, self._size)
+        limit = timedelta(seconds=limit_s)
         try:
-            store = find_store(self._rank, self._size, self._left_s(_MET))
-        except (Late, RuntimeError, ValueError) as error:
-            problem = (
-                "waited for all ranks without success"
-                if self._rank == 0
-                else "did not reach the store"
+            self._store, *_ = within(
+                limit_s,
+                lambda: next(iter(rendezvous("env://", *rank_and_size, timeout=limit))),
+                name=THREAD,
             )
+        except (Late, RuntimeError, ValueError) as error:
+            problem = "did not reach the store"
+            if self._rank == 0:
+                problem = "waited for all ranks without success"
             reason = str(error).partition("\n")[0] or "time-out"
             return self._ended_alone(f"{problem}: {reason}")
-        view = StoreView(store, self._rank, self._size)
+        view = StoreView(self._store, *rank_and_size)
         if self._rank == 0:
             view.write("token", secrets.token_hex(TOKEN_BYTES))
         token = view.read("token", 0, self._by(_MET))
         if token is None:
             return self._ended_alone("received nothing from rank 0")
         with contextlib.ExitStack() as stack:
-            answering, no_socket = self._answering(bytes.fromhex(token))
-            port = 0 if answering is None else stack.enter_context(answering).port
-            view.write("facts", [asdict(self._machine), port, no_socket])
-            reports, stuck = self._examined(view, bytes.fromhex(token))
+            reports, stuck = self._examined(view, bytes.fromhex(token), stack)
         return self._concluded(view, reports, stuck=stuck)
 
-    def _examined(self, view: StoreView, token: bytes) -> tuple[Reports, bool]:
+    def _examined(
+        self, view: StoreView, token: bytes, stack: contextlib.ExitStack
+    ) -> tuple[Reports, bool]:
+        port, address = 0, self._machine.address
+        no_socket = "" if address else "this machine has no address that leads to others"
+        try:
+            if address:
+                answering = Answering(address, self._rank, token, self._limit_s)
+                port = stack.enter_context(answering).port
+        except OSError as error:
+            no_socket = error.strerror or str(error)
+        view.write("facts", [asdict(self._machine), port, no_socket])
         rows = view.read_all("facts", self._by(_MET))
         seen, strangers = _read(rows)
         self._show("comparing clocks")
@@ -191,20 +185,15 @@ class Examination:
             able = [rank for rank, row in seen.items() if not row.machine.gloo_error]
             view.write("plan", len(able) == self._size)
         plan = bool(view.read("plan", 0, self._by(_GLOO)))
-        error, stuck = self._group_error(view) if plan else ("", False)
+        failure, stuck = self._group_error() if plan else ("", False)
         if plan:
-            view.write("gloo", error)
+            view.write("gloo", failure)
         outcomes = view.read_all("gloo", self._by(_GLOO)) if plan and self._rank == 0 else {}
-        reports = {
-            rank: Seen(
-                row.machine,
-                tuple(pairs[rank][0]) if rank in pairs and pairs[rank][0] else None,
-                tuple(Reach(**reach) for reach in pairs[rank][1]) if rank in pairs else None,
-                row.no_socket,
-                outcomes.get(rank),
-            )
-            for rank, row in seen.items()
-        }
+        for rank in pairs.keys() & seen.keys():
+            skew, answers = pairs[rank]
+            reached = tuple(Reach(**row) for row in answers)
+            seen[rank] = replace(seen[rank], skew=skew and tuple(skew), reaches=reached)
+        reports = {rank: replace(row, gloo=outcomes.get(rank)) for rank, row in seen.items()}
         return Reports(self._size, reports, strangers, plan, lines), stuck
 
     def _lines(
@@ -243,22 +232,14 @@ class Examination:
             view.write("bye", True)
         return Ended(int(answer), stuck)
 
-    def _answering(self, token: bytes) -> tuple[Answering | None, str]:
-        address = self._machine.address
-        if not address:
-            return None, "this machine has no address that leads to others"
-        try:
-            return Answering(address, self._rank, token, self._limit_s), ""
-        except OSError as error:
-            return None, error.strerror or str(error)
-
-    def _group_error(self, view: StoreView) -> tuple[str, bool]:
+    def _group_error(self) -> tuple[str, bool]:
         slack_s = _SLACK * self._wait_s
         limit_s = min(self._wait_s, self._left_s(_GLOO))
         timeout = timedelta(seconds=limit_s)
 
         def form() -> str:
-            store = PrefixStore("gloo", view.another())
+            # a connection of its own, since it may block
+            store = PrefixStore("gloo", self._store.clone())
             dist.init_process_group(
                 "gloo", store=store, rank=self._rank, world_size=self._size, timeout=timeout
             )

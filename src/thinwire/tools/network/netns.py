@@ -20,11 +20,10 @@ import re
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -85,21 +84,6 @@ class Link:
         at_most: float = FASTEST_BIT_S,
     ) -> Self:
         """Return the link of the arguments `link`, or `up` and `down`; "100mbit" without any."""
-        made = cls._of_rates(link, up, down, latency, at_most)
-        if not made.emulated and (parse_loss(loss) or congestion is not None):
-            raise ValueError(
-                "loss and congestion cannot be added to the link 'loopback'; use 'none' or a rate"
-            )
-        if congestion not in (None, *CONGESTIONS):
-            raise ValueError(
-                f"congestion={congestion!r} is not known; use {' or '.join(CONGESTIONS)}"
-            )
-        return replace(made, loss=parse_loss(loss), congestion=congestion)
-
-    @classmethod
-    def _of_rates(
-        cls, link: str | None, up: str | None, down: str | None, latency: str, at_most: float
-    ) -> Self:
         other = {"up": up, "down": down}
         if (up is None) != (down is None):
             given, missing = ("down", "up") if up is None else ("up", "down")
@@ -107,16 +91,22 @@ class Link:
                 f"{given}={other[given]!r} is given without {missing}; give both, or link"
             )
         if up is None or down is None:
-            return cls.parse("100mbit" if link is None else link, latency, at_most=at_most)
-        if link is not None:
+            made = cls.parse("100mbit" if link is None else link, latency, at_most=at_most)
+        elif link is not None:
             raise ValueError(f"link={link!r} and up={up!r}: link sets both directions; omit it")
-        rates = []
-        for name, rate in (("up", up), ("down", down)):
-            try:
-                rates.append(parse_rate(rate, at_most))
-            except ValueError as error:
-                raise ValueError(str(error).replace("link=", f"{name}=", 1)) from error
-        return cls(rates[0], parse_latency(latency), down_bit_s=rates[1])
+        else:
+            rates = parse_rate(up, at_most, "up"), parse_rate(down, at_most, "down")
+            made = cls(rates[0], parse_latency(latency), down_bit_s=rates[1])
+        share = parse_loss(loss)
+        if not made.emulated and (share or congestion is not None):
+            raise ValueError(
+                "loss and congestion cannot be added to the link 'loopback'; use 'none' or a rate"
+            )
+        if congestion not in (None, *CONGESTIONS):
+            raise ValueError(
+                f"congestion={congestion!r} is not known; use {' or '.join(CONGESTIONS)}"
+            )
+        return replace(made, loss=share, congestion=congestion)
 
     @property
     def receiving(self) -> Self:
@@ -164,15 +154,15 @@ class Link:
         return words + (["--congestion", self.congestion] if self.congestion else [])
 
 
-def parse_rate(text: str, at_most: float = FASTEST_BIT_S) -> float:
+def parse_rate(text: str, at_most: float = FASTEST_BIT_S, name: str = "link") -> float:
     """Return bits per second from text such as "100mbit"; at least 10kbit."""
     rate = _number_with_unit(text, _UNITS_BIT_S)
     if rate is None:
         meant = _meant(text, _UNITS_BIT_S)
-        raise ValueError(f"link={text!r} is not a rate; {meant}{_EXAMPLES}, or none, or loopback")
+        raise ValueError(f"{name}={text!r} is not a rate; {meant}{_EXAMPLES}, or none, or loopback")
     if not _SLOWEST_BIT_S <= rate <= at_most:
         raise ValueError(
-            f"link={text!r} is out of range; a rate from 10kbit to {_rate_text(at_most)} is "
+            f"{name}={text!r} is out of range; a rate from 10kbit to {_rate_text(at_most)} is "
             f"allowed; {_EXAMPLES}"
         )
     return rate
@@ -221,15 +211,13 @@ def _number_with_unit(text: str, units: dict[str, float]) -> float | None:
     match = _NUMBER.fullmatch(text.strip().lower())
     if match is None or match[2] not in units:
         return None
-    value = float(match[1]) * units[match[2]]
-    return value if isfinite(value) else inf
+    return float(match[1]) * units[match[2]]
 
 
 def _rate_text(rate_bit_s: float) -> str:
-    for unit, factor in reversed(_UNITS_BIT_S.items()):
-        if rate_bit_s >= factor:
-            return f"{rate_bit_s / factor:g}{unit}"
-    return f"{rate_bit_s / 1e3:g}kbit"
+    fitting = [unit for unit, factor in _UNITS_BIT_S.items() if rate_bit_s >= factor]
+    unit = (fitting or ["kbit"])[-1]
+    return f"{rate_bit_s / _UNITS_BIT_S[unit]:g}{unit}"
 
 
 T = TypeVar("T")
@@ -311,7 +299,7 @@ _QUEUE_PACKETS = 10_000
 
 @contextlib.contextmanager
 def delayed_links(
-    hub_fd: int, worker_fds: tuple[int, ...], addresses: tuple[str, ...], link: Link
+    hub_fd: int, worker_fds: Sequence[int], addresses: tuple[str, ...], link: Link
 ) -> Iterator[None]:
     """Build the links and run the forwarder; the devices vanish with it."""
     with contextlib.ExitStack() as stack:
@@ -321,21 +309,17 @@ def delayed_links(
             stack.callback(os.close, ends[-1])
             ends.append(inside(hub_fd, partial(_hub_end, rank, address, link)))
             stack.callback(os.close, ends[-1])
-        forwarder = _start_forwarder(ends, link)
+        program = [sys.executable, "-P", enter.__file__]
+        carry = [*program, "forward", repr(link.latency_s), repr(link.loss), *map(str, ends)]
+        forwarder = subprocess.Popen(
+            [*program, "-1", str(os.getpid()), *carry],
+            stdin=subprocess.DEVNULL,
+            pass_fds=ends,
+            start_new_session=True,
+        )
         stack.callback(forwarder.wait)
         stack.callback(forwarder.kill)
         yield
-
-
-def _start_forwarder(ends: list[int], link: Link) -> subprocess.Popen[bytes]:
-    program = [sys.executable, "-P", enter.__file__]
-    carry = [*program, "forward", repr(link.latency_s), repr(link.loss), *map(str, ends)]
-    return subprocess.Popen(
-        [*program, "-1", str(os.getpid()), *carry],
-        stdin=subprocess.DEVNULL,
-        pass_fds=ends,
-        start_new_session=True,
-    )
 
 
 def _worker_end(address: str, link: Link) -> int:
@@ -407,12 +391,8 @@ class Network:
             return
         for fd in self.namespace_fds:
             inside(fd, lambda: _change_rates((self.interface,), link))
-        inside(
-            self.hub_fd,
-            lambda: _change_rates(
-                [f"port{rank}" for rank in range(len(self.addresses))], link.receiving
-            ),
-        )
+        ports = [f"port{rank}" for rank in range(len(self.addresses))]
+        inside(self.hub_fd, lambda: _change_rates(ports, link.receiving))
 
 
 def why_unavailable() -> str | None:
@@ -438,15 +418,15 @@ def network(workers: int, link: Link) -> Iterator[Network]:
         for _ in range(workers + 1):
             fds.append(new_namespace())
             stack.callback(os.close, fds[-1])
-        hub_fd, worker_fds = fds[0], tuple(fds[1:])
+        hub_fd, *worker_fds = fds
         addresses = tuple(f"{_PREFIX}{rank + 1}" for rank in range(workers))
         if link.latency_s or link.loss:
             stack.enter_context(delayed_links(hub_fd, worker_fds, addresses, link))
         else:
             inside(hub_fd, lambda: _build_bridge(worker_fds, link))
             for fd, address in zip(worker_fds, addresses, strict=True):
-                inside(fd, lambda address=address: _build_worker_side(address, link))  # type: ignore[misc]
-        yield Network(worker_fds, addresses, hub_fd, link)
+                inside(fd, partial(_build_worker_side, address, link))
+        yield Network(tuple(worker_fds), addresses, hub_fd, link)
 
 
 def _change_rates(interfaces: Iterable[str], link: Link) -> None:
@@ -457,7 +437,7 @@ def _change_rates(interfaces: Iterable[str], link: Link) -> None:
             limit_rate(ip, ip.link_lookup(ifname=name)[0], link, "change")
 
 
-def _build_bridge(worker_fds: tuple[int, ...], link: Link) -> None:
+def _build_bridge(worker_fds: Sequence[int], link: Link) -> None:
     from pyroute2 import IPRoute
 
     quiet_ipv6()
@@ -466,9 +446,8 @@ def _build_bridge(worker_fds: tuple[int, ...], link: Link) -> None:
         bridge = ip.link_lookup(ifname="bridge")[0]
         ip.link("set", index=bridge, state="up")
         for rank, fd in enumerate(worker_fds):
-            ip.link(
-                "add", ifname=f"port{rank}", kind="veth", peer={"ifname": "eth0", "net_ns_fd": fd}
-            )
+            peer = {"ifname": "eth0", "net_ns_fd": fd}
+            ip.link("add", ifname=f"port{rank}", kind="veth", peer=peer)
             port = ip.link_lookup(ifname=f"port{rank}")[0]
             ip.link("set", index=port, master=bridge, state="up")
             limit_rate(ip, port, link.receiving)

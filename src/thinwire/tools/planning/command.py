@@ -69,9 +69,9 @@ _HEADS = (
     "times as fast as dense, to dense's loss",
 )
 _LETTERS = {
-    "k": "local steps between two averagings",
+    "k": "local steps between averagings",
     "d": "delay of a result, in steps",
-    "f": "fragments of the model, averaged one after another",
+    "f": "fragments, averaged one after another",
     "b": "bits per value",
     "%": "share of the entries that is sent",
     "r": "rank",
@@ -127,37 +127,30 @@ def render(plan: Plan, command: str) -> str:
 
 def _about(plan: Plan) -> str:
     link, model = plan.link, plan.model
+    up, down = (f"{link[key] / 1e6:,.4g} Mbit/s" for key in ("rate_bit_s", "down_bit_s"))
+    line = up if up == down else f"{up} up and {down} down"
     sites = f" in sites of {link['shard']}" if link["shard"] > 1 else ""
-    network = (
-        f"{link['workers']} ranks{sites}, {_line(link)} each, "
-        f"{1e3 * link['latency_s']:.3g} ms one way, {'measured' if link['measured'] else 'assumed'}"
-    )
     return (
-        f"{network}. {model['parameters']:,} parameters; a step of {model['step_seconds']:.3g} s "
-        f"on {model['device']} with nothing exchanged. {_more(plan)}"
+        f"{link['workers']} ranks{sites}, {line} each, {1e3 * link['latency_s']:.3g} ms one way, "
+        f"{'measured' if link['measured'] else 'assumed'}. {model['parameters']:,} parameters; "
+        f"a step of {model['step_seconds']:.3g} s on {model['device']} with nothing exchanged. "
+        f"{_more(plan)}"
     )
 
 
 def _more(plan: Plan) -> str:
     """Name the share of a line that is filled where packets are lost, and bytes inside a site."""
     link, inside = plan.link, plan[plan.recommended].bytes_inside_site
-    texts = []
+    text = ""
     if link["loss"]:
         filled = min(link["rate_bit_s"], link["down_bit_s"])
-        texts.append(
+        text = (
             f"Of {link['line_bit_s'] / 1e6:.3g} Mbit/s, {filled / 1e6:.3g} are filled at "
-            f"{100 * link['loss']:g} % loss by {link['streams']} connections (cubic)."
+            f"{100 * link['loss']:g} % loss by {link['streams']} connections (cubic). "
         )
     if inside:
-        texts.append(
-            f"In a step each rank sends {bytes_text(inside)} to the other ranks of its site."
-        )
-    return " ".join(texts)
-
-
-def _line(link: Mapping[str, Any]) -> str:
-    up, down = (f"{link[key] / 1e6:,.4g} Mbit/s" for key in ("rate_bit_s", "down_bit_s"))
-    return up if up == down else f"{up} up and {down} down"
+        text += f"In a step each rank sends {bytes_text(inside)} to the other ranks of its site."
+    return text.strip()
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -320,20 +313,20 @@ def plan(
         made = predicted(**asked)
         bar.done()
     # files first: whoever reads what is printed may leave early
-    notes = [] if html is None else [f"page: {html}"]
+    notes = ""
     if html is not None:
         write_page(render(made, shlex.join(["thinwire", *sys.argv[1:]])), html)
+        notes = f"page: {html}\n"
     if out is not None:
         row = _write(made, out)
         hook = "" if row.name == made.recommended else f"; {made.recommended} is a hook of torch"
-        notes.append(
-            f"strategy file of {row.name}: {out}; optimizer: {row.optimizer or 'any'}{hook}"
-        )
+        about = f"strategy file of {row.name}: {out}; optimizer: {row.optimizer or 'any'}{hook}"
+        notes += f"{about}\n"
     if as_json:
         print(json.dumps(made.to_dict(), indent=1))
     else:
         _print(made, made.strategies if all_rows else _shown(made))
-        print("".join(f"{line}\n" for line in notes), end="")
+        print(notes, end="")
 
 
 def _shown(made: Plan) -> Sequence[Row]:
@@ -356,24 +349,19 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
     titles = ("s a step", "sent", "waits", "peak", "loss", "sooner")
     table = Table("", *titles, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", True
     for row in rows:
-        table.add_row(
-            f"{row.name}{'' if row.measured else ' *'}",
-            *(text.replace(" to ", "-") for text in cells(row)),
-        )
+        short = (text.replace(" to ", "-") for text in cells(row))
+        table.add_row(f"{row.name}{'' if row.measured else ' *'}", *short)
     hidden = len(made.strategies) - len(rows)
-    nodes = "" if made.link["down_bit_s"] == made.link["rate_bit_s"] else f" {RELAY}: {RELAYED}."
-    if made.link["node_size"] > 1:
-        nodes += " n1: every rank is a source of its own, even on a shared machine."
+    beside = {RELAY: made.link["down_bit_s"] != made.link["rate_bit_s"], "gather, split": False}
+    beside["n1"] = made.link["node_size"] > 1
+    letters = [f"{key}: {text}." for key, text in _LETTERS.items() if beside.get(key, True)]
     explained = (
-        "k: local steps between averagings. d: delay of a result, in steps. f: fragments, averaged "
-        "one after another. b: bits per value. %: share of the entries that is sent. r: rank."
-        f"{nodes}\n"
+        f"{' '.join(letters)}\n"
         "sent: by a rank in a step. waits: for the network. peak: of memory. loss: percent above "
         "dense's at equal steps, low to high. sooner: speed-up over dense to dense's loss; never: "
         "not within four times its steps. *: outside of what was measured. The loss of "
@@ -381,12 +369,10 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
         "thinwire compare measures it."
         + (f"\n{hidden} more settings: --all; with the source of each: --json." if hidden else "")
     )
+    console = Console(highlight=False, markup=False)
     with console.capture() as captured:  # by itself it would end the process where nobody reads
-        console.print(made.reason, markup=False)
-        console.print(table)
-        if more := _more(made):
-            console.print(more, markup=False)
-        console.print(explained, markup=False)
+        for part in filter(None, (made.reason, table, _more(made), explained)):
+            console.print(part)
     print(captured.get(), end="")
 
 
@@ -398,10 +384,8 @@ def _require_writable(name: str, path: Path | None) -> None:
     try:
         target.open("ab").close()
     except OSError as error:
-        raise ValueError(
-            f"{name}={str(path)!r} cannot be written: {error.strerror}; give a file in an "
-            "existing folder"
-        ) from error
+        why = f"cannot be written: {error.strerror}; give a file in an existing folder"
+        raise ValueError(f"{name}={str(path)!r} {why}") from error
     if new:
         target.unlink(missing_ok=True)
 
@@ -462,9 +446,9 @@ def probe(
     if task is not None:
         require_task(task)
         require_nothing_beside(task, size=size, batch=batch)
-    size, batch = "medium" if size is None else size, 8 if batch is None else batch
+    batch = 8 if batch is None else batch
     require_within("batch", batch, 1, 4096)
-    shape = parse_size(size)
+    shape = parse_size("medium" if size is None else size)
     stated = 0.0 if loss is None else parse_loss(loss)
     shared = {"task": task, "size": size, "batch": batch, "device": device, "loss": stated}
     from thinwire.tools.run.probe import probe as measured
@@ -499,8 +483,8 @@ def _summary(found: Mapping[str, Any]) -> str:
         slow = dict(min(timed, key=lambda pair: pair["bytes_s"]))
         (rank, to), _ = slow.pop("ranks"), slow.pop("latency_s")
         line = Line(**slow)
-        advice = f": {line.advice}" if line.advice else ""
-        slowest = [f"slowest pair: rank {rank} to {to}: {line}{advice}"]
+        text = f"{line}: {line.advice}" if line.advice else str(line)
+        slowest = [f"slowest pair: rank {rank} to {to}: {text}"]
     lines = [
         f"{found['ranks']} ranks, {found['seconds']:.1f} s, {bytes_text(found['bytes'])} a rank",
         *slowest,

@@ -73,17 +73,13 @@ def _local(own: Mapping[str, Any], workers: int) -> Iterator[tuple[str, Document
             for fragments in _FRAGMENTS:
                 distance = k_steps // fragments
                 for delay in sorted({0, distance // 4}):
-                    yield (
-                        f"k{k_steps}"
-                        + (f" d{delay}" if delay else "")
-                        + (f" f{fragments}" if fragments > 1 else "")
-                        + words,
-                        {
-                            "localsgd": {**changed, "k_steps": k_steps}
-                            | ({"delay": delay} if delay else {})
-                            | ({"fragments": fragments} if fragments > 1 else {})
-                        },
-                    )
+                    name, own_steps = f"k{k_steps}", {"k_steps": k_steps}
+                    if delay:
+                        name, own_steps = f"{name} d{delay}", {**own_steps, "delay": delay}
+                    if fragments > 1:
+                        name = f"{name} f{fragments}"
+                        own_steps = {**own_steps, "fragments": fragments}
+                    yield f"{name}{words}", {"localsgd": {**changed, **own_steps}}
 
 
 def _compressions(

@@ -308,41 +308,30 @@ def _local(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
     )
 
 
-def _exchanged(compression: Mapping[str, Any], work: Workload, network: Network) -> _Dealt | None:
-    """Return a rank's part in the exchange of a change; None if changes are summed."""
-    if "quantized" in compression:
-        own = compression["quantized"]
-        exchange = own.get("exchange", "auto")
-        whole = WholeLayout(work.numels, own.get("value_bits", 4))
-        return _dealt(whole, exchange, network.ranks)
-    if "sparse" not in compression:
-        return None
-    own = compression["sparse"]
-    exchange, bits = own.get("exchange", "auto"), own.get("value_bits", 2)
-    layout = _layout_of(work.numels, own["sparsity"], bits)
-    return _dealt(layout, exchange, network.ranks)
-
-
 def _change(
     compression: Mapping[str, Any], work: Workload, network: Network, fragments: int, idle_s: float
 ) -> tuple[float, float, int, int, float]:
     """Return seconds per fragment, bytes of a change, passes over it, words kept per number, and
     bytes needed for a while.
     """
-    dealt = _exchanged(compression, work, network)
-    if dealt is not None:
-        # a rank has its own message and all others; entries are chosen from the whole change
-        quantized = "quantized" in compression
-        passes, whole = (16, 0) if quantized else (14, 4 * work.numel)
+    if "quantized" in compression or "sparse" in compression:
+        ((tag, own),) = compression.items()
+        if tag == "quantized":
+            layout: Layout | WholeLayout = WholeLayout(work.numels, own.get("value_bits", 4))
+            passes, whole = 16, 0
+        else:  # entries are chosen from the whole change
+            layout = _layout_of(work.numels, own["sparsity"], own.get("value_bits", 2))
+            passes, whole = 14, 4 * work.numel
+        dealt = _dealt(layout, own.get("exchange", "auto"), network.ranks)
+        # a rank has its own message and all others
         held = dealt.first_bytes + (network.ranks + 1) * dealt.row_bytes + whole
         seconds = dealt.seconds(network, fragments, idle_s)
         return seconds, dealt.sent(network), passes, 2, held
+    nbytes, passes, kept = 4 * work.numel, 6, 1
     if "low_rank" in compression:
         rank = compression["low_rank"].get("rank", 2)
         nbytes = sum(4 * sum(factor_numels(shape, rank)) for shape in work.shapes)
         passes, kept = 14, 2
-    else:
-        nbytes, passes, kept = 4 * work.numel, 6, 1
     wire_s = network.all_reduce_s(nbytes / fragments, idle_s)
     # what is sent, and the mean
     sent_bytes = nbytes if network.relay else ring_bytes(network.ranks, nbytes)

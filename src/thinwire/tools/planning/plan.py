@@ -222,24 +222,25 @@ def plan(
     if step_seconds is not None:
         _require_seconds(step_seconds)
     if probe is not None:
-        given: dict[str, object] = {"params": params, "link": link, "latency": latency}
-        given |= {"up": up, "down": down, "loss": loss}
+        lines = {"params": params, "link": link, "latency": latency, "up": up, "down": down}
+        _require_unmeasured(probe, **lines, loss=loss)
         if task is None:
-            given |= {"step_seconds": step_seconds, "device": device}
-        found = _probed(Path(probe), workers, given)
+            _require_unmeasured(probe, step_seconds=step_seconds, device=device)
+        found = Probe.read(Path(probe))
         network, work, lost = found.network, found.work, found.loss
+        if workers not in (None, network.ranks):
+            raise ValueError(
+                f"workers={workers}, but probe={str(probe)!r} was measured with {network.ranks} "
+                "ranks; omit workers, or run the probe with as many ranks"
+            )
         if task is not None and (task != found.task or step_seconds is not None):
             work = _of_task(task, step_seconds, device, network.ranks)
         elif task is not None:
             _require_unmeasured(probe, device=device)
         task = task or found.task
     else:
-        network, lost = _assumed_network(
-            2 if workers is None else workers,
-            {"link": link, "up": up, "down": down},
-            "0ms" if latency is None else latency,
-            "0%" if loss is None else loss,
-        )
+        given = {"link": link, "up": up, "down": down, "latency": latency, "loss": loss}
+        network, lost = _assumed_network(2 if workers is None else workers, given)
         if task is None:
             work = _assumed_work(params, step_seconds, device)
         else:
@@ -247,9 +248,8 @@ def plan(
     line = _between_sites(network, shard, shared=probe is None)
     streams = streams_between(line.ranks)
     most_bit_s = filled_bit_s(line.latency_s, lost, streams)
-    network = replace(
-        line, bit_s=min(line.bit_s, most_bit_s), down_bit_s=min(line.down, most_bit_s)
-    )
+    bit_s, down_bit_s = min(line.bit_s, most_bit_s), min(line.down, most_bit_s)
+    network = replace(line, bit_s=bit_s, down_bit_s=down_bit_s)
     offered = [
         (name, recipe, document)
         for name, recipe, document in candidates(network.ranks, network.node_size)
@@ -262,18 +262,11 @@ def plan(
         optimizer: _cost({}, "dense", work.sharded(shard).by(optimizer), network).step_s
         for optimizer in {recipe.optimizer for _, recipe, _ in offered}
     }
-    rows = sorted(
-        (
-            _row(name, recipe, document, work, shard, way, dense_s[recipe.optimizer])
-            for name, recipe, document, way in _by_every_way(offered, network)
-        ),
-        key=lambda row: (
-            not row.measured,
-            row.time_to_dense_loss,
-            row.bytes_per_step,
-            len(row.name),
-        ),
-    )
+    rows = [
+        _row(name, recipe, document, work, shard, way, dense_s[recipe.optimizer])
+        for name, recipe, document, way in _by_every_way(offered, network)
+    ]
+    rows.sort(key=lambda r: (not r.measured, r.time_to_dense_loss, r.bytes_per_step, len(r.name)))
     recommended, reason = _recommended(rows)
     about = {
         "rate_bit_s": network.bit_s,
@@ -287,12 +280,8 @@ def plan(
         "node_size": network.node_size,
         "measured": probe is not None,
     }
-    model = {
-        "parameters": work.numel,
-        "step_seconds": work.step_s,
-        "device": "cuda" if work.cuda else "cpu",
-        "task": task,
-    }
+    computes = {"step_seconds": work.step_s, "device": "cuda" if work.cuda else "cpu"}
+    model = {"parameters": work.numel, **computes, "task": task}
     return Plan(recommended, reason, tuple(rows), about, model)
 
 
@@ -330,41 +319,31 @@ def _between_sites(network: Network, shard: int, *, shared: bool) -> Network:
 
 
 def _require_unmeasured(probe: str | Path, **given: object) -> None:
-    twice = [name for name, value in given.items() if value is not None]
-    if twice:
-        raise ValueError(
-            f"{twice[0]}={given[twice[0]]!r} is given, but probe={str(probe)!r} has measured "
-            "it; omit one of them"
-        )
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}={value!r} is given, but probe={str(probe)!r} has measured it; omit one "
+                "of them"
+            )
 
 
-def _probed(path: Path, workers: int | None, given: Mapping[str, object]) -> Probe:
-    _require_unmeasured(path, **given)
-    found = Probe.read(path)
-    if workers not in (None, found.network.ranks):
-        raise ValueError(
-            f"workers={workers}, but probe={str(path)!r} was measured with "
-            f"{found.network.ranks} ranks; omit workers, or run the probe with as many ranks"
-        )
-    return found
-
-
-def _assumed_network(
-    workers: int, rates: Mapping[str, str | None], latency: str, loss: str
-) -> tuple[Network, float]:
+def _assumed_network(workers: int, given: Mapping[str, str | None]) -> tuple[Network, float]:
     """Return the network as if it lost nothing, and the share that it loses."""
     if isinstance(workers, bool) or not isinstance(workers, int):
         raise TypeError(f"workers must be a whole number, got {workers!r}")
     if not 2 <= workers <= _MOST_WORKERS:
         raise ValueError(f"workers={workers} is out of range; 2 to {_MOST_WORKERS} is allowed")
-    samples = {**dict.fromkeys(rates, "100mbit"), "latency": "20ms", "loss": "0.2%"}
-    for name, value in {**rates, "latency": latency, "loss": loss}.items():
+    samples = {**dict.fromkeys(given, "100mbit"), "latency": "20ms", "loss": "0.2%"}
+    for name, value in given.items():
         if value is not None and not isinstance(value, str):
             raise TypeError(f"{name} must be a text such as {samples[name]!r}, got {value!r}")
-    own = rates["link"], rates["up"], rates["down"], latency
-    line = Link.of(*own, loss=loss, at_most=_FASTEST_BIT_S)
-    up = line.rate_bit_s or _UNLIMITED_BIT_S
-    return Network(up, line.latency_s, workers, down_bit_s=line.down_bit_s or up), line.loss
+    link, up, down, latency, loss = given.values()
+    delay = "0ms" if latency is None else latency
+    share = "0%" if loss is None else loss
+    line = Link.of(link, up, down, delay, loss=share, at_most=_FASTEST_BIT_S)
+    bit_s = line.rate_bit_s or _UNLIMITED_BIT_S
+    found = Network(bit_s, line.latency_s, workers, down_bit_s=line.down_bit_s or bit_s)
+    return found, line.loss
 
 
 def _assumed_work(
@@ -441,17 +420,19 @@ def _row(
     network: Network,
     dense_s: float,
 ) -> Row:
-    optimizer = recipe.optimizer
+    optimizer, own = recipe.optimizer, document or {}
     part = work.sharded(shard).by(optimizer)
-    cost = _cost(document or {}, recipe.name, part, network)
+    cost = _cost(own, recipe.name, part, network)
     memory = memory_of(cost, part, optimizer)
     brief = {key: memory[key] for key in BRIEF}
-    gap = loss_gap(recipe.name, document or {}, recipe.optimizer, work.numel, network.ranks)
+    gap = loss_gap(recipe.name, own, optimizer, work.numel, network.ranks)
     steps = steps_to_dense_loss(gap.mid, work.numel)
     reaches = steps <= MOST_STEPS
+    # compute within 10 %, the rest within 20 %
+    doubt = _DOUBT * part.step_s + _DOUBT_ON_TOP * (cost.step_s - part.step_s)
     return Row(
         name,
-        _interval(cost, part),
+        (cost.step_s - doubt, cost.step_s, cost.step_s + doubt),
         cost.bytes,
         sum(memory.values()) - sum(brief.values()) + max(brief.values()),
         memory,
@@ -472,13 +453,6 @@ def _cost(document: Mapping[str, Any], hook: str, work: Workload, network: Netwo
     return (cost_by_number if work.assumed else cost_of)(document, hook, work, network)
 
 
-def _interval(cost: Cost, work: Workload) -> tuple[float, float, float]:
-    """Return low, mid and high seconds: compute within 10 %, the rest within 20 %."""
-    on_top = cost.step_s - work.step_s
-    doubt = _DOUBT * work.step_s + _DOUBT_ON_TOP * on_top
-    return cost.step_s - doubt, cost.step_s, cost.step_s + doubt
-
-
 def _recommended(rows: Sequence[Row]) -> tuple[str, str]:
     best = rows[0]
     dense = next(row for row in rows if row.name == "dense")
@@ -492,14 +466,13 @@ def _recommended(rows: Sequence[Row]) -> tuple[str, str]:
             f"{100 * dense.waiting_share:.0f} % of the time, and no measured strategy is expected "
             f"to be more than 5 % faster{beyond}"
         )
+    by = f"; with {best.optimizer}" if best.optimizer else ""
+    by += f"; {RELAYED}" if best.name.endswith(f" {RELAY}") else ""
     return best.name, (
         f"use {best.name}: a step of {seconds_text(best.step_seconds[1])} s instead of dense's "
         f"{seconds_text(dense.step_seconds[1])} s. At equal steps its loss is expected "
         f"{gap_text(best.loss_gap)} % above dense's; it reaches dense's loss about "
-        f"{best.times_sooner} times as fast as dense"
-        + (f"; with {best.optimizer}" if best.optimizer else "")
-        + (f"; {RELAYED}" if best.name.endswith(f" {RELAY}") else "")
-        + beyond
+        f"{best.times_sooner} times as fast as dense{by}{beyond}"
     )
 
 

@@ -52,13 +52,13 @@ class Workload:
         """Return the work of one of `ranks` that share the model; its step takes as long."""
         if ranks == 1:
             return self
-        shapes = tuple(
-            (ceil(shape[0] / ranks), *shape[1:]) if shape else () for shape in self.shapes
-        )
-        numel = sum(map(prod, shapes))
         if self.assumed:
             numel = ceil(self.numel / ranks)
             shapes = matrices(numel)
+        else:
+            whole = self.shapes
+            shapes = tuple((ceil(s[0] / ranks), *s[1:]) if s else () for s in whole)
+            numel = sum(map(prod, shapes))
         muon_numel = None if self.muon_numel is None else ceil(self.muon_numel / ranks)
         muon_s = None if self.muon_s is None else self.muon_s / ranks
         return replace(self, numel=numel, shapes=shapes, muon_numel=muon_numel, muon_s=muon_s)
@@ -138,49 +138,43 @@ class Probe:
     @classmethod
     def read(cls, path: Path) -> "Probe":
         """Read a file of the command; raise ValueError if it is not one."""
+        named = f"probe={str(path)!r}"
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
-            raise ValueError(
-                f"probe={str(path)!r} cannot be read: {error.strerror or error}"
-            ) from error
+            raise ValueError(f"{named} cannot be read: {error.strerror or error}") from error
         except ValueError as error:
             raise ValueError(
-                f"probe={str(path)!r} is not JSON: {error}; give a file of thinwire probe"
+                f"{named} is not JSON: {error}; give a file of thinwire probe"
             ) from error
         if not isinstance(found, dict) or "format" not in found:
-            raise ValueError(f"probe={str(path)!r} is not a probe; give a file of thinwire probe")
+            raise ValueError(f"{named} is not a probe; give a file of thinwire probe")
         if found["format"] != FORMAT:
             raise ValueError(
-                f"probe={str(path)!r} has format {found['format']!r}, written by thinwire "
+                f"{named} has format {found['format']!r}, written by thinwire "
                 f"{found.get('thinwire')}; thinwire {__version__} reads format {FORMAT}; run "
                 "thinwire probe again"
             )
         if found.get("ranks") == 1:
             raise ValueError(
-                f"probe={str(path)!r} was measured with one rank, which has no network; start "
-                "thinwire probe with as many ranks as will train"
+                f"{named} was measured with one rank, which has no network; start thinwire probe "
+                "with as many ranks as will train"
             )
         try:
-            return cls(
-                _network(found), work_of(found["compute"]), found["task"], found.get("loss", 0.0)
-            )
+            work, lost = work_of(found["compute"]), found.get("loss", 0.0)
+            return cls(_network(found), work, found["task"], lost)
         except (LookupError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"probe={str(path)!r} is incomplete, it lacks {error}; run thinwire probe again"
-            ) from error
+            problem = f"is incomplete, it lacks {error}; run thinwire probe again"
+            raise ValueError(f"{named} {problem}") from error
 
 
 def _network(found: Mapping[str, Any]) -> Network:
     ranks = found["ranks"]
     latency_s = max(pair["latency_s"] for pair in found["pairs"])
     rate = min(rank["bytes_s"] for rank in found["together"])
-    small = [
-        one["seconds"]
-        for one in found["collectives"]
-        if (one["kind"], one["bytes"]) == ("all_reduce", _SMALL_BYTES)
-    ]
-    call_s = max(0.0, small[0] - 4 * (ranks - 1) * latency_s) if small else Network.call_s
+    small = [one for one in found["collectives"] if one["bytes"] == _SMALL_BYTES]
+    waits_s = 4 * (ranks - 1) * latency_s
+    call_s = max(0.0, small[0]["seconds"] - waits_s) if small else Network.call_s
     restarts = any(found["idle_restarts"])
     return Network(8 * rate / FRAMES, latency_s, ranks, call_s, restarts, _node(found))
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -23,14 +24,9 @@ class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
-        self.qkv, self.merge = (
-            nn.Linear(width, 3 * width, bias=False),
-            nn.Linear(width, width, bias=False),
-        )
-        self.widen, self.narrow = (
-            nn.Linear(width, 4 * width, bias=False),
-            nn.Linear(4 * width, width, bias=False),
-        )
+        linear = partial(nn.Linear, bias=False)
+        self.qkv, self.merge = linear(width, 3 * width), linear(width, width)
+        self.widen, self.narrow = linear(width, 4 * width), linear(4 * width, width)
         self.heads = width // HEAD_WIDTH
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,11 +91,8 @@ class ConvolutionalNet(nn.Module):
 
 
 def _convolution(inputs: int, outputs: int, *, stride: int) -> list[nn.Module]:
-    return [
-        nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False),
-        nn.BatchNorm2d(outputs),
-        nn.ReLU(),
-    ]
+    convolution = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
+    return [convolution, nn.BatchNorm2d(outputs), nn.ReLU()]
 
 
 def _spread(name: str, inputs: int, layers: int) -> float:
@@ -109,9 +102,8 @@ def _spread(name: str, inputs: int, layers: int) -> float:
         return 1.0
     if name == "out.weight":
         return 0.02
-    return 1 / math.sqrt(
-        inputs * (2 * layers if name.endswith(("merge.weight", "narrow.weight")) else 1)
-    )
+    branches = 2 * layers if name.endswith(("merge.weight", "narrow.weight")) else 1
+    return 1 / math.sqrt(inputs * branches)
 
 
 def muon_shapes(model: nn.Module, *, conv: bool = False) -> list[torch.Size]:
@@ -164,19 +156,16 @@ class NextByte(_BuiltIn):
         self.context = size.context
         fixed = torch.Generator().manual_seed(config.seed)
         starts = self._starts(self.held_out, config.held_out_sequences, fixed)[rank::world]
-        self.held_out_batches = [
-            self._take(self.held_out, part) for part in _split(starts, self.batch)
-        ]
+        parts = _split(starts, self.batch)
+        self.held_out_batches = [self._take(self.held_out, part) for part in parts]
 
     def _starts(self, text: Tensor, count: int, random: torch.Generator) -> Tensor:
         return torch.randint(len(text) - self.context, (count,), generator=random)
 
     def _take(self, text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-        pieces = torch.stack(
-            [text[start : start + self.context + 1] for start in starts.tolist()]
-        ).long()
-        pieces = pieces.to(self.device)
-        return pieces[:, :-1], pieces[:, 1:]
+        pieces = [text[start : start + self.context + 1] for start in starts.tolist()]
+        whole = torch.stack(pieces).long().to(self.device)
+        return whole[:, :-1], whole[:, 1:]
 
     def next_batch(self) -> Pair:
         """Return inputs and targets of this rank's next step, each of shape (batch, context)."""
@@ -199,10 +188,8 @@ class Digits(_BuiltIn):
     ) -> None:
         super().__init__(config, rank, device)
         self.model: nn.Module = ConvolutionalNet(size).to(device)
-        self.train, held_out = (
-            _bytes_of(path).view(-1, PIXELS + 1)
-            for path in (config.train_file, config.held_out_file)
-        )
+        files = config.train_file, config.held_out_file
+        self.train, held_out = (_bytes_of(path).view(-1, PIXELS + 1) for path in files)
         share = torch.arange(rank, len(held_out), world)
         self.held_out_batches = [self._take(held_out[part]) for part in _split(share, self.batch)]
 

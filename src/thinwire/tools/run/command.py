@@ -7,10 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Annotated, final
+from typing import IO, Annotated, Self, final
 
 from cyclopts import Parameter
 
@@ -18,67 +18,36 @@ from thinwire._launched import launched_rank
 from thinwire.tools.app import Count
 from thinwire.tools.network.netns import Link, Network, network, why_unavailable
 from thinwire.tools.run.config import MOST_WORKERS, require_within
-from thinwire.tools.run.launch import environments, signal_group, start
+from thinwire.tools.run.launch import end, environments, signal_group, start
 
-_POLL_S, _GRACE_S = 0.02, 3.0
+_POLL_S = 0.02
 _OF_LINK = ("--link", "--latency", "--up", "--down", "--loss", "--congestion")
 
 
-@final
-class Ranks:
-    """Processes of one run; none of them, nor their children, outlives the context or this
-    process.
-    """
-
-    def __init__(self) -> None:
-        self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._started = 0
-        self._output = Prefixed()
-
-    def __enter__(self) -> "Ranks":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+def _ran(
+    command: Sequence[str], environments: Sequence[tuple[int, dict[str, str]]]
+) -> tuple[int, int] | None:
+    """Run a command on ranks until all have ended or one failed; return that one and its status."""
+    running: dict[int, subprocess.Popen[bytes]] = {}
+    with Prefixed() as output:
         try:
-            for process in self._running.values():
-                signal_group(process.pid, signal.SIGTERM)
-            end_s = time.monotonic() + _GRACE_S
-            while self._running and time.monotonic() < end_s:
-                self._output.pass_on(_POLL_S)
-                self._ended()
+            for rank, (fd, environment) in enumerate(environments):
+                process = start(command, environment, fd, subprocess.PIPE, subprocess.PIPE)
+                running[rank] = process
+                for pipe, to in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                    assert pipe is not None, "asked for just now"
+                    output.add(rank, pipe, to.buffer)
+            while running:
+                output.pass_on(_POLL_S)
+                for rank, process in list(running.items()):
+                    if (status := process.poll()) is not None:
+                        del running[rank]
+                        signal_group(process.pid, signal.SIGKILL)  # what it has left behind
+                        if status:
+                            return rank, status
         finally:
-            for process in self._running.values():
-                signal_group(process.pid, signal.SIGKILL)
-                process.wait()
-            self._output.close()
-
-    def start(self, command: Sequence[str], environment: Mapping[str, str], fd: int) -> None:
-        """Start the next rank in the namespace behind `fd`; -1 for that of this process."""
-        process = start(command, environment, fd, subprocess.PIPE, subprocess.PIPE)
-        rank, self._started = self._started, self._started + 1
-        self._running[rank] = process
-        for pipe, to in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-            assert pipe is not None, "asked for just now"
-            self._output.add(rank, pipe, to.buffer)
-
-    def wait(self) -> tuple[int, int] | None:
-        """Forward output until all ranks have ended or one failed; return that rank and its
-        status.
-        """
-        while self._running:
-            self._output.pass_on(_POLL_S)
-            for rank, status in self._ended():
-                if status:
-                    return rank, status
-        return None
-
-    def _ended(self) -> list[tuple[int, int]]:
-        """Return the ranks that ended since the last call, with their exit statuses."""
-        statuses = [(rank, process.poll()) for rank, process in self._running.items()]
-        ended = [(rank, status) for rank, status in statuses if status is not None]
-        for rank, _ in ended:
-            signal_group(self._running.pop(rank).pid, signal.SIGKILL)  # what it has left behind
-        return ended
+            end(running.values(), output.pass_on)
+    return None
 
 
 _CHUNK_BYTES = 65_536
@@ -94,58 +63,46 @@ class Prefixed:
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
+        self._unfinished: dict[int, bytes] = {}
 
     def add(self, number: int, pipe: IO[bytes], to: IO[bytes]) -> None:
         """Add a pipe; its lines go to `to` with this number in front."""
         os.set_blocking(pipe.fileno(), False)
-        self._selector.register(pipe, selectors.EVENT_READ, _Speaker(number, pipe, to))
+        self._selector.register(pipe, selectors.EVENT_READ, (b"[%d] " % number, pipe, to))
 
     def pass_on(self, patience_s: float) -> bool:
         """Forward output that arrives within this time; return True if there was any."""
         ready = self._selector.select(patience_s)
         for key, _ in ready:
-            chunk = os.read(key.fd, _CHUNK_BYTES)
-            key.data.hear(chunk)
-            if not chunk:
-                self._forget(key)
+            self._hear(key, os.read(key.fd, _CHUNK_BYTES))
         return bool(ready)
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Forward the remaining output, with any unfinished line, and stop reading."""
         end_s = time.monotonic() + _LAST_S  # for a process that is not ours, and never stops
-        try:
-            while self.pass_on(0.0) and time.monotonic() < end_s:
-                pass
-            for key in self._selector.get_map().values():
-                key.data.hear(b"")
-        finally:
-            for key in list(self._selector.get_map().values()):
-                self._forget(key)
-            self._selector.close()
+        while self.pass_on(0.0) and time.monotonic() < end_s:
+            pass
+        for key in [*self._selector.get_map().values()]:
+            self._hear(key, b"")
+        self._selector.close()
 
-    def _forget(self, key: selectors.SelectorKey) -> None:
-        self._selector.unregister(key.fileobj)
-        key.data.pipe.close()
-
-
-@final
-class _Speaker:
-    def __init__(self, number: int, pipe: IO[bytes], to: IO[bytes]) -> None:
-        self.pipe = pipe
-        self._prefix, self._to, self._unfinished = b"[%d] " % number, to, b""
-
-    def hear(self, chunk: bytes) -> None:
-        """Write the lines that end in this chunk; an empty one ends the last line."""
-        text = self._unfinished + (chunk or b"\n" * bool(self._unfinished))
-        lines, end = [], 0
+    def _hear(self, key: selectors.SelectorKey, chunk: bytes) -> None:
+        """Write the lines that end in this chunk; an empty one ends the last line and the pipe."""
+        prefix, pipe, to = key.data
+        unfinished = self._unfinished.pop(key.fd, b"")
+        text, end = unfinished + (chunk or b"\n" * bool(unfinished)), 0
         for match in _LINE.finditer(text):
             if match[1] or match[0] != b"\r":
-                lines.append(self._prefix + match[1] + b"\n")
+                to.write(prefix + match[1] + b"\n")
             end = match.end()
-        self._unfinished = text[end:]
-        if lines:
-            self._to.write(b"".join(lines))
-            self._to.flush()
+        to.flush()
+        self._unfinished[key.fd] = text[end:]
+        if not chunk:
+            self._selector.unregister(pipe)
+            pipe.close()
 
 
 EXAMPLES = """Examples:
@@ -216,10 +173,7 @@ def run(
         emulated = stack.enter_context(network(workers, shape)) if shape.emulated else None
         begin_s = time.monotonic()
         try:
-            with Ranks() as ranks:
-                for fd, environment in environments(workers, emulated):
-                    ranks.start([sys.executable, *script], environment, fd)
-                failed = ranks.wait()
+            failed = _ran([sys.executable, *script], environments(workers, emulated))
         finally:
             if not quiet:
                 print(_summary(shape, emulated, time.monotonic() - begin_s), flush=True)
@@ -236,10 +190,9 @@ def _require_script(script: tuple[str, ...]) -> None:
         raise ValueError(
             "no script is given; write it after --, as in thinwire run --workers 2 -- train.py"
         )
-    if Path(script[0]).is_dir():
-        raise ValueError(f"{script[0]} is a folder; give a Python script after --")
     if not Path(script[0]).is_file():
-        raise ValueError(f"{script[0]} does not exist; give a Python script after --")
+        problem = "is a folder" if Path(script[0]).is_dir() else "does not exist"
+        raise ValueError(f"{script[0]} {problem}; give a Python script after --")
 
 
 def _summary(link: Link, emulated: Network | None, seconds: float) -> str:

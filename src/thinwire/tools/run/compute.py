@@ -16,7 +16,7 @@ from thinwire.checkpoint import random_state, set_random_state
 from thinwire.optim import Muon, muon_groups
 from thinwire.tools.run.built_in import ByteTransformer, Pair, loss_of, muon_shapes
 from thinwire.tools.run.config import ModelSize, muon_flops, muon_seconds
-from thinwire.tools.run.task import OwnTask, TaskError, called, device_of, made, run_alike
+from thinwire.tools.run.task import OwnTask, TaskError, called, device_of, made, own, run_alike
 
 STEPS_S = 4.0
 """Seconds for a model's steps, half of them for Muon's; each is made at least once."""
@@ -41,10 +41,10 @@ def step_of_task(task: str, device: str, workers: int, most_s: float = STEPS_S) 
     """Measure a step of a user's task, with its own optimizer, for this many workers."""
     rank = dist.get_rank()
     target = run_alike(lambda: device_of(device, rank), task)
-    own = OwnTask(task, 0, rank, workers, target)
-    make = own.make_optimizer or (lambda params: torch.optim.AdamW(params, lr=_LR))
-    clock = _Clock(own.model, own.loss_fn, own.some_batch(0), target)
-    return _timed(task, clock, lambda: make(list(own.model.parameters())), most_s)
+    work = OwnTask(task, 0, rank, workers, target)
+    make = work.make_optimizer or (lambda params: torch.optim.AdamW(params, lr=_LR))
+    clock = _Clock(work.model, work.loss_fn, work.first, target)
+    return _timed(task, clock, lambda: make(list(work.model.parameters())), most_s)
 
 
 def step_of_task_here(task: str, device: str, workers: int) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _timed(
     most_s: float,
 ) -> dict[str, Any]:
     params = _trained(clock.model)
-    hooks = [p.register_post_accumulate_grad_hook(clock.ready) for p in params]  # type: ignore[no-untyped-call]
+    hooks = [p.register_post_accumulate_grad_hook(clock.mark) for p in params]  # type: ignore[no-untyped-call]
     dist.barrier()
     try:
         runs = run_alike(lambda: _steps(task, clock, make_optimizer, most_s / 2), task)
@@ -111,14 +111,13 @@ def _timed(
         for hook in hooks:
             hook.remove()
     timed = runs[min(_UNTIMED_STEPS, len(runs) - 1) :]
-    order = [id(p) for p in params]
-    ready = {key: median(run["ready"].get(key, run["backward"]) for run in timed) for key in order}
+    ready = [median(run["ready"].get(p, run["backward"]) for run in timed) for p in params]
     return {
         "device": clock.device.type,
         "forward_s": median(run["forward"] for run in timed),
         "step_s": median(run["end"] for run in timed),
         **_described(clock.model),
-        "ready_s": [ready[key] for key in order],
+        "ready_s": ready,
         "muon_s": run_alike(lambda: _longer_by_muon(clock, timed, most_s / 2), task),
     }
 
@@ -167,14 +166,9 @@ def _steps(
     while len(runs) < _UNTIMED_STEPS + _MOST_STEPS and (
         not runs or time.perf_counter() - begin_s + last_s < most_s
     ):
-        try:
-            runs.append(clock.step(optimizer))
-            last_s = runs[-1]["end"]
-        except Exception as error:
-            begin = "" if task is None else f"task={task!r}: "
-            raise TaskError(
-                f"{begin}step {len(runs) + 1} raised {type(error).__name__}: {error}"
-            ) from error
+        problem = f"step {len(runs) + 1} raised "
+        runs.append(own(task, problem, lambda: clock.step(optimizer)))
+        last_s = runs[-1]["end"]
     return runs
 
 
@@ -192,40 +186,32 @@ class _Clock:
         self.cuda = device.type == "cuda"
         self.marks: dict[Any, Any] = {}
 
-    def _mark(self, key: Any) -> None:
+    def mark(self, key: Any) -> None:
+        """Record an event of the step, such as a tensor whose gradient is ready."""
+        self.marks[key] = time.perf_counter()
         if self.cuda:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
             self.marks[key] = event
-        else:
-            self.marks[key] = time.perf_counter()
-
-    def ready(self, param: Tensor) -> None:
-        """Record that a gradient is ready."""
-        self._mark(id(param))
 
     def step(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Run one step; return the end of each part, in seconds since its start."""
         inputs, targets = self.batch
         self.marks = {}
-        self._mark("begin")
+        self.mark("begin")
         loss = self.loss_fn(called(self.model, inputs), targets)
-        self._mark("forward")
+        self.mark("forward")
         loss.backward()  # type: ignore[no-untyped-call]
-        self._mark("backward")
+        self.mark("backward")
         optimizer.step()
         optimizer.zero_grad()
-        self._mark("end")
+        self.mark("end")
         if self.cuda:
             torch.cuda.synchronize()
-        since: Callable[[Any], float] = (
-            (lambda mark: self.marks["begin"].elapsed_time(mark) / 1e3)
-            if self.cuda
-            else (lambda mark: mark - self.marks["begin"])
-        )
-        seconds = {key: since(mark) for key, mark in self.marks.items()}
-        names = ("begin", "forward", "backward", "end")
-        return {
-            **{name: seconds[name] for name in names},
-            "ready": {key: value for key, value in seconds.items() if key not in names},
+        begin = self.marks["begin"]
+        seconds = {
+            key: begin.elapsed_time(mark) / 1e3 if self.cuda else mark - begin
+            for key, mark in self.marks.items()
         }
+        parts = {name: seconds.pop(name) for name in ("forward", "backward", "end")}
+        return {**parts, "ready": seconds}

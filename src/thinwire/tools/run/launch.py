@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -115,13 +115,9 @@ def environments(workers: int, network: Network | None) -> list[tuple[int, dict[
     for rank in range(workers):
         machine = rank // local
         own = {"RANK": rank, "LOCAL_RANK": rank % local, "GROUP_RANK": machine}
-        given = {**_texts(default), **os.environ, **_texts(common), **_texts(own)}
-        found.append((fds[machine], given))
+        given = {**default, **os.environ, **common, **own}
+        found.append((fds[machine], {key: str(value) for key, value in given.items()}))
     return found
-
-
-def _texts(values: Mapping[str, Any]) -> dict[str, str]:
-    return {key: str(value) for key, value in values.items()}
 
 
 def cores() -> int:
@@ -166,13 +162,29 @@ def start(
 
 def signal_group(leader: int, number: signal.Signals) -> None:
     """Send a signal to a rank and its children that still run."""
-    try:
+    with contextlib.suppress(ProcessLookupError):  # all of them have ended
         os.killpg(leader, number)
-    except ProcessLookupError:  # all of them have ended
-        return
 
 
 _POLL_S, _GRACE_S = 0.1, 3.0
+
+
+def end(
+    ranks: Collection["subprocess.Popen[bytes]"], wait: Callable[[float], object] = time.sleep
+) -> None:
+    """End ranks and their children, at first by a signal that they can act on."""
+    try:
+        for rank in ranks:
+            signal_group(rank.pid, signal.SIGTERM)
+        end_s = time.monotonic() + _GRACE_S
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < end_s:
+            wait(_POLL_S / 5)
+    finally:
+        for rank in ranks:
+            signal_group(rank.pid, signal.SIGKILL)
+            rank.wait()
+
+
 _START_UP_S = 90.0
 _MOST_LINES, _LONGEST_LINE = 5, 300
 
@@ -192,17 +204,23 @@ def run_workers(
     work.mkdir(parents=True, exist_ok=True)
     path = work / "job.json"
     job.write(path)
-    readers = [EventReader(work, rank) for rank in range(workers)]
-    with _started(path, workers, network, work) as started:
-        yield from _watch(started, readers, job.timeout_s, work)
+    command = [sys.executable, "-m", "thinwire.tools.run.worker", str(path)]
+    # whatever the shell says, since figures of one machine are compared with those of another
+    threads = {"OMP_NUM_THREADS": str(threads_of(workers))}
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, (fd, environment) in enumerate(environments(workers, network)):
+            with (work / f"worker{rank}.log").open("wb") as log:
+                started.append(start(command, environment | threads, fd, log, subprocess.STDOUT))
+        yield from _watch(started, job.timeout_s, work)
+    finally:
+        end(started)
 
 
 def _watch(
-    workers: list["subprocess.Popen[bytes]"],
-    readers: list[EventReader],
-    timeout_s: float,
-    work: Path,
+    workers: list["subprocess.Popen[bytes]"], timeout_s: float, work: Path
 ) -> Iterator[dict[str, Any]]:
+    readers = [EventReader(work, rank) for rank in range(len(workers))]
     errors: list[dict[str, Any]] = []
     last_news_s = time.monotonic() + _START_UP_S
     failed_s: float | None = None
@@ -233,29 +251,6 @@ def _watch(
         time.sleep(_POLL_S)
 
 
-@contextlib.contextmanager
-def _started(
-    job: Path, workers: int, network: Network | None, work: Path
-) -> Iterator[list["subprocess.Popen[bytes]"]]:
-    command = [sys.executable, "-m", "thinwire.tools.run.worker", str(job)]
-    # whatever the shell says, since figures of one machine are compared with those of another
-    threads = {"OMP_NUM_THREADS": str(threads_of(workers))}
-    started: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank, (fd, environment) in enumerate(environments(workers, network)):
-            with (work / f"worker{rank}.log").open("wb") as log:
-                started.append(start(command, environment | threads, fd, log, subprocess.STDOUT))
-        yield started
-        for worker in started:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.wait(timeout=_GRACE_S)
-    finally:
-        for worker in started:
-            signal_group(worker.pid, signal.SIGKILL)
-        for worker in started:
-            worker.wait()
-
-
 def failure_of(
     errors: Sequence[Mapping[str, Any]], statuses: Sequence[int | None], work: Path
 ) -> WorkerError | TaskRefused:
@@ -269,8 +264,9 @@ def explain(errors: Sequence[Mapping[str, Any]], statuses: Sequence[int | None],
     # a rank that dies after an error of its own died of that
     spoke = {error["rank"] for error in errors}
     silent = {rank: s for rank, s in enumerate(statuses) if s and rank not in spoke}
+    names = {number.value: number.name for number in signal.Signals}  # all but real-time ones
     killed = [
-        f"worker {rank} was killed by {_signal_name(-status)}"
+        f"worker {rank} was killed by {names.get(-status, f'signal {-status}')}"
         for rank, status in silent.items()
         if status < 0
     ]
@@ -287,13 +283,6 @@ def explain(errors: Sequence[Mapping[str, Any]], statuses: Sequence[int | None],
             [f"worker {first['rank']} failed: {first['kind']}: {short[0]}", *short[1:]]
         )
     return f"a worker ended without a result\n{_log_tail(work)}".rstrip()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
 
 
 def _log_tail(work: Path) -> str:
@@ -359,9 +348,7 @@ def run_here(job: Job) -> Generator[dict[str, Any], None, None]:
     while True:
         event = queued.get()
         if event["event"] == "error":
-            if event["kind"] == "TaskError":
-                raise TaskRefused(event["message"])
-            raise WorkerError(f"this rank failed: {event['kind']}: {event['message']}")
+            raise failure_of([{"rank": os.environ["RANK"], **event}], (), Path())
         yield event
         if event["event"] == "result":
             return

@@ -6,14 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from thinwire.layout.traffic import streams_between
-from thinwire.tools.doctor.machine import announced
+from thinwire.tools.doctor.machine import announced, setting
 from thinwire.tools.doctor.pairs import TOKEN_BYTES, Answering, Peer, round_trip_s
 from thinwire.tools.run.compute import STEPS_S, step_of_built_in, step_of_task
 from thinwire.tools.run.config import ModelSize
@@ -85,13 +84,8 @@ def probe(
 def idle_restarts() -> bool:
     """Return True if windows of idle connections shrink."""
     # Source: Linux, include/net/tcp.h, tcp_slow_start_after_idle_check.
-    settings = Path("/proc/sys/net/ipv4")
-    try:
-        control = (settings / "tcp_congestion_control").read_text()
-        after_idle = (settings / "tcp_slow_start_after_idle").read_text()
-    except OSError:  # not Linux
-        return True
-    return after_idle.strip() != "0" and not control.startswith("bbr")
+    control = setting("tcp_congestion_control")
+    return setting("tcp_slow_start_after_idle") != "0" and not control.startswith("bbr")
 
 
 class _Network:

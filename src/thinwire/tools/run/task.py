@@ -7,6 +7,7 @@ import importlib.util
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -62,17 +63,25 @@ def everyones(own: Any) -> list[Any]:
     return parts
 
 
+def own(word: str | None, problem: str, work: Callable[[], R]) -> R:
+    """Run the code of a user's task; its errors name it and say what failed."""
+    try:
+        return work()
+    except (StopIteration, TaskError):
+        raise
+    except (Exception, SystemExit) as error:
+        begin = "" if word is None else f"task={word!r}: "
+        raise TaskError(f"{begin}{problem}{type(error).__name__}: {error}") from error
+
+
 def run_alike(work: Callable[[], R], word: str | None) -> R:
     """Run work that succeeds or fails on all ranks alike."""
     result: list[R] = []
     problem = None
     try:
-        result.append(work())
+        result.append(own(word, "", work))
     except TaskError as error:
         problem = str(error)
-    except (Exception, SystemExit) as error:
-        begin = "" if word is None else f"task={word!r}: "
-        problem = f"{begin}{type(error).__name__}: {error}"
     problems = everyones(problem)
     found = next(((rank, text) for rank, text in enumerate(problems) if text), None)
     if found is not None:
@@ -166,12 +175,12 @@ class OwnTask:
                 f"{call} must yield pairs (inputs, targets): {type(error).__name__}: {error}"
             ) from error
         self.taken += 1
-        return _moved(inputs, self.device), _moved(targets, self.device)
+        inputs, targets = _mapped(lambda tensor: tensor.to(self.device), (inputs, targets))
+        return inputs, targets
 
     def _all_begin_alike(self) -> bool:
-        digest = hashlib.sha256()
-        _feed(digest, self.first)
-        firsts = everyones(digest.digest())
+        digests = _mapped(_digest, self.first)  # objects other than tensors count by their text
+        firsts = everyones(hashlib.sha256(repr(digests).encode()).digest())
         return len(firsts) > 1 and len(set(firsts)) == 1
 
     def _tried(self) -> None:
@@ -206,26 +215,17 @@ class OwnTask:
         ]
         all_looks = everyones(looks)
         for rank, other in enumerate(all_looks):
-            if other == all_looks[0]:
+            pairs = zip([*all_looks[0], None], [*other, None], strict=False)
+            here, there = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
+            if here is there is None:
                 continue
-            here, there = next(
-                (a, b)
-                for a, b in zip([*all_looks[0], None], [*other, None], strict=False)
-                if a != b
-            )
             raise self._error(
                 f"ranks built different models: rank 0 has {_look(here)}, rank {rank} "
                 f"{_look(there)}; build the same model on all ranks, from the seed only"
             )
 
     def _own(self, call: str, work: Callable[[], R]) -> R:
-        """Run the user's code; its errors name it as their origin."""
-        try:
-            return work()
-        except (StopIteration, TaskError):
-            raise
-        except (Exception, SystemExit) as error:
-            raise self._error(f"{call} raised {type(error).__name__}: {error}") from error
+        return own(self.word, f"{call} raised ", work)
 
     def _alike(self, work: Callable[[], R]) -> R:
         return run_alike(work, self.word)
@@ -247,21 +247,11 @@ def made(word: str, seed: int) -> Task:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.path.insert(0, str(Path(path).resolve().parent))
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise TaskError(
-            f"task={word!r}: {path} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+    own(word, f"{path} cannot be imported: ", partial(spec.loader.exec_module, module))
     make = getattr(module, name, None)
     if not callable(make):
         raise TaskError(f"task={word!r}: {path} has no function {name}")
-    try:
-        task = make(seed)
-    except (Exception, SystemExit) as error:
-        raise TaskError(
-            f"task={word!r}: {name}({seed}) raised {type(error).__name__}: {error}"
-        ) from error
+    task = own(word, f"{name}({seed}) raised ", lambda: make(seed))
     if not isinstance(task, Task):
         raise TaskError(
             f"task={word!r}: {name}({seed}) must return a thinwire.Task, got {type(task).__name__}"
@@ -294,30 +284,19 @@ def _look(entry: tuple[str, tuple[int, ...], str] | None) -> str:
     return f"{name} of shape {list(shape)} in {dtype.removeprefix('torch.')}"
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _mapped(work: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return a batch with all of its tensors replaced."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        return work(value)
     if isinstance(value, Mapping):
-        return {key: _moved(item, device) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_moved(item, device) for item in value))
+        return {key: _mapped(work, item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(_moved(item, device) for item in value)
+        items = [_mapped(work, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 
-def _feed(digest: "hashlib._Hash", value: Any) -> None:
-    """Add all of a batch to a digest; objects other than tensors by their text."""
-    if isinstance(value, Tensor):
-        data = value.detach().cpu().contiguous()
-        digest.update(f"{data.dtype} {tuple(data.shape)}".encode())
-        digest.update(data.flatten().view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            digest.update(repr(key).encode())
-            _feed(digest, item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            _feed(digest, item)
-    else:
-        digest.update(repr(value).encode())
+def _digest(tensor: Tensor) -> tuple[Any, ...]:
+    data = tensor.detach().cpu().contiguous()
+    content = data.flatten().view(torch.uint8).numpy()
+    return data.dtype, tuple(data.shape), hashlib.sha256(content.tobytes()).digest()

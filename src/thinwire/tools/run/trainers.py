@@ -60,15 +60,10 @@ class Setup:
                     "Muon trains hidden matrices and this model has none; omit the strategies "
                     "that use Muon"
                 )
-            return tw.optim.Muon(
-                tw.optim.muon_groups(model, conv=conv),
-                lr=lr,
-                betas=BETAS,
-                weight_decay=WEIGHT_DECAY,
-            )
-        return torch.optim.AdamW(
-            model.named_parameters(), lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY
-        )
+            groups = tw.optim.muon_groups(model, conv=conv)
+            return tw.optim.Muon(groups, lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
+        named = model.named_parameters()
+        return torch.optim.AdamW(named, lr=lr, betas=BETAS, weight_decay=WEIGHT_DECAY)
 
     @property
     def sites(self) -> int:
@@ -92,10 +87,6 @@ class Setup:
         fully_shard(model, mesh=used)
         return mesh
 
-    def forward(self, model: nn.Module, inputs: Any, targets: Any) -> Tensor:
-        """Return this rank's mean loss."""
-        return self.loss_fn(called(model, inputs), targets)
-
 
 def build_trainer(
     trainer: str, options: Mapping[str, Any], model: nn.Module, setup: Setup
@@ -109,7 +100,7 @@ def bare_step(
     setup: Setup, model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any
 ) -> Tensor:
     """Run forward pass, backward pass and update, without an exchange."""
-    loss = setup.forward(model, inputs, targets)
+    loss = setup.loss_fn(called(model, inputs), targets)
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
@@ -171,16 +162,15 @@ class DDPTrainer:
         """Return the bytes that this rank, or its site, has sent to others, without headers of TCP
         and IP.
         """
-        dense = gradient_bytes(self.module)
-        sites = self.setup.sites
+        sites, dense = self.setup.sites, gradient_bytes(self.module)
         if self.hook == "fp16":
-            return self.steps * ring_bytes(sites, gradient_bytes(self.module, 2))
-        if self.hook == "powersgd":
-            _, _, factors_numel = self.state.compression_stats()  # type: ignore[no-untyped-call]
-            width = dense / gradient_bytes(self.module, 1)
-            dense_steps = min(self.steps, _DENSE_STEPS)
-            return dense_steps * ring_bytes(sites, dense) + ring_bytes(sites, width * factors_numel)
-        return self.steps * ring_bytes(sites, dense)
+            dense = gradient_bytes(self.module, 2)
+        if self.hook != "powersgd":
+            return self.steps * ring_bytes(sites, dense)
+        _, _, factors_numel = self.state.compression_stats()  # type: ignore[no-untyped-call]
+        width = dense / gradient_bytes(self.module, 1)
+        dense_steps = min(self.steps, _DENSE_STEPS)
+        return dense_steps * ring_bytes(sites, dense) + ring_bytes(sites, width * factors_numel)
 
     def finish(self) -> None:
         """Do nothing: every step was exchanged."""
@@ -228,8 +218,9 @@ class Prepared:
         for changes in (shown.pop("compression", None) or {}).values():
             shown |= changes
         self.settings: Mapping[str, Any] = {**named, **shown}
-        self.agreed = True
-        self.local_step_s = self.exchanging_step_s = self.finish_s = 0.0
+        self.agreed, self.finish_s = True, 0.0
+        self.step_s = {True: 0.0, False: 0.0}
+        """Seconds of the last step that left an exchange pending, and of the last that did not."""
 
     def train_step(self, inputs: Any, targets: Any) -> Tensor:
         """See `DDPTrainer`; with gradient merge, only every k-th step updates."""
@@ -237,12 +228,9 @@ class Prepared:
         loss = self.engine.train_step(inputs, targets)
         step_s = time.perf_counter() - begin_s
         waiting = bool(self.engine.pending)
-        if waiting:
-            self.local_step_s = step_s
-        else:
-            self.exchanging_step_s = step_s
-        if self.local_step_s and self.exchanging_step_s:
-            self.finish_s = max(0.0, self.exchanging_step_s - self.local_step_s)
+        self.step_s[waiting] = step_s
+        if all(self.step_s.values()):
+            self.finish_s = max(0.0, self.step_s[False] - self.step_s[True])
         # an averaging that is under way would go on while the clock stands still
         sync = self.engine.sync if self.drifting else None
         self.agreed = not waiting if sync is None else sync.pending is None

@@ -101,15 +101,11 @@ _MOST: dict[str, float] = {
 
 def shortened(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options with intervals of a few steps."""
-    return {key: _short(key, value) for key, value in options.items()}
-
-
-def _short(key: str, value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return shortened(value)
-    if key in _MOST and value is not None:
-        return min(value, type(value)(_MOST[key]))
-    return value
+    found = {}
+    for key, value in options.items():
+        short = min(value, type(value)(_MOST[key])) if key in _MOST and value is not None else value
+        found[key] = shortened(value) if isinstance(value, Mapping) else short
+    return found
 
 
 def rehearse(config: RunConfig, work: Workload) -> None:
@@ -206,8 +202,8 @@ class TrainingRun:
         )
         self.peaks = self._peaks()
         self.step_s: list[float] = []
-        self.library_bytes = [0.0]
-        self.kernel_sent, self.kernel_received = [0], [0]
+        # bytes up to each step: by the library's count, and sent and received on the interface
+        self.bytes = [torch.zeros(3, dtype=torch.float64)]
         self.evaluations: list[dict[str, float]] = []
 
     @property
@@ -225,11 +221,12 @@ class TrainingRun:
             factor = rate_factor(budget.progress(self.step))
             for group, peak in zip(self.trainer.optimizer.param_groups, self.peaks, strict=True):
                 group["lr"] = peak * factor
-            loss = self.trainer.train_step(*self.work.next_batch())
-            self._count()
-            self.events.write_sometimes(
-                "step", step=self.step, progress=budget.progress(self.step), loss=float(loss)
-            )
+            last = self.trainer.train_step(*self.work.next_batch())
+            self.step_s.append(0.0)
+            self.bytes.append(self.bytes[-1].clone())
+            self._extend()
+            progress, loss = budget.progress(self.step), float(last)
+            self.events.write_sometimes("step", step=self.step, progress=progress, loss=loss)
             if self.step == self.trainer.steady_from_step:
                 self._stop_clock()
                 self._start_clock()
@@ -240,15 +237,9 @@ class TrainingRun:
                 self._extend()
             # between averagings no rank has the model that one would save
             if stop or (due and self.trainer.agreed):
-                due = False
-                self._evaluate()
-                point = self.evaluations[-1]
-                self.events.write(
-                    "evaluation",
-                    progress=budget.progress(self.step),
-                    step=self.step,
-                    loss=point["loss"],
-                )
+                due, progress = False, budget.progress(self.step)
+                loss = self._evaluate()
+                self.events.write("evaluation", progress=progress, step=self.step, loss=loss)
         self.trainer.close()
         return self._result()
 
@@ -285,32 +276,25 @@ class TrainingRun:
         dist.barrier()
         self._count_kernel_bytes()
 
-    def _count(self) -> None:
-        self.step_s.append(0.0)
-        self.library_bytes.append(0.0)
-        self.kernel_sent.append(self.kernel_sent[-1])
-        self.kernel_received.append(self.kernel_received[-1])
-        self._extend()
-
     def _extend(self) -> None:
         """Add time and bytes since the last call to the last step."""
         now_s = time.perf_counter()
         self.step_s[-1] += now_s - self.mark_s
         self.mark_s = now_s
-        self.library_bytes[-1] = self.trainer.sent_bytes()
+        self.bytes[-1][0] = self.trainer.sent_bytes()
         self._count_kernel_bytes()
 
-    def _kernel_bytes(self) -> tuple[int, int]:
+    def _kernel_bytes(self) -> torch.Tensor:
         """Return bytes (sent, received) of this rank's own interface; zeros without one."""
-        return interface_bytes(self.config.interface) if self.config.interface else (0, 0)
+        counts = interface_bytes(self.config.interface) if self.config.interface else (0, 0)
+        return torch.tensor(counts, dtype=torch.float64)
 
     def _count_kernel_bytes(self) -> None:
-        sent, received = self._kernel_bytes()
-        self.kernel_sent[-1] += sent - self.mark_bytes[0]
-        self.kernel_received[-1] += received - self.mark_bytes[1]
-        self.mark_bytes = (sent, received)
+        counts = self._kernel_bytes()
+        self.bytes[-1][1:] += counts - self.mark_bytes
+        self.mark_bytes = counts
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> float:
         if self.step:
             self._stop_clock()
         loss = self.work.evaluate(self.trainer.module)
@@ -319,16 +303,13 @@ class TrainingRun:
                 f"the training diverged: held-out loss {loss} after {self.step} steps at a peak "
                 f"learning rate of {max(self.peaks):g}; lower it with --lr"
             )
-        point = {
-            "step": self.step,
-            "seconds": sum(self.step_s),
-            "loss": loss,
-            "library_bytes": self.library_bytes[-1],
-        }
-        self.evaluations.append({**point, "kernel_bytes": float(self.kernel_sent[-1])})
+        library, kernel, _ = self.bytes[-1].tolist()
+        point = {"step": self.step, "seconds": sum(self.step_s), "loss": loss}
+        self.evaluations.append({**point, "library_bytes": library, "kernel_bytes": kernel})
         if self.step:
             self.bare.measure(_BARE_STEPS_BETWEEN)
         self._start_clock()
+        return loss
 
     def _result(self) -> dict[str, Any]:
         steady = max(0, min(self.trainer.steady_from_step, self.step - _FEWEST_STEADY_STEPS))
@@ -355,18 +336,11 @@ class TrainingRun:
             "library_bytes_per_step": sent,
             "kernel_sent_bytes_per_step": kernel_sent if measured else None,
             "kernel_received_bytes_per_step": kernel_received if measured else None,
-            "settings": {
-                "lr": max(self.peaks),
-                "optimizer": optimizer,
-                **self.trainer.settings,
-            },
+            "settings": {"lr": max(self.peaks), "optimizer": optimizer, **self.trainer.settings},
         }
 
     def _mean_bytes_per_step(self, steady: int) -> list[float]:
-        counts = (self.library_bytes, self.kernel_sent, self.kernel_received)
-        means = torch.tensor(
-            [float(count[-1] - count[steady]) for count in counts], dtype=torch.float64
-        )
+        means = self.bytes[-1] - self.bytes[steady]
         dist.all_reduce(means)
         per_step: list[float] = (means / (dist.get_world_size() * (self.step - steady))).tolist()
         return per_step
