@@ -37,7 +37,7 @@ def meeting_place(token: bytes | None = TOKEN, host: str = "127.0.0.1") -> Itera
 def hosted(listener: socket.socket, token: bytes | None) -> Iterator[None]:
     """Serve a meeting place on this socket, on a thread, while the block runs."""
     stop, ready = threading.Event(), threading.Event()
-    options = {"say": lambda _: None, "ready": ready.set, "stop": stop}
+    options = {"say": lambda _: None, "ready": lambda _: ready.set(), "stop": stop}
     thread = threading.Thread(target=run_host, args=(listener, token), kwargs=options)
     thread.start()
     try:

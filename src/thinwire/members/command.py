@@ -4,22 +4,17 @@ import contextlib
 import errno
 import ipaddress
 import os
-import secrets
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 
-from thinwire.members.credentials import Address, derived_key, parse_address, read_token
+from thinwire.members.credentials import Address, parse_address, read_token
 from thinwire.members.credentials import new_token as make_token
-
-if TYPE_CHECKING:
-    from thinwire.page.server import Page
 
 EXAMPLES = """Examples:
 
@@ -30,8 +25,6 @@ thinwire host --bind 10.0.0.1:29400 --token-file token --page 8080
 thinwire host --bind 203.0.113.7:29400 --token-file token --relay --cert cert.pem --key key.pem
 """
 _BACKLOG = 512
-_BEHIND_RELAY = Address("127.0.0.1", 0)
-"""Where the store listens if the relay passes its clients on."""
 _EVERYWHERE = {"*": "0.0.0.0"}
 _REASONS: dict[int | None, str] = {
     errno.EADDRINUSE: "the port is in use: take another one, or end the process that uses it",
@@ -97,48 +90,39 @@ def host(
             from thinwire.members.relay import certificate, relaying  # loads torch
 
             tls = certificate(cert, key) if cert else None
-            behind = ends.enter_context(_listener(_BEHIND_RELAY, public=False))
+            behind = ends.enter_context(_listener(Address("127.0.0.1", 0), public=False))
             ends.enter_context(relaying(listener, token, tls, behind.getsockname()[1]))
             listener = behind
-        shown = None
-        if page is not None:
-            from thinwire.page.server import Page  # loads torch
+        stop = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
+        from thinwire.members.meeting import run_host  # loads torch
 
-            secret = token or secrets.token_bytes()
-            shown = Page(where.host, page, derived_key(secret, "page").hex()[:32])
-            ends.callback(shown.close)
-        _run_until_stopped(listener, where, token, shown, relayed=relay, quiet=quiet)
+        def say(line: str) -> None:
+            if not quiet:
+                _print(line)
 
+        def ready(url: str) -> None:
+            _print(f"listening on tcp://{where}")
+            if relay:
+                say("relaying for members with relay=True")
+            if url:
+                _print(f"page of the members: {url}")
+            if token is None:
+                say(
+                    "no --token-file: anyone who reaches this port can join and write values that "
+                    "members read. Make a token with --new-token"
+                )
+            address = ipaddress.ip_address(where.host)
+            if address.is_global or address.is_unspecified:
+                say(
+                    "the internet may reach this address, and traffic is not encrypted: see "
+                    "docs/security.md, and use a tunnel"
+                )
 
-def _run_until_stopped(
-    listener: socket.socket,
-    where: Address,
-    token: bytes | None,
-    page: "Page | None",
-    *,
-    relayed: bool,
-    quiet: bool,
-) -> None:
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    from thinwire.members.meeting import run_host  # loads torch
-
-    def say(line: str) -> None:
-        if not quiet:
-            _print(line)
-
-    def ready() -> None:
-        _print(f"listening on tcp://{where}")
-        if relayed:
-            say("relaying for members with relay=True")
-        if page is not None:
-            _print(f"page of the members: {page.url}")
-        for line in _warnings(where, with_token=token is not None):
-            say(line)
-
-    run_host(listener, token, say=say, ready=ready, stop=stop, page=page)
-    say("ended: members train on until one of them joins or leaves")
+        at = None if page is None else Address(where.host, page)
+        run_host(listener, token, say=say, ready=ready, stop=stop, page=at)
+        say("ended: members train on until one of them joins or leaves")
 
 
 def _print(line: str) -> None:
@@ -176,17 +160,3 @@ def _listener(requested: Address, *, public: bool) -> socket.socket:
         reason = _REASONS.get(error.errno, error.strerror or error)
         raise ValueError(f"bind={str(requested)!r}: {reason}") from None
     return listener
-
-
-def _warnings(where: Address, *, with_token: bool) -> Iterator[str]:
-    if not with_token:
-        yield (
-            "no --token-file: anyone who reaches this port can join and write values that members "
-            "read. Make a token with --new-token"
-        )
-    address = ipaddress.ip_address(where.host)
-    if address.is_global or address.is_unspecified:
-        yield (
-            "the internet may reach this address, and traffic is not encrypted: see "
-            "docs/security.md, and use a tunnel"
-        )

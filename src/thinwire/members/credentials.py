@@ -39,9 +39,8 @@ def read_token(path: str | os.PathLike[str]) -> bytes:
         os.close(handle)
     if not _LEAST_BYTES <= len(token) <= _MOST_BYTES:
         raise ValueError(
-            f"token file {file} holds {'more than ' * (len(token) > _MOST_BYTES)}"
-            f"{min(len(token), _MOST_BYTES)} bytes, {_LEAST_BYTES} to {_MOST_BYTES} are allowed: "
-            f"{how}"
+            f"token file {file} holds {len(token)} bytes, {_LEAST_BYTES} to {_MOST_BYTES} "
+            f"are allowed: {how}"
         )
     return token
 

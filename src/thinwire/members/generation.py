@@ -19,12 +19,8 @@ class Decision:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a form that JSON can represent."""
-        return {
-            "ids": list(self.ids),
-            "settled": list(self.continuing),
-            "votes": self.votes,
-            "answers": packed(self.answers),
-        }
+        who = {"ids": self.ids, "settled": self.continuing}
+        return who | {"votes": self.votes, "answers": packed(self.answers)}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "Decision":

@@ -1,10 +1,9 @@
 """Exchanges among members: groups whose ranks change between two agreements."""
 
-import contextlib
 import json
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -59,8 +58,7 @@ class ElasticGroup(Group):
         groups: Any = now.groups  # it has the attributes of a Private that Group uses
         self._shared, self.relayed = groups, groups is not None and groups.relayed
         self.copies = groups.copies if self.relayed else 1
-        key = self.membership.kv.store.key_for("exchange", str(now.number))
-        if key is not None:
+        if key := self.membership.kv.store.key_for("exchange", str(now.number)):
             self.authenticate(key)
         forget_ended()
         progressed()  # an interrupted wait does not count against the remaining members
@@ -100,8 +98,7 @@ class ElasticGroup(Group):
         vote, attempt = self.membership.shared.votes + 1, self._attempt
         while True:
             # another member may have received all answers: then they are in the store
-            known = self.membership.recorded(vote)
-            if known is not None:
+            if (known := self.membership.recorded(vote)) is not None:
                 return known
             number = self.bind_latest()
             if attempt not in (None, number):
@@ -216,15 +213,8 @@ class Site(SingleRank):
         self.mesh = mesh
         self.ranks = Group(mesh.get_group("shard"), _SITE_TIMEOUTS * timeout_s + _CONNECT_S)
         self.ranks.one_site = True
+        self.rank, self.size = self.ranks.rank, self.ranks.size
         self._ended = False
-
-    @property
-    def rank(self) -> int:  # type: ignore[override]
-        return self.ranks.rank
-
-    @property
-    def size(self) -> int:  # type: ignore[override]
-        return self.ranks.size
 
     def gather_values(self, action: str, value: Any) -> list[Any]:
         report = json.dumps([action, value], separators=(",", ":")).encode()
@@ -245,7 +235,7 @@ class Site(SingleRank):
 
     def announce_end(self, error: ThinwireError) -> None:
         if not self._ended:
-            with contextlib.suppress(ThinwireError):
+            with suppress(ThinwireError):
                 self.gather_values(_END, f"{type(error).__name__}: {error}")
             self._ended = True
 
@@ -286,12 +276,12 @@ class SiteGroup(Group):
     def size(self) -> int:  # type: ignore[override]
         return self._shard_group.size * self.site.size
 
-    @contextlib.contextmanager
+    @contextmanager
     def one_attempt(self) -> Iterator[None]:
         with self._announcing_end(), self._shard_group.one_attempt():
             yield
 
-    @contextlib.contextmanager
+    @contextmanager
     def _announcing_end(self) -> Iterator[None]:
         """Announce the end of this rank to its site when it cannot go on among the members."""
         try:

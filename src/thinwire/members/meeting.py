@@ -31,11 +31,8 @@ _GREETING: Final = "host"
 _RUNS: Final = "thinwire/runs"
 """Names of runs, each with a space behind it. torch lists no keys before 2.13."""
 _RUN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_GREETING_S: Final = 5.0
-_SLACK_S: Final = 1.0
-_SHORTEST_S: Final = 0.1
+_GREETING_S, _SLACK_S, _SHORTEST_S = 5.0, 1.0, 0.1
 _THREAD: Final = "thinwire-meeting"
-_SESSION_BYTES: Final = 16
 
 
 def connect(
@@ -181,18 +178,20 @@ def run_host(
     token: bytes | None,
     *,
     say: Callable[[str], None],
-    ready: Callable[[], None],
+    ready: Callable[[str], object],
     stop: threading.Event,
-    page: Page | None = None,
+    page: Address | None = None,
 ) -> None:
-    """Run the store until `stop` is set, and report when the generation of a run changes."""
+    """Run the store, and a page at this address, until `stop` is set; report generations."""
     host, port = listener.getsockname()[:2]
     where = _LOOPBACKS.get(host, host), port, None, True, _TIMEOUT  # for its own client
     store = TCPStore(*where, wait_for_workers=False, master_listen_fd=listener.detach())
-    session = secrets.token_hex(_SESSION_BYTES)
+    session = secrets.token_hex(16)
     greeting = {"meeting": MEETING_VERSION, "thinwire": __version__, "session": session}
     _host_store(store, token).set(_GREETING, json.dumps(greeting))  # shows that it has the token
-    ready()
+    key = derived_key(token or secrets.token_bytes(), "page")
+    shown = None if page is None else Page(*page, key.hex()[:32])
+    ready("" if shown is None else shown.url)
     reported: dict[str, str] = {}
     while not stop.wait(_LOOK_S):
         for run in _runs(store):
@@ -202,8 +201,8 @@ def run_host(
             if known and line != reported.get(run):
                 reported[run] = line
                 say(f"run {run}: {line}")
-            if known and page is not None and ids:
-                _show(page.runs.setdefault(run, RunView()), of_run, generation, ids)
+            if known and shown is not None and ids:
+                _show(shown.runs.setdefault(run, RunView()), of_run, generation, ids)
 
 
 def _names(store: TCPStore) -> set[str]:

@@ -198,8 +198,7 @@ class Members:
         return self._present()[0]
 
     def _present(self) -> tuple[int, tuple[str, ...]]:
-        bound = self._group.bound
-        if bound is not None:
+        if (bound := self._group.bound) is not None:
             return bound.number, bound.ids
         admitted = None if self._joiner else self._membership.shared.admitted
         return (-1, ()) if admitted is None else admitted
@@ -537,10 +536,9 @@ def join(
     timeout_s = seconds_of(timeout) or _TIMEOUT_S
     check.instance("address", address, str)
     host = parse_address("address", address, scheme=True)
-    token = None
     if token_file is not None:
         check.instance("token_file", token_file, (str, Path))
-        token = read_token(token_file)
+    token = None if token_file is None else read_token(token_file)
     check.instance("relay", relay, bool)
     tls = None if ca is None else _authority(ca)
     limit = datetime.timedelta(seconds=timeout_s)

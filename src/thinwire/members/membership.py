@@ -24,10 +24,8 @@ _ALIVE_S = 3.0
 """Age in seconds from which a process without a new heartbeat counts as gone."""
 BUSY_BEAT_S = 1.2
 """Longest time in seconds between two heartbeats of a busy member."""
-_SCAN_S = _SHOW_S = 1.0
-_CONNECT_S = 10.0
+_SCAN_S, _CONNECT_S, _EXIT_S = 1.0, 10.0, 2.0
 _MAX_ATTEMPTS = 3
-_EXIT_S = 2.0
 _HELLOS = "hellos"
 """Key of the next free request number; a hint where to begin to search."""
 _ALL_ATTEMPTS_S = (_MAX_ATTEMPTS + 2) * (_CONNECT_S + _ANNOUNCE_S) + _EXIT_S
@@ -80,7 +78,7 @@ class Shared:
         """Time at which a donor was assigned, by the joiner's request number."""
         self.next_own_hello = 0
         self.shown: dict[str, Any] = {}
-        """Latest numbers of this member for the host's page."""
+        """New numbers of this member for the host's page."""
 
     def require_running(self) -> None:
         """Raise the reason for which this member has ended, if it has."""
@@ -101,12 +99,8 @@ class Shared:
         # an agreement taken from another member counts even before the main thread asks for it
         with self.changed:
             votes, answers, _ = self.recorded or (self.votes, self.answers, ())
-        return {
-            "votes": votes,
-            "answers": packed(answers),
-            "voted": self.voted,
-            "connecting_s": connecting_s,
-        }
+        agreed = {"votes": votes, "answers": packed(answers), "voted": self.voted}
+        return agreed | {"connecting_s": connecting_s}
 
     def announce_leaving(self, kv: KeyValueView) -> None:
         """Tell the others that this member leaves: they continue, however few they are."""
@@ -296,7 +290,6 @@ class Watcher:
         self._next_hello = self._beat_count = 0
         self._unread: list[int] = []
         self._checked_s: dict[int, float] = {}
-        self._shown: tuple[dict[str, Any], float] = {}, 0.0
 
     def run(self) -> None:
         """Meet the others, then watch and do what the main thread asks, until this member ends."""
@@ -385,9 +378,7 @@ class Watcher:
         self._read_hellos(math.inf)
         hellos = [value for _, value in sorted(self.shared.hellos.items())]
         ids = dict.fromkeys(value["id"] for value in hellos if value.get("founds") == number)
-        return tuple(
-            member for member in ids if member == self.own_id or self._poll_heartbeat(member)
-        )
+        return tuple(one for one in ids if one == self.own_id or self._poll_heartbeat(one))
 
     def _poll(self, number: int) -> tuple[int, Decision, bool]:
         """Return the latest generation, from `number` on, and whether a member of it is alive."""
@@ -430,13 +421,6 @@ class Watcher:
         heartbeat = {"beat": self._beat_count, "idle": idle_s(), "waits": activity()[1]}
         self.kv.put(f"hb/{self.own_id}", heartbeat)
 
-    def _show(self) -> None:
-        """Report new numbers for the host's page, at most one report a second."""
-        shown, (before, sent_s), now = self.shared.shown, self._shown, time.monotonic()
-        if shown is not before and now - sent_s > _SHOW_S:
-            self._shown = shown, now
-            self.kv.put(f"shown/{self.own_id}", shown)
-
     def extension_s(self, timeout_s: float) -> float:
         """Return `timeout_s` less the time since the last of the missing members was busy."""
         # 0 or less if one is missing that is not busy, or if the meeting place does not answer
@@ -467,10 +451,8 @@ class Watcher:
         value, now = self.kv.get(f"hb/{other}"), time.monotonic()
         if value is not None:
             before = self.shared.heartbeats.get(other)
-            if before is None:  # the first one read may be old
-                self.shared.heartbeats[other] = value["beat"], now, False
-            elif value["beat"] > before[0]:
-                self.shared.heartbeats[other] = value["beat"], now, True
+            if before is None or value["beat"] > before[0]:  # the first one read may be old
+                self.shared.heartbeats[other] = value["beat"], now, before is not None
         return self.shared.is_alive(other)
 
     def _watch(self) -> None:
@@ -481,14 +463,16 @@ class Watcher:
             if self.kv.has(f"break/{now.number}"):
                 self.regroup("another member reported it")
                 return
-            decision = self._decision(now.number + 1)
-            if decision is not None:  # the others have an agreement that this member has not
+            # the others may have an agreement that this member has not
+            if decision := self._decision(now.number + 1):
                 self._freeze()
                 self._enter(now.number + 1, decision)
                 return
             if now.rank == 0:
                 self._check_joiners()
-            self._show()
+            shown, self.shared.shown = self.shared.shown, {}
+            if shown:
+                self.kv.put(f"shown/{self.own_id}", shown)
             self.shared.store_problem = None
         except ThinwireError:
             raise
@@ -549,8 +533,7 @@ class Watcher:
             self._next_hello += 1
         while self._unread and time.monotonic() < until:
             number = self._unread.pop()
-            value = self.kv.get_verified(f"hello/{number}")
-            if value is not None:
+            if (value := self.kv.get_verified(f"hello/{number}")) is not None:
                 with self.shared.changed:
                     self.shared.hellos[number] = value
 

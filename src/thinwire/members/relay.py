@@ -179,8 +179,7 @@ class _Relay:
 
     def _enter(self, name: str, rank: int, writer: asyncio.StreamWriter) -> _Room:
         room = self._rooms[name]
-        previous = room.pop(rank, None)
-        if previous is not None:  # its connection broke, and it is back
+        if previous := room.pop(rank, None):  # its connection broke, and it is back
             previous.transport.abort()
         for other, there in room.items():
             there.write(HEAD.pack(0, other, rank, Kind.CONNECTED, 0, 0, 0))

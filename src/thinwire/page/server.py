@@ -7,6 +7,7 @@ import logging
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -41,7 +42,7 @@ class Page(ThreadingHTTPServer):
 
     def __init__(self, host: str, port: int, token: str) -> None:
         self.runs: dict[str, RunView] = {}
-        self.closed, self._token = threading.Event(), token.encode()
+        self._token = token.encode()
         self._loopback = ipaddress.ip_address(host).is_loopback
         self._clients = threading.BoundedSemaphore(_MOST_CLIENTS)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -53,12 +54,6 @@ class Page(ThreadingHTTPServer):
         query = "" if self._loopback else f"?token={token}"
         self.url = f"http://{at}:{self.server_address[1]}/{query}"
         threading.Thread(target=self.serve_forever, name="thinwire-page", daemon=True).start()
-
-    def close(self) -> None:
-        """Stop serving."""
-        self.closed.set()
-        self.shutdown()
-        self.server_close()
 
     def admits(self, query: str, host: str) -> bool:
         """Return True for a request with the token, or over loopback under a name of it."""
@@ -99,8 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
                 views = [*self.server.runs.items()]
                 runs = {name: view.latest for name, view in views if view.latest}
                 self.wfile.write(f"data: {json.dumps(runs)}\n\n".encode())
-                if self.server.closed.wait(_PERIOD_S):
-                    return
+                time.sleep(_PERIOD_S)
         else:
             self.send_error(HTTPStatus.NOT_FOUND)
 
@@ -134,13 +128,14 @@ def show_rank(url: str, stats: Mapping[str, Any], loss: Any) -> None:
         page.runs["ranks"] = view = RunView(_RANK_SILENT_S)
         _log.warning("the page of this run: %s", page.url)
         # a store of its own: a call that waits blocks all calls of a connection
-        follow = partial(_follow, page, view, store.clone(), size)
+        follow = partial(_follow, view, store.clone(), size)
         threading.Thread(target=follow, name="thinwire-page-ranks", daemon=True).start()
 
 
-def _follow(page: Page, view: RunView, store: Any, size: int) -> None:
+def _follow(view: RunView, store: Any, size: int) -> None:
     with suppress(RuntimeError):  # the job has ended
-        while not page.closed.wait(_PERIOD_S):
+        while True:
+            time.sleep(_PERIOD_S)
             found = {}
             for rank in range(size):
                 if store.check([f"{_KEY}{rank}"]):
