@@ -7,7 +7,6 @@ import platform
 import re
 import resource
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -85,7 +84,7 @@ class Machine:
             gloo=gloo,
             gloo_error=gloo_error,
             route=_route(),
-            cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
+            cores=len(os.sched_getaffinity(0)),
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             ports=_port_range(),
             ports_used=ports_in_use(),
@@ -180,8 +179,6 @@ class _Timex(ctypes.Structure):
 
 def follows_a_time_server() -> bool | None:
     """Return True if a time service keeps this machine's clock; None if unknown."""
-    if sys.platform != "linux":
-        return None
     state = _Timex(modes=0)  # reads, and sets nothing
     if ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(state)) < 0:
         return None
