@@ -80,13 +80,13 @@ HERE = (
     "compare --help",
     PLAN,
     "explain s.yaml",
-    "export saved model.safetensors",
+    "export saved m.safetensors",
 )
 ON_LINUX = ("run -- train.py", "compare", "host --bind 10.0.0.1:1", "doctor", "prepare", "join")
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])
-def test_commands_elsewhere_answer_or_say_linux(system: str, tmp_path: Path) -> None:
+def test_commands_on_other_systems_answer_or_name_linux(system: str, tmp_path: Path) -> None:
     (tmp_path / "s.yaml").write_text(STRATEGY)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -20,11 +20,11 @@ _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
-def require_linux(what: str) -> None:
+def require_linux(task: str) -> None:
     """Raise NotImplementedError on any other system."""
     if sys.platform != "linux":
         raise NotImplementedError(
-            f"{what} needs Linux, and this is {sys.platform}; plan, explain and export work here"
+            f"{task} needs Linux, and this is {sys.platform}; plan, explain and export work here"
         )
 
 
