@@ -559,6 +559,5 @@ def _authority(ca: str | Path) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=ca)
     except OSError as error:
-        raise ValueError(
-            f"ca={str(ca)!r} holds no certificate: {error.strerror or error}"
-        ) from None
+        why = error.strerror or error
+        raise ValueError(f"ca={str(ca)!r} holds no certificate: {why}") from None
