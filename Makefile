@@ -29,7 +29,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $(INSTALLED)
 
 demo: $(INSTALLED)  ## train dense and compressed over the same slow link, side by side (within three minutes)
-	$(BIN)/thinwire compare --workers 2 --link 100mbit --strategies muon-local quantized-local dense powersgd --size small --seconds 18 --out runs/demo
+	$(BIN)/thinwire compare --workers 2 --link 100mbit --strategies muon-local quantized-local dense powersgd --size small --batch 4 --seconds 18 --out runs/demo
 
 test: $(INSTALLED)  ## what must hold, but for the slowest tests (minutes)
 	$(BIN)/python $(PYTEST) -m "not slow"

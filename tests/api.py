@@ -122,7 +122,7 @@ _NAMES = {
     "thinwire.tools.compare.results": "Ledger",
     "thinwire.tools.compare.settings": "Settings",
     "thinwire.tools.compare.strategies": "STRATEGIES choose",
-    "thinwire.tools.compare.tables": "Column print_table tables",
+    "thinwire.tools.compare.tables": "print_table summary tables",
     "thinwire.tools.compare.verdict": "Verdict verdict",
     "thinwire.tools.doctor": "doctor_ranks=ranks",
     "thinwire.tools.doctor.local_checks": (
@@ -147,7 +147,7 @@ _NAMES = {
     "thinwire.tools.planning.command": "plan_page=render",
     "thinwire.tools.planning.plan": "Plan",
     "thinwire.tools.planning.work": "Probe matrices work_Work=Workload",
-    "thinwire.tools.report.page": "loss_text",
+    "thinwire.tools.report.page": "Column loss_text",
     "thinwire.tools.report.progress": "Bar Display",
     "thinwire.tools.run": "run_command=command worker",
     "thinwire.tools.run.training": "BareStep ByClock BySteps rate_factor rehearse shortened",

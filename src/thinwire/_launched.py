@@ -1,7 +1,8 @@
-"""Rank and world size that a launcher such as torchrun or srun sets in the environment; without
-torch.
+"""The system, and rank and world size that a launcher such as torchrun or srun sets in the
+environment; without torch.
 """
 
+import sys
 from collections.abc import Mapping
 
 _PLACES = {
@@ -17,6 +18,14 @@ mpirun may start processes through srun.
 """
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
+
+
+def require_linux(task: str) -> None:
+    """Raise NotImplementedError on any other system."""
+    if sys.platform != "linux":
+        raise NotImplementedError(
+            f"{task} needs Linux, and this is {sys.platform}; plan, explain and export work here"
+        )
 
 
 def environment_rank(environment: Mapping[str, str]) -> tuple[int, int] | None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from thinwire._launched import require_linux
 from thinwire._version import __version__
 from thinwire._wording import near
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from cyclopts import App
 
 _EXTRAS = ("cyclopts", "rich")
+_ON_LINUX = ("run", "compare", "host", "doctor", "probe")
 _LONGEST_LINE = 2000
 _SUGGESTION = re.compile(r' Did you mean "?([^"? ]+)"?\?')
 _FAILED, _BAD_INPUT, _INTERRUPTED, _TERMINATED = 1, 2, 130, 143
@@ -76,6 +78,8 @@ def _run(typed: list[str]) -> NoReturn:
         app.command(examining.doctor, help_epilogue=examining.EXAMPLES)
         app.command(meeting.host, help_epilogue=meeting.EXAMPLES)
     try:
+        if typed and typed[0] in _ON_LINUX and not {"--help", "-h"} & {*typed}:
+            require_linux(f"thinwire {typed[0]}")
         with _orderly_termination():
             try:
                 app(_script_apart(typed, app), exit_on_error=False, print_error=False)
@@ -89,7 +93,7 @@ def _run(typed: list[str]) -> NoReturn:
     ):  # of `thinwire ... | head`: nobody reads on, and Python would complain once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
-    except (ThinwireError, OSError) as error:
+    except (ThinwireError, OSError, NotImplementedError) as error:
         _exit(_FAILED, str(error))
     _leave(status)
 

@@ -147,7 +147,7 @@ def test_without_permission_the_first_line_says_so(
     monkeypatch.setattr(netns, "new_namespace", refuse)
     results = compared(tmp_path, link="20mbit", steps=6)
     assert "NOT emulated" in results.headline
-    assert "Operation not permitted" in results.headline or sys.platform != "linux"
+    assert "Operation not permitted" in results.headline
     run = results.strategies[0]
     on_the_wire_s = 8 * 4 * run.parameters * 6 / 20e6
     assert run.seconds_on_asked_link == pytest.approx(run.seconds + on_the_wire_s)

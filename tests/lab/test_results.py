@@ -24,6 +24,7 @@ from tests.api import (
     first_reached,
     loss_text,
     print_table,
+    summary,
     tables,
     write_best,
 )
@@ -159,7 +160,7 @@ def test_json_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def columns(measured: Results) -> dict[str, Column]:
-    return {column.whole_label: column for table in tables(measured) for column in table.columns}
+    return {column.whole_label: column for _, group in tables(measured) for column in group}
 
 
 def test_columns_that_were_not_measured_are_not_shown() -> None:
@@ -211,12 +212,26 @@ def test_the_loss_that_all_reached_is_shown_where_it_says_something() -> None:
     assert label not in columns(replace(measured, strategies=reached))
 
 
-def test_the_command_prints_the_verdict_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_verdict_and_one_table_of_80_characters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     measured = results(failed={"strategy": "powersgd", "error": "it [broke]"})
-    print_table(measured)
+    long = [
+        replace(run, strategy=run.strategy + "-with-a-long-name" * 2) for run in measured.strategies
+    ]
+    for strategies in (measured.strategies, long):
+        print_table(replace(measured, strategies=strategies))
+        printed = capsys.readouterr().out
+        assert " ".join(printed.split()).startswith(measured.verdict)
+        assert max(map(len, printed.splitlines())) <= 80
+        assert printed.count("─ \n") == 1
+        assert "powersgd failed: it [broke]" in printed
+    first, second = zip(*(column.texts for column in summary(measured)), strict=True)
+    assert first == ("3.000", "20.0", "1,000", "75", "4,000", "1.0", "5.1")
+    assert second == ("3.500", "-", "300", "17", "10", "400.0", "5.1")
+    print_table(measured, every=True)
     printed = capsys.readouterr().out
-    assert " ".join(printed.split()).startswith(measured.verdict)
-    assert "powersgd failed: it [broke]" in printed
+    assert all(label in printed for label in columns(measured))
 
 
 def test_the_report_needs_nothing_else() -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -60,6 +61,8 @@ def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> int:
 
 def sync_directory(path: Path) -> None:
     """Force the entries of a directory to the disk, if the file system supports it."""
+    if sys.platform == "win32":  # where a directory cannot be opened
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire._launched import one_of_several
+from thinwire._launched import one_of_several, require_linux
 from thinwire._wording import warn_user
 from thinwire.comm.failures import RESTART, explain_failure, state_after_failure
 from thinwire.comm.macs import MessageMacs, wrong_mac_text
@@ -145,6 +145,7 @@ class Group:
         parent = process_group if process_group is not None else dist.group.WORLD
         assert parent is not None
         if self.size > 1:
+            require_linux("training on several ranks")
             self._shared = private_group(parent, self.timeout_s, gloo=gloo)
 
     @classmethod

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-_SYSTEM = ctypes.CDLL(None)
-"""C library of this process; its calls here return 0 on success."""
+_SYSTEM = ctypes.CDLL(None) if sys.platform != "win32" else ctypes.pythonapi
+"""C library of this process; its calls here return 0 on success. Windows makes none."""
 _LONGEST_NAME_BYTES = 128
 """Size of a `sockaddr_storage`."""
 _ESTABLISHED = 1

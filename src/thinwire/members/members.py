@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire import _validate as check
+from thinwire._launched import require_linux
 from thinwire.comm.handshake import leaves
 from thinwire.comm.relay import RelayEndpoint, require_relay
 from thinwire.comm.waiting import seconds_of
@@ -528,10 +529,10 @@ def join(
         Mismatch: An argument differs from the other members', or a certificate does not verify.
         TypeError, ValueError: An argument is invalid.
     """
+    require_linux("training with members")
     check.instance("run", run, str)
     check.integer("min_members", min_members, at_least=1)
-    if start_members is None:
-        start_members = min_members
+    start_members = min_members if start_members is None else start_members
     check.integer("start_members", start_members, at_least=min_members)
     timeout_s = seconds_of(timeout) or _TIMEOUT_S
     check.instance("address", address, str)

@@ -63,12 +63,13 @@ def compare(
     tune: Annotated[bool, Parameter(negative="")] = False,
     timeout: float | None = None,
     shard: Count = 1,
+    every: Annotated[bool, Parameter(name="--all", negative="")] = False,
     quiet: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """Train one model under several strategies over one link; report loss against time and
     bytes.
 
-    Prints a verdict and tables. Writes report.html, results.json and the winner's strategy file
+    Prints a verdict and a table. Writes report.html, results.json and the winner's strategy file
     into the folder --out. Results so far are kept if a strategy fails, or if Ctrl-C or SIGTERM ends
     the comparison.
 
@@ -107,16 +108,17 @@ def compare(
             gives up. Raise it if a step or an evaluation of a task takes over ten minutes.
         shard: Number of ranks of a site. They share one link, and FSDP2 shards the model among
             them: the elements of every ModuleList, then the rest. Dense is then HSDP.
+        every: Print all figures, which the report has too.
         quiet: Show no progress.
     """
     if out is None:
         out = Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
-    typed = {name: value for name, value in locals().items() if name != "quiet"}
+    typed = {name: value for name, value in locals().items() if name not in ("every", "quiet")}
     settings = Settings.check(**typed)
-    _run(settings, quiet)
+    _run(settings, every, quiet)
 
 
-def _run(settings: Settings, quiet: bool) -> None:
+def _run(settings: Settings, every: bool, quiet: bool) -> None:
     from thinwire.tools.compare.compare import compare as measure
     from thinwire.tools.report.progress import display_for
     from thinwire.tools.run.launch import WorkerError
@@ -133,17 +135,17 @@ def _run(settings: Settings, quiet: bool) -> None:
         keep(measure(settings, display_for(quiet=quiet or not speaks), keep))
     except (KeyboardInterrupt, SystemExit):
         if kept:
-            _print(kept[-1], settings.out)
+            _print(kept[-1], settings.out, every)
         raise
     if not kept:  # rank 0 has written the report
         return
-    _print(kept[-1], settings.out)
+    _print(kept[-1], settings.out, every)
     if failures := kept[-1].failures:
         raise WorkerError("\n".join(f"{failure.strategy}: {failure.error}" for failure in failures))
 
 
-def _print(results: Results, out: Path) -> None:
-    print_table(results)
+def _print(results: Results, out: Path, every: bool) -> None:
+    print_table(results, every=every)
     print(f"report: {out / 'report.html'}")
     if (out / BEST).exists():
         print(f"strategy file of {results.winner}: {out / BEST}")

@@ -1,39 +1,34 @@
 """Write the files of a comparison: `results.json`, `report.html` and winning strategy."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
+from typing import Any
 
 from thinwire._files import replace_file
 from thinwire.tools.compare.record import Point, Results, Run
 from thinwire.tools.compare.strategies import strategy_text
-from thinwire.tools.compare.tables import Table, tables
+from thinwire.tools.compare.tables import summary, tables
 from thinwire.tools.report.page import (
     FRAMES,
     Frame,
     bytes_text,
-    cell,
-    copied,
-    definitions,
-    grid,
-    legend,
     loss_text,
-    mark,
-    named,
-    page_of,
-    stroke,
-    svg,
-    table_of,
-    table_row,
+    page,
     value_text,
     write_page,
 )
 
 _ABOVE = "Lines that enter at the upper edge start at the loss before the first step."
+_LOCAL = "A local method is evaluated right after an averaging."
 _PLOTS = (
-    ("Loss against time", "seconds", "training time in seconds, without evaluation", _ABOVE),
+    (
+        "Loss against time",
+        "seconds",
+        "training time in seconds, without evaluation",
+        f"{_ABOVE} {_LOCAL}",
+    ),
     (
         "Loss against bytes",
         "library_bytes",
@@ -42,118 +37,34 @@ _PLOTS = (
     ),
     ("Loss against steps", "step", "steps", _ABOVE),
 )
-_STEP_NOTE = (
-    "A steady step comes after the ramp of the method. The compute-only step is the same step "
-    "without an exchange, on a copy of the model, measured in between. The communication share "
-    "is the rest of a steady step: waiting for the network and coding messages."
-)
-_RESULT_NOTE = (
-    "★ marks the best of its column. Times to a loss are interpolated linearly between "
-    "evaluations, for all strategies alike, without evaluation and preparation. Preparation "
-    "comes before the clock starts: processes, imports, compilation of kernels, and a trial of "
-    "each part of the strategy on a copy of the model."
-)
+BEST = "best-strategy.yaml"
+_FIRST_LINE = "# Written by thinwire compare: "
 
 
 def render(results: Results) -> str:
     """Return the report as one HTML page."""
-    runs = results.strategies
-    result, *others = tables(results)
-    first, _, rest = results.verdict.partition(". ")
-    warn = "" if results.link.emulated or results.link.reason is None else " warn"
-    missing = results.interrupted
-    about = {
-        "settings": results.settings.to_dict(),
-        "model": results.model,
-        "text": results.text,
-        "link": vars(results.link),
-        "machine": results.machine,
-    }
-    return page_of(
-        f"thinwire compare: {', '.join(run.strategy for run in runs)}",
-        len(runs),
-        [
-            f"<h1>{escape(first if not rest else first + '.')}</h1>",
-            f'<p class="lead">{escape(rest)}</p>' if rest else "",
-            f'<p class="headline{warn}">{escape(results.headline)} {_runs_text(results)}</p>',
-            f'<p class="headline warn">{escape(str(missing))}</p>' if missing else "",
-            _table(result, results),
-            *(_plot(results, *plot) for plot in _PLOTS),
-            *_to_use(results),
-            "<h2>Make it again</h2>",
-            copied("command", results.command),
-            *(_table(table, results) for table in others),
-            "<h2>Strategies</h2>",
-            definitions({run.strategy: _strategy_text(run) for run in runs}),
-            *(
-                f"<details><summary>{key.capitalize()}</summary>\n{definitions(entries)}</details>"
-                for key, entries in about.items()
-            ),
-            f'<p class="note">thinwire {escape(results.thinwire)}, '
-            f"{escape(results.started)}. Every figure and every evaluation is in results.json "
-            "beside this file.</p>",
+    runs, unit = results.strategies, results.settings.loss_unit
+    return page(
+        "compare.html",
+        results=results,
+        summary=summary(results),
+        tables=tables(results),
+        plots=[
+            (title, x_name, caption, drawings)
+            for title, axis, x_name, caption in _PLOTS
+            if (drawings := loss_plots(runs, axis))
         ],
+        loss_name=f"held-out loss, {unit}" if unit else "held-out loss",
+        use=to_use(results, results.winner),
+        strategies={run.strategy: _strategy_text(run) for run in runs},
+        about={
+            "settings": results.settings.to_dict(),
+            "model": results.model,
+            "text": results.text,
+            "link": vars(results.link),
+            "machine": results.machine,
+        },
     )
-
-
-def _runs_text(results: Results) -> str:
-    first, count = results.settings.seed, results.settings.seeds
-    if count == 1:
-        return f"One run of each strategy, seed {first}."
-    return (
-        f"Means over {count} runs of each strategy, seeds {first} to {first + count - 1}; thin "
-        "lines are single runs."
-    )
-
-
-def _table(table: Table, results: Results) -> str:
-    heads = [
-        escape(column.label)
-        + (f', <span class="unit">{escape(column.unit)}</span>' if column.unit else "")
-        for column in table.columns
-    ]
-    rows = []
-    for row, run in enumerate(results.strategies):
-        cells = [
-            cell(column.whole_label, column.texts[row], _BEST if row in column.best else "")
-            for column in table.columns
-        ]
-        rows.append(table_row(named(row, run.strategy), "".join(cells)))
-    note = _STEP_NOTE
-    if table.title == "Result":
-        note = _RESULT_NOTE
-        rows += [
-            table_row(
-                escape(failure.strategy),
-                f'<td role="cell" class="failure" colspan="{len(table.columns)}">failed: '
-                f"{escape(failure.error)}</td>",
-                ' class="failed"',
-            )
-            for failure in results.failures
-        ]
-    whole = table_of(table.title, heads, rows)
-    return f'<h2>{table.title}</h2>\n{whole}\n<p class="note">{note}</p>'
-
-
-def _plot(results: Results, title: str, axis: str, label: str, caption: str) -> str:
-    drawings = loss_plots(results, axis, label)
-    if not drawings:
-        return ""
-    names = legend(run.strategy for run in results.strategies)
-    note = f"<figcaption>{caption}</figcaption>"
-    return f"<h2>{title}</h2>\n<figure>{names}\n{drawings}\n{note}</figure>"
-
-
-def _to_use(results: Results) -> list[str]:
-    """Return HTML with the winner's strategy file, or with equivalent torch code."""
-    use = to_use(results, results.winner)
-    if use is None:
-        return []
-    return [
-        f"<h2>To train with {escape(use.strategy)}</h2>",
-        f"<p>{escape(use.how)}</p>",
-        copied("use", use.text),
-    ]
 
 
 def _strategy_text(run: Run) -> str:
@@ -161,106 +72,46 @@ def _strategy_text(run: Run) -> str:
     return f"{run.summary}. {settings}. Bytes counted by: {run.library_bytes_counted_by}."
 
 
-def loss_plots(results: Results, axis: str, label: str) -> str:
-    """Plot held-out loss against a field of `Point`: "seconds", "step" or "library_bytes"
-    (logarithmic).
-    """
-
-    def curve(points: Sequence[Point]) -> list[Point]:
-        return [p for p in points if axis != "library_bytes" or p.library_bytes > 0]
-
-    lines = {run.strategy: curve(run.evaluations) for run in results.strategies}
-    single = [
-        [curve(seed.evaluations) for seed in run.seeds] if len(run.seeds) > 1 else []
-        for run in results.strategies
-    ]
-    if not any(lines.values()):
-        return ""
-    unit = results.settings.loss_unit
-    loss = f"held-out loss, {unit}" if unit else "held-out loss"
-    return "\n".join(_drawing(frame, lines, single, axis, label, loss) for frame in FRAMES)
+def loss_plots(runs: Sequence[Run], axis: str) -> list[tuple[Any, ...]]:
+    """Return drawings of the loss against "seconds", "step" or "library_bytes" (logarithmic)."""
+    lines = []
+    for run in runs:
+        curves = [run.evaluations, *(seed.evaluations for seed in run.seeds if len(run.seeds) > 1)]
+        if axis == "library_bytes":
+            curves = [[point for point in curve if point.library_bytes > 0] for curve in curves]
+        lines.append(curves)
+    return [_drawing(frame, runs, lines, axis) for frame in FRAMES if any(map(any, lines))]
 
 
 def _drawing(
-    frame: Frame,
-    lines: Mapping[str, Sequence[Point]],
-    single: Sequence[Sequence[Sequence[Point]]],
-    axis: str,
-    label: str,
-    loss: str,
-) -> str:
-    drawn = [*lines.values(), *(curve for curves in single for curve in curves)]
-    points = [point for line in drawn for point in line]
-    logarithmic = axis == "library_bytes"
-    x = frame.x_axis([getattr(point, axis) for point in points], logarithmic=logarithmic)
+    frame: Frame, runs: Sequence[Run], lines: Sequence[Sequence[Sequence[Point]]], axis: str
+) -> tuple[Any, ...]:
+    """Return frame, axes, and for each strategy paths (its seeds' behind its own) and marks."""
+    points = [point for curves in lines for curve in curves for point in curve]
     # the loss before training is far above the rest: lines come in over the upper edge
-    later = [point.loss for line in lines.values() for point in line if point.step > 0]
-    losses = later or [point.loss for point in points]
-    y = frame.y_axis(losses, margin=0.06)
-
-    def placed(line: Sequence[Point]) -> list[tuple[float, float]]:
-        return [(x.pixel(getattr(point, axis)), y.pixel(point.loss)) for point in line]
-
-    form: Callable[[float], str] = bytes_text if logarithmic else "{:,g}".format
-    parts = [
-        *grid(frame, x, y, form, label, loss),
-        *(
-            _thin(number, placed(line), y.end)
-            for number, curves in enumerate(single)
-            for line in curves
-        ),
-        *(
-            _series(number, name, line, placed(line), y.end)
-            for number, (name, line) in enumerate(lines.items())
-        ),
-    ]
-    title = f"Held-out loss against {label}, one line per strategy: {', '.join(lines)}"
-    return svg(frame, title, parts)
-
-
-def _series(
-    number: int, name: str, line: Sequence[Point], pixels: list[tuple[float, float]], top: float
-) -> str:
-    if not pixels:
-        return ""
-    path = "L".join(f"{px:.1f} {py:.1f}" for px, py in _below(pixels, top))
-    marks = "".join(
-        mark(
-            number,
-            px,
-            py,
-            f"{name}: loss {loss_text(point.loss)} at {point.seconds:,.1f} s, "
-            f"step {point.step:,}, {bytes_text(point.library_bytes)} sent per worker",
-        )
-        for (px, py), point in zip(pixels, line, strict=True)
-        if py >= top
+    later = [point.loss for curves in lines for point in curves[0] if point.step > 0]
+    x = frame.x_axis(
+        (getattr(point, axis) for point in points), logarithmic=axis == "library_bytes"
     )
-    return f'<path d="M{path}"{stroke(number)}/><g fill="var(--series-{number})">{marks}</g>'
+    y = frame.y_axis(later or [point.loss for point in points])
 
+    def placed(point: Point) -> tuple[float, float]:
+        return x.pixel(getattr(point, axis)), y.pixel(point.loss)
 
-def _thin(number: int, pixels: list[tuple[float, float]], top: float) -> str:
-    """Return a thin SVG curve for one seed."""
-    inside = [(px, py) for px, py in _below(pixels, top) if py >= top]
-    path = "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in inside)
-    return (
-        f'<path d="{path}" fill="none" stroke="var(--series-{number})" stroke-width="0.8" '
-        'stroke-opacity="0.45"/>'
-        if inside
-        else ""
-    )
-
-
-def _below(line: list[tuple[float, float]], top: float) -> list[tuple[float, float]]:
-    """Return the line, clipped where its first segment crosses the upper edge."""
-    if len(line) > 1 and line[0][1] < top <= line[1][1]:
-        (x0, y0), (x1, y1) = line[:2]
-        return [(x0 + (top - y0) / (y1 - y0) * (x1 - x0), top), *line[1:]]
-    return line
-
-
-BEST = "best-strategy.yaml"
-_BEST = ' class="best" title="the best of its column"'
-_FIRST_LINE = "# Written by thinwire compare: "
+    drawn = []
+    for run, curves in zip(runs, lines, strict=True):
+        paths = ["L".join("{:.1f} {:.1f}".format(*placed(p)) for p in curve) for curve in curves]
+        marks = [
+            (
+                *placed(point),
+                f"{run.strategy}: loss {loss_text(point.loss)} at {point.seconds:,.1f} s, step "
+                f"{point.step:,}, {bytes_text(point.library_bytes)} sent per worker",
+            )
+            for point in curves[0]
+            if placed(point)[1] >= frame.top
+        ]
+        drawn.append((paths, marks))
+    return frame, x, y, drawn
 
 
 @dataclass(frozen=True)

@@ -1,113 +1,93 @@
 """Tables of a comparison: a row per strategy, a column per measure."""
 
-import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from thinwire.tools.compare.record import Results, Run
-from thinwire.tools.report.page import loss_digits, loss_text, number
+from thinwire.tools.report.page import Column, loss_digits, loss_text, number
 
-Value = float | None
-_BYTE_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+if TYPE_CHECKING:
+    from rich.table import Table
 
-
-@dataclass(frozen=True)
-class Column:
-    """One measure: a text for each strategy, "-" if missing, and the indices of the best."""
-
-    label: str
-    unit: str
-    texts: tuple[str, ...]
-    best: frozenset[int]
-
-    @property
-    def whole_label(self) -> str:
-        """The measure with its unit."""
-        return f"{self.label}, {self.unit}" if self.unit else self.label
+Choice = Callable[[Sequence[float]], float] | None
+_BYTE_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+_WIDTH, _AT_ONCE = 80, 3
+"""Characters of a line, and strategies beside each other among all figures."""
 
 
-@dataclass(frozen=True)
-class Table:
-    """Columns that are read together."""
+def summary(results: Results) -> list[Column]:
+    """Return the columns to look at first; with the names they fit 80 characters."""
+    runs, which = results.strategies, "common" if results.dense_loss is None else "dense"
+    target = "dense's loss" if which == "dense" else "the common loss"
+    reached = runs if which == "dense" or len(runs) > 1 else []
+    return _present(
+        _fixed("loss", "", runs, "final_loss", _digits(runs), min),
+        _fixed(f"to {target}", "s", reached, f"seconds_to_{which}_loss", 1, min),
+        _fixed("a step", "ms", runs, "median_step_ms", 0, min),
+        _fixed("waits", "%", runs, "exchange_share", 0, min, 100),
+        _bytes("sent a step", runs, "library_bytes_per_step"),
+        _fixed("times fewer", "", runs, "ratio_to_dense", 1, max),
+        _fixed("set-up", "s", runs, "preparation_seconds", 1),
+    )
 
-    title: str
-    columns: tuple[Column, ...]
 
-
-def tables(results: Results) -> tuple[Table, ...]:
-    """Return tables of all finished strategies; a measure without any value is left out."""
+def tables(results: Results) -> list[tuple[str, list[Column]]]:
+    """Return titles and columns of all figures; a measure without any value is left out."""
     runs, shared = results.strategies, results.settings
-    by_steps, sender = shared.seconds is None, "worker" if shared.shard == 1 else "site"
     dense, common = results.dense_loss, results.common_loss
+    sender = "worker" if shared.shard == 1 else "site"
+    held_out = shared.loss_of == "the held-out part"
+    part = "held-out loss" if held_out else f"loss on {shared.loss_of}"
+    digits, fastest = _digits(runs), min if shared.seconds is None else None
     # the loss that all reached says no more where all reached dense's, and nothing where there is
     # one strategy
     all_reached = dense is not None and all(run.seconds_to_dense_loss is not None for run in runs)
-    loss = (
-        "held-out loss" if shared.loss_of == "the held-out part" else "loss on the validation part"
+    targets = [] if dense is None else [("dense", f"dense's loss ({loss_text(dense)})")]
+    if len(runs) > 1 and not all_reached:
+        targets.append(("common", f"the common loss ({loss_text(common)})"))
+    result = _present(
+        _fixed("steps", "", runs, "steps", 0),
+        _fixed("training time", "s", runs, "seconds", 1, fastest),
+        _fixed(
+            "training time on the requested link", "s", runs, "seconds_on_asked_link", 1, fastest
+        ),
+        _fixed(f"{part} at the end", shared.loss_unit or "", runs, "final_loss", digits, min),
+        _fixed(f"its range over {shared.seeds} seeds", "", runs, "final_loss_range", digits),
+        *(
+            column
+            for which, loss in targets
+            for column in (
+                _fixed(f"time to {loss}", "s", runs, f"seconds_to_{which}_loss", 1, min),
+                _bytes(f"bytes per {sender} to that loss", runs, f"bytes_to_{which}_loss"),
+            )
+        ),
+        _fixed("set-up before training", "s", runs, "preparation_seconds", 1),
     )
-    digits = loss_digits([run.final_loss for run in runs])
-    result = [
-        _fixed("steps", "", runs, "steps", 0, None),
-        _seconds("training time", runs, "seconds", min if by_steps else None),
-        _seconds(
-            "training time on the requested link",
-            runs,
-            "seconds_on_asked_link",
-            min if by_steps else None,
-        ),
-        _fixed(f"{loss} at the end", shared.loss_unit or "", runs, "final_loss", digits, min),
-        _fixed(f"its range over {shared.seeds} seeds", "", runs, "final_loss_range", digits, None),
-        *(
-            ()
-            if dense is None
-            else _until("dense", f"dense's loss ({loss_text(dense)})", runs, sender)
-        ),
-        *(
-            ()
-            if all_reached or len(runs) == 1
-            else _until("common", f"the common loss ({loss_text(common)})", runs, sender)
-        ),
-        _seconds("preparation", runs, "preparation_seconds", None),
-    ]
-    step = [
+    step = _present(
         _fixed("steady step, median", "ms", runs, "median_step_ms", 0, min),
-        _fixed("compute-only step", "ms", runs, "median_bare_step_ms", 0, None),
-        _fixed("communication share", "%", runs, "exchange_share", 0, min, scale=100),
+        _fixed("compute-only step", "ms", runs, "median_bare_step_ms", 0),
+        _fixed("communication share", "%", runs, "exchange_share", 0, min, 100),
         _bytes(f"bytes per {sender} and step", runs, "library_bytes_per_step"),
         _bytes("the same, counted by the kernel", runs, "kernel_sent_bytes_per_step"),
         _fixed("times fewer bytes per step than dense", "", runs, "ratio_to_dense", 1, max),
-    ]
-    groups = (Table("Result", _present(result)), Table("One step", _present(step)))
-    return tuple(group for group in groups if group.columns)
+    )
+    return [("Training", result), ("One step", step)]
 
 
-Choice = Callable[[Sequence[float]], float] | None
+def _present(*columns: Column) -> list[Column]:
+    return [column for column in columns if any(text != "-" for text in column.texts)]
 
 
-def _present(columns: Sequence[Column]) -> tuple[Column, ...]:
-    return tuple(column for column in columns if any(text != "-" for text in column.texts))
-
-
-def _until(which: str, loss: str, runs: Sequence[Run], sender: str) -> list[Column]:
-    return [
-        _seconds(f"time to {loss}", runs, f"seconds_to_{which}_loss", min),
-        _bytes(f"bytes per {sender} to that loss", runs, f"bytes_to_{which}_loss"),
-    ]
-
-
-def _seconds(label: str, runs: Sequence[Run], key: str, choice: Choice) -> Column:
-    return _fixed(label, "s", runs, key, 1, choice)
+def _digits(runs: Sequence[Run]) -> int:
+    return loss_digits([run.final_loss for run in runs])
 
 
 def _bytes(label: str, runs: Sequence[Run], key: str) -> Column:
     """Return a column of bytes, in the largest unit in which the smallest value is at least 1."""
-    values = [getattr(run, key) for run in runs]
-    smallest = min((value for value in values if value), default=1.0)
-    unit, size = next(((unit, size) for unit, size in _BYTE_UNITS if smallest >= size), ("B", 1.0))
-    digits = 0 if unit == "B" or smallest >= 100 * size else 1 if smallest >= 10 * size else 2
-    return _column(
-        label, unit, [None if value is None else value / size for value in values], digits, min
-    )
+    least = min((value for run in runs if (value := getattr(run, key))), default=1.0)
+    unit, size = next((row for row in _BYTE_UNITS if least >= row[1]), ("B", 1.0))
+    digits = 0 if unit == "B" or least >= 100 * size else 1 if least >= 10 * size else 2
+    return _fixed(label, unit, runs, key, digits, min, 1 / size)
 
 
 def _fixed(
@@ -116,81 +96,55 @@ def _fixed(
     runs: Sequence[Run],
     key: str,
     digits: int,
-    choice: Choice,
+    choice: Choice = None,
     scale: float = 1.0,
 ) -> Column:
     values = [getattr(run, key) for run in runs]
-    scaled = [None if value is None else scale * value for value in values]
-    return _column(label, unit, scaled, digits, choice)
+    present = [scale * value for value in values if value is not None]
+    texts = tuple("-" if value is None else number(scale * value, digits) for value in values)
+    mark = number(choice(present), digits) if choice and present and len(set(texts)) > 1 else None
+    return Column(
+        label, unit, texts, frozenset(row for row, text in enumerate(texts) if text == mark)
+    )
 
 
-def _column(label: str, unit: str, values: Sequence[Value], digits: int, choice: Choice) -> Column:
-    texts = tuple("-" if value is None else number(value, digits) for value in values)
-    present = [value for value in values if value is not None]
-    best: frozenset[int] = frozenset()
-    if choice is not None and len(set(texts)) > 1 and len(present) > 0 and len(texts) > 1:
-        mark = number(choice(present), digits)
-        best = frozenset(row for row, text in enumerate(texts) if text == mark)
-    return Column(label, unit, texts, best)
-
-
-_BLANKS, _EDGES = 3, 2
-_HEADING = 11
-
-
-def print_table(results: Results) -> None:
-    """Print verdict, headline and tables; columns that do not fit wrap below the others."""
-    from rich import box
+def print_table(results: Results, *, every: bool = False) -> None:
+    """Print verdict, headline and one table of at most 80 characters; with `every` all figures."""
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
     console = Console(highlight=False)
+    console.width = min(_WIDTH, console.width)
     for text in (results.verdict, results.headline, results.interrupted):
         if text:
             console.print(str(text), markup=False)
     names = [run.strategy for run in results.strategies]
-    for group in tables(results):
-        for columns in _side_by_side(names, group.columns, console.width):
-            table = Table(
-                "", *("\n".join(_heading_lines(column)) for column in columns), box=box.SIMPLE_HEAD
-            )
-            for heading in table.columns[1:]:
-                heading.justify = "right"
-            for row, name in enumerate(names):
-                table.add_row(Text(name), *(_cell(column, row) for column in columns))
-            console.print(table)
-    console.print("* best of its column", markup=False)
+    columns = summary(results)
+    rows = zip(names, *map(_cells, columns), strict=True)
+    console.print(_drawn([column.whole_label for column in columns], rows))
+    for title, measures in tables(results) if every else ():
+        for begin in range(0, len(names), _AT_ONCE):
+            some = slice(begin, begin + _AT_ONCE)
+            lines = [[column.whole_label, *_cells(column)[some]] for column in measures]
+            console.print(_drawn(names[some], lines, title))
+    more = "" if every else " All figures: --all."
+    console.print(f"* best. waits: of a step. set-up: before the training.{more}", markup=False)
     for failure in results.failures:
         console.print(f"{failure.strategy} failed: {failure.error}", markup=False)
 
 
-def _heading_lines(column: Column) -> list[str]:
-    whole = column.whole_label
-    # each number has a place for a star behind it, and so has the heading
-    return [
-        f"{line} "
-        for line in textwrap.wrap(whole, _HEADING, break_long_words=False, break_on_hyphens=False)
-    ]
+def _drawn(heads: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> "Table":
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.columns[0].overflow = "fold"
+    for head in heads:
+        table.add_column(Text(head), justify="right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
 
 
-def _cell(column: Column, row: int) -> str:
-    return column.texts[row] + ("*" if row in column.best else " ")
-
-
-def _side_by_side(
-    names: Sequence[str], columns: Sequence[Column], width: int
-) -> list[list[Column]]:
-    """Split columns, each with two blanks around it, into tables that fit the width."""
-    room = width - _EDGES - _BLANKS - max(len(name) for name in names)
-    groups: list[list[Column]] = []
-    left = 0
-    for column in columns:
-        cells = [_cell(column, row) for row in range(len(names))]
-        needed = _BLANKS + max(len(text) for text in (*_heading_lines(column), *cells))
-        if not groups or needed > left:
-            groups.append([])
-            left = room
-        groups[-1].append(column)
-        left -= needed
-    return groups
+def _cells(column: Column) -> list[str]:
+    return [text + " *"[row in column.best] for row, text in enumerate(column.texts)]

@@ -7,7 +7,6 @@ import platform
 import re
 import resource
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -93,7 +92,7 @@ class Machine:
             gloo=gloo,
             gloo_error=gloo_error,
             route=source_towards() if is_loopback(towards) else towards,
-            cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
+            cores=len(os.sched_getaffinity(0)),
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             ports=(first, last),
             ports_used=ports_in_use(),
@@ -159,8 +158,6 @@ def _versions() -> dict[str, str]:
 
 def follows_a_time_server() -> bool | None:
     """Return True if a time service keeps this machine's clock; None if unknown."""
-    if sys.platform != "linux":
-        return None
     unchanged = (ctypes.c_byte * 512)()  # a `struct timex` of zeros reads, and sets nothing
     answer = ctypes.CDLL(None).adjtimex(unchanged)
     return None if answer < 0 else answer != _TIME_ERROR

@@ -5,7 +5,6 @@ import contextlib
 import hmac
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Collection, Sequence, Set
@@ -27,8 +26,6 @@ _ENDLESS = 2**32 - 1
 """Length of a message that ends with its connection."""
 _INFO = struct.Struct("=100xI16xQ28xI")
 """Of Linux's `tcp_info`: segments sent again, bytes acknowledged, segments sent."""
-_CONTROL = getattr(socket, "TCP_CONGESTION", 0)
-"""Option with the congestion control; Linux alone has it."""
 _PIECE_BYTES, _SAMPLE_S, _OPENING, _NEARLY = 2**16, 1e-3, 0.6, 0.9
 _FILLS = 0.7
 """Least share of the rate of several connections at which one is enough."""
@@ -181,28 +178,26 @@ class Peer:
 
 
 def _flow(ends: Sequence[socket.socket], most_bytes: int, most_s: float) -> Flow:
-    left, before, seen = memoryview(bytes(most_bytes)), _carried(ends, 0)[1], [(0.0, 0)]
+    left, before, seen = memoryview(bytes(most_bytes)), _carried(ends)[1], [(0.0, 0)]
     begun_s, again, segments = time.perf_counter(), 0, 0
     while seen[-1][0] < most_s and seen[-1][1] < _NEARLY * most_bytes:
         for end in ends:
             with contextlib.suppress(BlockingIOError):
                 left = left[end.send(left) :]
         time.sleep(_SAMPLE_S)
-        again, arrived, segments = _carried(ends, most_bytes - len(left))
+        again, arrived, segments = _carried(ends)
         seen.append((time.perf_counter() - begun_s, arrived - before))
     # before, windows open and burst buckets empty
     open_s, carried = max(one for one in seen if one[0] <= _OPENING * seen[-1][0])
     rate = (seen[-1][1] - carried) / (seen[-1][0] - open_s)
     # a route may have a congestion control of its own
-    control = ends[0].getsockopt(socket.IPPROTO_TCP, _CONTROL, 16) if _CONTROL else b""
+    control = ends[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
     lost, name = again / max(segments, 1), control.rstrip(b"\0").decode()
     return Flow(rate, most_bytes - len(left), lost, name)
 
 
-def _carried(ends: Sequence[socket.socket], sent: int) -> tuple[int, int, int]:
+def _carried(ends: Sequence[socket.socket]) -> tuple[int, int, int]:
     """Return segments sent again, bytes that arrived, and segments sent."""
-    if sys.platform != "linux":  # what was sent is then all that is known
-        return 0, sent, 0
     size = _INFO.size
     rows = (_INFO.unpack(end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)) for end in ends)
     again, arrived, segments = map(sum, zip(*rows, strict=True))

@@ -26,8 +26,7 @@ CLONE_NEWNET = 0x40000000
 
 def die_with_parent(parent_pid: int) -> None:
     """Ask the kernel to kill this process when its parent ends, or end at once."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)
 

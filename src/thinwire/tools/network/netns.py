@@ -14,7 +14,6 @@ moves packets between the two ends and holds those on their way to the hub for t
 
 import contextlib
 import ctypes
-import fcntl
 import os
 import re
 import struct
@@ -349,6 +348,8 @@ def _mtu(link: Link) -> int:
 
 
 def _open_tun(name: str) -> int:
+    import fcntl  # not on Windows, where this file is imported too
+
     end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI))
@@ -397,8 +398,6 @@ class Network:
 
 def why_unavailable() -> str | None:
     """Return the reason why this process cannot make namespaces; None if it can."""
-    if sys.platform != "linux":
-        return f"needs Linux, this is {sys.platform}"
     try:
         import pyroute2  # noqa: F401
     except ImportError:

@@ -8,8 +8,6 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from html import escape
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,24 +24,7 @@ from thinwire.tools.network.netns import parse_loss
 from thinwire.tools.planning.plan import RELAY, RELAYED, Plan, Row, gap_text, seconds_text
 from thinwire.tools.planning.plan import plan as predicted
 from thinwire.tools.planning.work import FORMAT
-from thinwire.tools.report.page import (
-    FRAMES,
-    Frame,
-    bytes_text,
-    cell,
-    copied,
-    definitions,
-    grid,
-    legend,
-    mark,
-    named,
-    page_of,
-    svg,
-    table_of,
-    table_row,
-    text_at,
-    write_page,
-)
+from thinwire.tools.report.page import FRAMES, Column, bytes_text, page, write_page
 from thinwire.tools.report.progress import display_for
 from thinwire.tools.run.config import (
     DEVICES,
@@ -55,11 +36,6 @@ from thinwire.tools.run.config import (
 )
 from thinwire.tools.run.launch import by_first, joined
 
-_PRIOR = (
-    "The loss above dense's follows from a fitted law and measurements of small models. Seconds, "
-    "bytes and memory are predicted from message sizes and the network. thinwire compare measures "
-    "loss and seconds on this model and link."
-)
 _HEADS = (
     "seconds per step",
     "bytes per rank and step",
@@ -79,49 +55,33 @@ _LETTERS = {
     "gather, split": "exchange of the messages, if it is not the default",
     RELAY: RELAYED,
 }
-_BAR, _PITCH = 14, 42
-_HATCHING = (
-    '<defs><pattern id="waits-#KIND" width="6" height="6" patternUnits="userSpaceOnUse" '
-    'patternTransform="rotate(45)"><path d="M0 0V6" stroke="var(--warn)" stroke-width="5"/>'
-    "</pattern></defs>"
-)
+_AXES = ("bytes_per_step", "time_to_dense_loss")
 
 
 def render(plan: Plan, command: str) -> str:
     """Return the plan as one HTML page."""
     rows = plan.best()
-    first, _, rest = plan.reason.partition(": ")
-    return page_of(
-        f"thinwire plan: {plan.recommended}",
-        len(rows),
-        [
-            f"<h1>{escape(first)}</h1>",
-            f'<p class="lead">{escape(rest)}</p>' if rest else "",
-            f'<p class="headline">{escape(_about(plan))}</p>',
-            f'<p class="headline warn">{escape(_PRIOR)}</p>',
-            "<h2>The best setting of every strategy</h2>",
-            _table(rows),
-            f'<p class="note">{len(plan.strategies)} settings were compared; thinwire plan --all '
-            "prints them. Seconds are low to high: compute within 10 %, the rest within 20 %.</p>",
-            "<h2>Time of a step, by part</h2>",
-            "<figure>" + "\n".join(_bars(frame, rows) for frame in FRAMES) + "</figure>",
-            "<h2>Time to a loss against bytes</h2>",
-            f"<figure>{legend(row.name for row in rows)}\n"
-            + "\n".join(_points(frame, rows, plan.strategies) for frame in FRAMES)
-            + "\n<figcaption>Dense is at 1 on the vertical axis; both axes are logarithmic. Small "
-            "dots are the other settings. Heights follow the loss above dense's; if a strategy "
-            "never reaches dense's loss, they are the steps that it would take."
-            "</figcaption></figure>",
-            "<h2>Loss above dense's, and its source</h2>",
-            definitions(
-                {row.name: f"{gap_text(row.loss_gap)} %: {row.loss_gap_source}" for row in rows}
-            ),
-            "<h2>Repeat it</h2>",
-            copied("command", command),
-            "<h2>Letters</h2>",
-            definitions(_LETTERS),
-            f'<p class="note">thinwire {escape(__version__)}.</p>',
+    sent, times = ([getattr(row, key) for row in plan.strategies] for key in _AXES)
+    return page(
+        "plan.html",
+        plan=plan,
+        rows=rows,
+        about=_about(plan),
+        titles=[f"{row.name}{'' if row.measured else ', not measured'}" for row in rows],
+        columns=[
+            Column(head, "", texts)
+            for head, texts in zip(_HEADS, zip(*map(cells, rows), strict=True), strict=True)
         ],
+        longest=max(row.step_seconds[1] for row in rows),
+        seconds_text=seconds_text,
+        plots=[
+            (frame, frame.x_axis(sent, logarithmic=True), frame.y_axis(times, logarithmic=True))
+            for frame in FRAMES
+        ],
+        sources={row.name: f"{gap_text(row.loss_gap)} %: {row.loss_gap_source}" for row in rows},
+        command=command,
+        letters=_LETTERS,
+        version=__version__,
     )
 
 
@@ -153,17 +113,6 @@ def _more(plan: Plan) -> str:
     return text.strip()
 
 
-def _table(rows: Sequence[Row]) -> str:
-    body = [
-        table_row(
-            named(number, f"{row.name}{'' if row.measured else ', not measured'}"),
-            "".join(map(cell, _HEADS, cells(row))),
-        )
-        for number, row in enumerate(rows)
-    ]
-    return table_of("The best setting of every strategy", list(map(escape, _HEADS)), body)
-
-
 def cells(row: Row) -> list[str]:
     """Return the table cells of a row, without its name."""
     low, _, high = row.step_seconds
@@ -175,67 +124,6 @@ def cells(row: Row) -> list[str]:
         gap_text(row.loss_gap),
         row.times_sooner,
     ]
-
-
-def _bars(frame: Frame, rows: Sequence[Row]) -> str:
-    """Draw one bar per row: compute of a step, and the added exchange."""
-    tall = replace(frame, height=30.0 + _PITCH * len(rows))
-    left, right = 2.0, frame.width - frame.right
-    longest = max(row.step_seconds[1] for row in rows)
-    parts = [
-        text_at(left, 14, "compute, and hatched the wait for the exchange", "start", "name"),
-        _HATCHING,
-    ]
-    for number, row in enumerate(rows):
-        top = 30.0 + _PITCH * number
-        seconds = row.step_seconds[1]
-        own = seconds * (1 - row.waiting_share)
-        middle, end = (left + (right - left) * part / longest for part in (own, seconds))
-        values = f"{row.name}: {own:.3g} s compute, {seconds - own:.3g} s waiting"
-        parts += [
-            text_at(
-                left,
-                top + 11,
-                f"{row.name}: {seconds_text(own)} s + {seconds_text(seconds - own)} s",
-                "start",
-            ),
-            f'<rect x="{left:g}" y="{top + 16:g}" width="{max(1.0, middle - left):.1f}" '
-            f'height="{_BAR}" fill="var(--series-{number})"/>',
-            f'<rect x="{middle:.1f}" y="{top + 16:g}" width="{end - middle:.1f}" height="{_BAR}" '
-            f'fill="url(#waits-{frame.kind})" stroke="var(--soft)"/>',
-            f'<g class="pt" transform="translate({end:.1f} {top + 16 + _BAR / 2:g})">'
-            f"<title>{escape(values)}</title></g>",
-        ]
-    title = f"Seconds of a step by part: {', '.join(row.name for row in rows)}"
-    return svg(tall, title, [part.replace("#KIND", frame.kind) for part in parts])
-
-
-def _points(frame: Frame, rows: Sequence[Row], others: Sequence[Row]) -> str:
-    x = frame.x_axis([row.bytes_per_step for row in others], logarithmic=True)
-    y = frame.y_axis([row.time_to_dense_loss for row in others], logarithmic=True)
-    dots = "".join(
-        f"M{x.pixel(row.bytes_per_step):.1f} {y.pixel(row.time_to_dense_loss):.1f}h0"
-        for row in others
-    )
-    names = ("bytes that a rank sends in a step", "time to dense's loss, dense = 1")
-    parts = [
-        *grid(frame, x, y, bytes_text, *names),
-        f'<path d="{dots}" stroke="var(--soft)" stroke-width="3" stroke-linecap="round" '
-        'stroke-opacity="0.45"/>',
-        *(
-            f'<g fill="var(--series-{number})">'
-            + mark(
-                number,
-                x.pixel(row.bytes_per_step),
-                y.pixel(row.time_to_dense_loss),
-                f"{row.name}: {row.time_to_dense_loss:.2g} of dense's time, "
-                f"{bytes_text(row.bytes_per_step)} a step",
-            )
-            + "</g>"
-            for number, row in enumerate(rows)
-        ),
-    ]
-    return svg(frame, "Time to a loss against bytes, a mark for each strategy", parts)
 
 
 EXAMPLE = (

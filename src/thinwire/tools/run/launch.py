@@ -98,7 +98,6 @@ def environments(workers: int, network: Network | None) -> list[tuple[int, dict[
     """
     machines = 1 if network is None else len(network.addresses)
     local = workers // machines
-    loopback = "lo" if sys.platform == "linux" else "lo0"
     default = {"OMP_NUM_THREADS": threads_of(workers), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     common = {
         "WORLD_SIZE": workers,
@@ -106,7 +105,7 @@ def environments(workers: int, network: Network | None) -> list[tuple[int, dict[
         "GROUP_WORLD_SIZE": machines,
         "MASTER_ADDR": "127.0.0.1" if network is None else network.addresses[0],
         "MASTER_PORT": free_port() if network is None else _PORT,
-        "GLOO_SOCKET_IFNAME": loopback if network is None else network.interface,
+        "GLOO_SOCKET_IFNAME": "lo" if network is None else network.interface,
         "TORCHELASTIC_RUN_ID": "thinwire",  # for torch.distributed.is_torchelastic_launched()
         "PYTHONUNBUFFERED": 1,
     }
@@ -122,7 +121,7 @@ def environments(workers: int, network: Network | None) -> list[tuple[int, dict[
 
 def cores() -> int:
     """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def threads_of(workers: int) -> int:

@@ -216,6 +216,7 @@ class TrainingRun:
         budget = self._budget()
         self._wait_for_the_link()
         self._evaluate()
+        self.preparation_s = time.time() - self.config.launched_unix_s
         due = stop = False
         while not stop:
             factor = rate_factor(budget.progress(self.step))
@@ -256,7 +257,6 @@ class TrainingRun:
         dist.barrier()
         self.events.write("prepared")
         self.events.wait_for_release()
-        self.preparation_s = time.time() - self.config.launched_unix_s
 
     def _budget(self) -> BySteps | ByClock:
         config = self.config
