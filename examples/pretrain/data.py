@@ -12,7 +12,7 @@ import json
 import sysconfig
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, chain, islice, repeat
+from itertools import accumulate, chain, repeat
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 SHARD = 1 << 24
-"""Tokens of a shard, at most, but for the last file in it."""
+"""Tokens after which a shard ends."""
 END = "<|end|>"
 """Token after each file."""
 
@@ -30,6 +30,8 @@ def prepare(text: Path, out: Path, vocabulary: int, pattern: str) -> None:
     """Write tokenizer.json, index.json and the shards into `out`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+    if vocabulary > 1 << 16:
+        raise SystemExit(f"tokens are uint16: --vocabulary is at most 65536, got {vocabulary}")
     files = [p for p in sorted(text.rglob(pattern)) if "site-packages" not in p.parts]
     if len(files) < 2:
         raise SystemExit(f"{text} has {len(files)} files {pattern!r}; give --text and --pattern")
@@ -60,13 +62,13 @@ def write_shards(tokenizer, files: Sequence[Path], out: Path, part: str) -> dict
     """Tokens of each shard by its name."""
     shards: dict[str, int] = {}
     pending: list[np.ndarray] = []
-    source = iter(files)
-    while some := list(islice(source, 64)):
+    for begin in range(0, len(files), 64):
+        texts = [read(path) for path in files[begin : begin + 64]]
         pending += [
             np.array([*encoding.ids, tokenizer.token_to_id(END)], dtype=np.uint16)
-            for encoding in tokenizer.encode_batch([read(path) for path in some])
+            for encoding in tokenizer.encode_batch(texts)
         ]
-        if sum(map(len, pending)) >= SHARD or len(some) < 64:
+        if sum(map(len, pending)) >= SHARD or begin + 64 >= len(files):
             name, tokens = f"{part}_{len(shards):04d}.bin", np.concatenate(pending)
             tokens.tofile(out / name)
             shards[name], pending = len(tokens), []

@@ -4,7 +4,6 @@ The same model, data and schedule in DistributedDataParallel, with AdamW or (--m
 """
 
 import argparse
-import contextlib
 import math
 import time
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from common import arguments, mean_loss, model_of, report
 from data import Windows, batches, held_out
 from model import SIZES, Llama, loss_of
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
 
@@ -35,28 +35,24 @@ def main(args: argparse.Namespace) -> None:
     source = batches(data, args.batch, DistributedSampler(data, seed=args.seed), device)
     optimizer = optimizer_of(args, model)
 
-    def rate_at(step: int) -> float:
-        if step < args.warm_up:
-            return step / args.warm_up
+    def share(step: int) -> float:
         done = (step - args.warm_up) / max(1, args.steps - args.warm_up)
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+        return step / args.warm_up if done < 0 else 0.55 + 0.45 * math.cos(math.pi * done)
 
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_at)
+    def loss_at(x: Tensor, y: Tensor, model: nn.Module = model) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.bfloat16):
+            return loss_of(model(x), y)
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
     ddp = DistributedDataParallel(model)
     tokens, begun_s = 0, time.perf_counter()
-
-    def loss_at(x: torch.Tensor, y: torch.Tensor, net: torch.nn.Module = model) -> torch.Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.bfloat16):
-            return loss_of(net(x), y)
-
     for step in range(1, args.steps + 1):
         for micro in range(args.merge):
-            last = micro == args.merge - 1
-            with contextlib.nullcontext() if last else ddp.no_sync():
-                x, y = next(source)
-                loss = loss_at(x, y, ddp)
-                (loss / args.merge).backward()
-                tokens += x.numel()
+            ddp.require_backward_grad_sync = micro == args.merge - 1
+            x, y = next(source)
+            loss = loss_at(x, y, ddp)
+            (loss / args.merge).backward()
+            tokens += x.numel()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -64,15 +60,15 @@ def main(args: argparse.Namespace) -> None:
         if step % args.every == 0 or step == args.steps:
             if dist.get_rank() == 0:
                 speed = tokens / (time.perf_counter() - begun_s)
-                found = mean_loss(loss_at, validation)
-                numbers = {"tokens_s": speed, "loss": loss.item(), "validation": found}
+                numbers = {"tokens_s": speed, "loss": loss.item()}
+                numbers["validation"] = mean_loss(loss_at, validation)
                 report(args.out, numbers, {}, step)
             dist.barrier()
             tokens, begun_s = 0, time.perf_counter()
 
 
 if __name__ == "__main__":
-    parser = arguments(rate=3e-3)
+    parser = arguments(rate=1.5e-3)
     parser.add_argument("--muon", action="store_true", help="dense Muon in place of AdamW")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -43,14 +44,16 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
+linear = partial(nn.Linear, bias=False)
+
+
 class Attention(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.head = size.width // size.heads
-        self.q_proj = nn.Linear(size.width, size.width, bias=False)
-        self.k_proj = nn.Linear(size.width, size.kv_heads * self.head, bias=False)
-        self.v_proj = nn.Linear(size.width, size.kv_heads * self.head, bias=False)
-        self.o_proj = nn.Linear(size.width, size.width, bias=False)
+        keys = size.kv_heads * self.head
+        self.q_proj, self.o_proj = linear(size.width, size.width), linear(size.width, size.width)
+        self.k_proj, self.v_proj = linear(size.width, keys), linear(size.width, keys)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = (
@@ -67,9 +70,9 @@ class Attention(nn.Module):
 class SwiGLU(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(size.width, size.hidden, bias=False)
-        self.up_proj = nn.Linear(size.width, size.hidden, bias=False)
-        self.down_proj = nn.Linear(size.hidden, size.width, bias=False)
+        self.gate_proj = linear(size.width, size.hidden)
+        self.up_proj = linear(size.width, size.hidden)
+        self.down_proj = linear(size.hidden, size.width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -92,15 +95,12 @@ class Llama(nn.Module):
     def __init__(self, size: Size, vocabulary: int) -> None:
         super().__init__()
         self.head = size.width // size.heads
-        self.model = nn.ModuleDict(
-            {
-                "embed_tokens": nn.Embedding(vocabulary, size.width),
-                "layers": nn.ModuleList(Block(size) for _ in range(size.layers)),
-                "norm": nn.RMSNorm(size.width, eps=1e-6),
-            }
-        )
-        self.lm_head = nn.Linear(size.width, vocabulary, bias=False)
-        self.lm_head.weight = self.model["embed_tokens"].weight  # tied
+        self.model = nn.Module()  # whose name is in those of the parameters
+        self.model.embed_tokens = nn.Embedding(vocabulary, size.width)
+        self.model.layers = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.model.norm = nn.RMSNorm(size.width, eps=1e-6)
+        self.lm_head = linear(size.width, vocabulary)
+        self.lm_head.weight = self.model.embed_tokens.weight  # tied
         for name, p in self.named_parameters():
             if p.dim() == 2:  # branches into the residual stream start small
                 branch = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -110,10 +110,10 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of shape (batch, context, vocabulary) for tokens of shape (batch, context)."""
         cos, sin = rotary(tokens.shape[1], self.head, tokens.device)
-        x = self.model["embed_tokens"](tokens)
-        for block in self.model["layers"]:
+        x = self.model.embed_tokens(tokens)
+        for block in self.model.layers:
             x = block(x, cos, sin)
-        return self.lm_head(self.model["norm"](x))
+        return self.lm_head(self.model.norm(x))
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:

@@ -29,7 +29,9 @@ def strategy_of(args: argparse.Namespace, device: torch.device) -> tw.Distribute
     # with recompute memory is short: what averagings need lies in that of the host
     state_device = "cpu" if size.recompute and device.type == "cuda" else None
     return tw.DistributedStrategy(
-        localsgd=tw.LocalSGD(args.k_steps, compression=tw.Quantized(1), state_device=state_device),
+        localsgd=tw.LocalSGD(
+            args.k_steps, begin_step=0, compression=tw.Quantized(1), state_device=state_device
+        ),
         amp=tw.AMP("bfloat16") if args.bfloat16 and size.dtype == torch.float32 else None,
         recompute=tw.Recompute(("model.layers.*",)) if size.recompute else None,
         gradient_merge=tw.GradientMerge(args.merge) if args.merge > 1 else None,
@@ -57,14 +59,15 @@ def main(args: argparse.Namespace, members: tw.Members | None = None) -> None:
         tokens += x.numel()
         if sync.step == step or (sync.step % args.every and sync.step < args.steps):
             continue
-        engine.flush()  # all have one model; between two averagings each has its own
+        if members is None:  # a joiner would miss it: of members `every` is to be k times a number
+            engine.flush()  # all ranks have one model; between two averagings each has its own
         fixed = dist.get_rank() if dist.is_initialized() else 0
-        leads = (members.rank if members else fixed) == 0
+        leads = (fixed if members is None else members.rank) == 0
         if leads:
             numbers = {"tokens_s": tokens / (time.perf_counter() - begun_s), "loss": loss.item()}
             numbers["validation"] = mean_loss(engine.evaluate, validation)
             tw.log_stats(engine, partial(report, args.out, numbers))
-        if leads or not members:  # ranks save together, of members one does
+        if leads or members is None:  # ranks save together; of members one does
             engine.save(args.out, extra={"sampler": sampler})
         tokens, begun_s = 0, time.perf_counter()
     engine.close()
@@ -80,6 +83,7 @@ if __name__ == "__main__":
     if args.join:
         with tw.join(args.join, run=f"pretrain-{args.size}", token_file=args.token) as members:
             signal.signal(signal.SIGTERM, lambda *_: members.leave())  # after the running round
+            members.on_change(lambda now: print(f"step {now.step}: {now.size} members", flush=True))
             main(args, members)
     elif "RANK" in os.environ:
         dist.init_process_group()
