@@ -59,7 +59,7 @@ def main(args: argparse.Namespace, members: tw.Members | None = None) -> None:
         tokens += x.numel()
         if sync.step == step or (sync.step % args.every and sync.step < args.steps):
             continue
-        if members is None:  # a joiner would miss it: of members `every` is to be k times a number
+        if members is None:  # a joiner would miss it: give members --every in whole rounds
             engine.flush()  # all ranks have one model; between two averagings each has its own
         fixed = dist.get_rank() if dist.is_initialized() else 0
         leads = (fixed if members is None else members.rank) == 0
