@@ -3,15 +3,12 @@ tests.gpt_changes writes it there.
 """
 
 import difflib
-import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "migrating.md"
-MOVED = {"attach": "plain", "engine": "plain", "local": "plain", "muon_local": "engine"}
-"""Each way, and the script with which it is compared."""
-SHOWN = ("engine", "muon_local")
-"""Those whose changes the page shows."""
+MOVED = ("attach", "engine", "local")
+"""The ways."""
 
 
 def lines_of(name: str) -> list[str]:
@@ -22,7 +19,7 @@ def lines_of(name: str) -> list[str]:
 
 def changes(name: str) -> list[str]:
     """The lines that go (-) and come (+), each with the line before it."""
-    before, after = lines_of(MOVED[name]), lines_of(name)
+    before, after = lines_of("plain"), lines_of(name)
     matcher = difflib.SequenceMatcher(
         None, [line.strip() for line in before], [line.strip() for line in after], autojunk=False
     )
@@ -42,17 +39,10 @@ def changes(name: str) -> list[str]:
 
 
 def written(page: str) -> str:
-    """The page with what changes today."""
-    for name in SHOWN:
-        block = "\n".join(["", "```diff", *changes(name), "```", ""])
-        page, count = re.subn(
-            rf"(<!-- changes: {name} -->\n).*?(\n<!-- end -->)",
-            lambda match, block=block: match[1] + block + match[2],  # type: ignore[misc]
-            page,
-            flags=re.DOTALL,
-        )
-        assert count == 1, f"{count} places for the changes of {name}"
-    return page
+    """The page with the changes of the engine today."""
+    block = "\n".join(["", "```diff", *changes("engine"), "```", ""])
+    before, rest = page.split("<!-- changes: engine -->\n")
+    return f"{before}<!-- changes: engine -->\n{block}\n<!-- end -->{rest.split('<!-- end -->')[1]}"
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ OPTIONAL = {
     "members_resume.py": "torchdata",
     "transformers_trainer.py": "transformers",
 }
-# those in `tasks` are for `thinwire compare`, which tests/lab/test_task.py trains them by; those in
-# `recipes` are run by tests/test_recipes.py
+TESTED_ELSEWHERE = {"tasks", "recipes", "pretrain"}
+"""By tests/lab/test_task.py, tests/test_recipes.py and tests/integrations/test_pretrain.py."""
 EXAMPLES = sorted(
-    p for p in (ROOT / "examples").rglob("*.py") if p.parent.name not in ("tasks", "recipes")
+    p for p in (ROOT / "examples").rglob("*.py") if p.parent.name not in TESTED_ELSEWHERE
 )
 
 
