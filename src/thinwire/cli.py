@@ -65,6 +65,7 @@ def _run(typed: list[str]) -> NoReturn:
     from thinwire.tools.doctor import command as examining
     from thinwire.tools.planning import command as planning
     from thinwire.tools.run import command as running
+    from thinwire.tools.up import command as upping
 
     if "explain" not in app:
         app.command(comparing.compare, help_epilogue=comparing.EXAMPLES)
@@ -75,6 +76,9 @@ def _run(typed: list[str]) -> NoReturn:
         app.command(planning.probe, help_epilogue=planning.PROBE_EXAMPLE)
         app.command(examining.doctor, help_epilogue=examining.EXAMPLES)
         app.command(meeting.host, help_epilogue=meeting.EXAMPLES)
+        app.command(upping.up, help_epilogue=upping.EXAMPLES)
+        app.command(upping.down)
+        app.command(upping.status)
     try:
         with _orderly_termination():
             try:

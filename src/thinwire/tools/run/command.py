@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -83,6 +84,7 @@ class Ranks:
 
 _CHUNK_BYTES = 65_536
 _LAST_S = 1.0
+_LAST_LINES = 3
 # a progress bar ends what it shows with a carriage return; whether one at the end of a chunk is
 # followed by a newline is not known yet
 _LINE = re.compile(rb"([^\r\n]*)(?:\r?\n|\r(?=[^\n]))")
@@ -98,7 +100,7 @@ class Prefixed:
     def add(self, number: int, pipe: IO[bytes], to: IO[bytes]) -> None:
         """Add a pipe; its lines go to `to` with this number in front."""
         os.set_blocking(pipe.fileno(), False)
-        self._selector.register(pipe, selectors.EVENT_READ, _Speaker(number, pipe, to))
+        self._selector.register(pipe, selectors.EVENT_READ, Speaker(str(number), to, pipe))
 
     def pass_on(self, patience_s: float) -> bool:
         """Forward output that arrives within this time; return True if there was any."""
@@ -129,10 +131,12 @@ class Prefixed:
 
 
 @final
-class _Speaker:
-    def __init__(self, number: int, pipe: IO[bytes], to: IO[bytes]) -> None:
-        self.pipe = pipe
-        self._prefix, self._to, self._unfinished = b"[%d] " % number, to, b""
+class Speaker:
+    """Writer of the lines of one process, with its name in front."""
+
+    def __init__(self, name: str, to: IO[bytes], pipe: IO[bytes] | None = None) -> None:
+        self.pipe, self.last = pipe, deque[str](maxlen=_LAST_LINES)
+        self._prefix, self._to, self._unfinished = f"[{name}] ".encode(), to, b""
 
     def hear(self, chunk: bytes) -> None:
         """Write the lines that end in this chunk; an empty one ends the last line."""
@@ -141,6 +145,7 @@ class _Speaker:
         for match in _LINE.finditer(text):
             if match[1] or match[0] != b"\r":
                 lines.append(self._prefix + match[1] + b"\n")
+                self.last.append(match[1].decode(errors="replace"))
             end = match.end()
         self._unfinished = text[end:]
         if lines:
