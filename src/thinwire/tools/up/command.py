@@ -11,6 +11,7 @@ from cyclopts import Parameter
 
 from thinwire.tools.up.config import Run
 from thinwire.tools.up.machines import Job, Machines, State, say
+from thinwire.tools.up.printed import write
 from thinwire.tools.up.ssh import LOST, MachineError
 
 EXAMPLES = """Examples:
@@ -41,7 +42,10 @@ def up(
     """
     run = Run.read(file)
     if printed is not None:
-        raise NotImplementedError
+        _require_token(run)
+        written, start = write(run, printed)
+        print(f"{written} is written; start it by\n{start}")
+        return
     with _machines(run) as machines:
         known, unreachable = _looked_at(machines)
         running = _running(known)
@@ -133,13 +137,18 @@ def _start(machines: Machines, jobs: list[Job]) -> None:
     """Copy the folder to the machines of these jobs and start them, the host first."""
     run = machines.run
     run.environment(*run.machines)  # a missing variable is known before anything starts
+    _require_token(run)
+    _all(machines.at_once(machines.prepare, dict.fromkeys(job.machine for job in jobs)))
+    for name in ("host", "run"):
+        _all(machines.at_once(machines.start, [job for job in jobs if job.name == name]))
+
+
+def _require_token(run: Run) -> None:
+    """Make the token of members if it is missing."""
     if run.members and not run.token_file.exists():
         make = [sys.executable, "-m", "thinwire", "host", "--new-token", str(run.token_file)]
         if made := subprocess.run(make, capture_output=True, text=True, check=False).stderr:
             raise ValueError(f"token: {made.removeprefix('thinwire: ').strip()}")
-    _all(machines.at_once(machines.prepare, dict.fromkeys(job.machine for job in jobs)))
-    for name in ("host", "run"):
-        _all(machines.at_once(machines.start, [job for job in jobs if job.name == name]))
 
 
 def _all(answers: tuple[object, list[MachineError]]) -> None:

@@ -130,7 +130,7 @@ def job_files(run: Run, rank: int, addresses: Sequence[str]) -> dict[str, str]:
     """Return the files of `.thinwire` on a machine by name."""
     machine, first = run.machines[rank], addresses[0]
     processes = machine.processes or run.processes
-    files = {"setup.sh": run.setup, "env": export(run.environment(machine)) + _PATH}
+    files = {"setup.sh": run.setup, "env": export(run.environment(machine)) + PATH}
     files["run.sh"] = _script("run", run.command(str(rank), processes, first))
     if run.members:
         token = ".thinwire/token"
@@ -148,7 +148,7 @@ def export(variables: Mapping[str, str]) -> str:
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
 
 
-_PATH = """export PYTHONUNBUFFERED=1
+PATH = """export PYTHONUNBUFFERED=1
 [ ! -d .venv ] || export PATH="$PWD/.venv/bin:$PATH"
 """
 # gloo's default is the address of the host's name, often 127.0.1.1
