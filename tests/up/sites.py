@@ -2,21 +2,21 @@
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tests.api import Link, enter, network
-from tests.processes import alive, kill_all, running
+from tests.processes import running
 from tests.waiting import until
 
 ROOT = Path(__file__).parent.parent.parent
-SSHD = Path("/usr/sbin/sshd")
-CONFIG = """
-ListenAddress {address}
+SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
+_SSHD = """ListenAddress {address}
 HostKey {folder}/key
 AuthorizedKeysFile {folder}/key.pub
 PidFile none
@@ -24,59 +24,80 @@ StrictModes no
 UsePAM no
 SetEnv HOME={home}
 """
+_FILE = """machines: [{machines}]
+folder: code
+ssh: -i key -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR
+env: {{PYTHONPATH: {source}, OMP_NUM_THREADS: 1, SECRET: null}}
+"""
+# the machine's environment, where `torchrun` may be a script of the test
+_VENV = "mkdir -p .venv/bin; ln -sfn {} .venv/bin/; [ -e .venv/bin/torchrun ] || {}"
+SECRET = "swordfish"
 
 
 @dataclass
 class Sites:
-    """Homes and addresses of the machines; commands run on the first one's side of the network."""
+    """Machines with their homes; commands run in the network of the first one."""
 
     folder: Path
     addresses: Sequence[str]
     fds: Sequence[int]
-    servers: Sequence["subprocess.Popen[bytes]"]
+    servers: list["subprocess.Popen[bytes]"]
 
     def home(self, number: int) -> Path:
+        """The home of a machine."""
         return self.folder / f"home{number}"
 
-    def file(self, text: str, **env: str) -> Path:
-        """A file of `thinwire up` for both machines."""
-        code = self.folder / "code"
-        code.mkdir(exist_ok=True)
-        options = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
-        path = self.folder / "two.yaml"
-        path.write_text(
-            f"machines: [{', '.join(self.addresses)}]\n"
-            f"folder: code\n"
-            f"setup: ln -sfn {sys.prefix} .venv\n"
-            f"ssh: -i {self.folder}/key {options}\n"
-            f"env: {{PYTHONPATH: {ROOT / 'src'}, OMP_NUM_THREADS: 1}}\n" + text
-        )
-        return path
+    def file(self, text: str, torchrun: str | None = None) -> str:
+        """Write a file of `thinwire up` for both machines, whose torchrun is this shell script."""
+        make = f"mkdir -p .venv/bin && ln -sfn {sys.executable} .venv/bin/python"
+        if torchrun is not None:
+            (self.folder / "code").mkdir(exist_ok=True)
+            (self.folder / "code" / "torchrun").write_text(f"#!/bin/sh\n{torchrun}\n")
+            make += " && chmod +x torchrun && ln -sfn ../../torchrun .venv/bin/torchrun"
+        else:
+            make = f"ln -sfn {sys.prefix} .venv"
+        head = _FILE.format(machines=", ".join(self.addresses), source=ROOT / "src")
+        file = self.folder / "two.yaml"
+        file.write_text(f"{head}setup: {make}\n{text}\n")
+        return str(file)
 
-    def thinwire(self, *words: str, **options: Any) -> Any:
-        """`running` of the command line on the first machine."""
-        command = [*self._there(0), sys.executable, "-m", "thinwire", *words]
+    def thinwire(self, *words: str) -> contextlib.AbstractContextManager["subprocess.Popen[str]"]:
+        """`thinwire` with these words in the network of the first machine."""
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return running(command, pass_fds=self.fds, **pipes, **options)
+        command = [*self.there(0), sys.executable, "-m", "thinwire", *words]
+        environment = {**os.environ, "SECRET": SECRET}
+        return running(command, pass_fds=self.fds, env=environment, **pipes)
 
-    def _there(self, number: int) -> list[str]:
+    def answer(self, *words: str) -> tuple[int, str]:
+        """The exit status and the output of such a command."""
+        with self.thinwire(*words) as process:
+            text, _ = process.communicate()
+        return process.returncode, text
+
+    def there(self, number: int) -> list[str]:
+        """The beginning of a command that runs in the network of a machine."""
         return [sys.executable, enter.__file__, str(self.fds[number]), str(os.getpid())]
 
 
 @contextlib.contextmanager
 def sites(folder: Path) -> Iterator[Sites]:
     """Two machines, as long as the block runs."""
-    subprocess.run(
-        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key"], check=True
-    )
+    key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")]
+    subprocess.run(key, check=True)
     Path("/run/sshd").mkdir(exist_ok=True)
+    (folder / "code").mkdir()
     with contextlib.ExitStack() as ends:
         net = ends.enter_context(network(2, Link.parse("none")))
-        made = Sites(folder, net.addresses, net.namespace_fds, servers := [])
+        made = Sites(folder, net.addresses, net.namespace_fds, [])
         for number, address in enumerate(net.addresses):
             made.home(number).mkdir()
             config = folder / f"sshd{number}"
-            config.write_text(CONFIG.format(address=address, folder=folder, home=made.home(number)))
-            command = [*made._there(number), str(SSHD), "-D", "-e", "-f", str(config)]
-            servers.append(ends.enter_context(running(command, pass_fds=made.fds)))
+            text = _SSHD.format(address=address, folder=folder, home=made.home(number))
+            config.write_text(text)
+            command = [*made.there(number), str(SSHD), "-D", "-e", "-f", str(config)]
+            pipe = {"stderr": subprocess.PIPE, "pass_fds": made.fds}
+            made.servers.append(ends.enter_context(running(command, **pipe)))
+        for server in made.servers:
+            assert server.stderr is not None
+            assert b"listening" in server.stderr.readline()
         yield made

@@ -111,9 +111,9 @@ class Run:
             raise ValueError(f"env: {', '.join(missing)} has no value in the file, nor here")
         return {k: os.environ[k] if v is None else v for k, v in given.items()}
 
-    def host_command(self, bind: str, token: str) -> str:
+    def host_command(self, bind: str, token: str, more: str = "") -> str:
         """Return the shell command of the meeting place."""
-        where = "" if "--bind" in self.host.split() else f"--bind {bind} "
+        where = "" if "--bind" in self.host.split() else f'--bind "{bind}"{more} '
         return f"python -m thinwire host {where}--token-file {token} {self.host}".rstrip()
 
     def command(self, rank: str, processes: int, address: str) -> str:

@@ -69,7 +69,7 @@ def _slurm(run: Run) -> str:
     """Return a batch script, which runs on the first node."""
     required = "".join(f': "${{{name}:?has no value}}"\n' for name in _secrets(run))
     token = shlex.quote(str(run.token_file.resolve()))
-    host = f'{run.host_command(f"$address:{run.port}", token)} &\ntrap "kill $!" EXIT\n'
+    host = run.host_command(f"$address:{run.port}", token) + " &\ntrap 'kill %1' EXIT\n"
     return f"""#!/bin/bash
 #SBATCH --job-name={run.name}
 #SBATCH --nodes={len(run.machines)}
@@ -91,7 +91,8 @@ def _skypilot(run: Run) -> list[dict[str, Any]]:
     script = f'{PATH}address=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n'
     if run.members:
         host = run.host_command(f"$address:{run.port}", token)
-        script += f'if [ "$SKYPILOT_NODE_RANK" = 0 ]; then\n{host} &\ntrap "kill $!" EXIT\nfi\n'
+        on_first = f"{host} &\ntrap 'kill %1' EXIT"
+        script += f'if [ "$SKYPILOT_NODE_RANK" = 0 ]; then\n{on_first}\nfi\n'
     task = {
         "name": run.name,
         "workdir": str(run.source.resolve()),
@@ -134,7 +135,7 @@ def _kubernetes(run: Run) -> list[dict[str, Any]]:
         return {"metadata": {"labels": {"app": f"{name}-{role}"}}, "spec": spec}
 
     token = f"{folder}/token"
-    host = pod("host", "Always", run.host_command(f"0.0.0.0:{run.port} --public", token))
+    host = pod("host", "Always", run.host_command(f"0.0.0.0:{run.port}", token, " --public"))
     member = pod("member", "OnFailure", _work(run, "", f"{name}-host", token))
     once = {"strategy": {"type": "Recreate"}, "selector": {"matchLabels": labels}}
     jobs = {"completions": size, "parallelism": size, "completionMode": "Indexed"}
@@ -165,6 +166,6 @@ def _docker(run: Run) -> list[dict[str, Any]]:
     }
     if run.torchrun:
         return [{"name": run.name, "services": services}]
-    services["host"] = service(run.host_command(f"0.0.0.0:{run.port} --public", token))
+    services["host"] = service(run.host_command(f"0.0.0.0:{run.port}", token, " --public"))
     secret = {"token": {"file": str(run.token_file.resolve())}}
     return [{"name": run.name, "services": services, "secrets": secret}]

@@ -1,3 +1,4 @@
+# shellcheck shell=sh disable=SC2154,SC1091
 # A machine's side of `thinwire up`, sent to its sh. The lines before it set to, verb, job and offset.
 # A process of a job, whatever session it is in, has THINWIRE_UP in its environment.
 cd && cd "$to/.thinwire" 2>/dev/null || exit 0
