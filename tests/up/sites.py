@@ -8,11 +8,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
 
 from tests.api import Link, enter, network
 from tests.processes import running
-from tests.waiting import until
 
 ROOT = Path(__file__).parent.parent.parent
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")

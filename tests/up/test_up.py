@@ -13,7 +13,6 @@ import pytest
 from tests.lab.namespaces import NETNS, namespace_of, processes_in
 from tests.processes import kill_all
 from tests.up.sites import ROOT, SECRET, SSHD, Sites, sites
-from tests.waiting import until
 
 pytestmark = [*NETNS, pytest.mark.skipif(SSHD is None, reason="needs sshd: openssh-server")]
 ENDLESS = "echo rank $4 of $2 by $SECRET; sleep 1000 & wait"

@@ -93,6 +93,11 @@ class Run:
         return self.file.parent / self.token
 
     @property
+    def job(self) -> str:
+        """What each machine runs."""
+        return "member" if self.members else "rank"
+
+    @property
     def ssh_options(self) -> list[str]:
         """Further options of `ssh`; paths in them are relative to the file."""
         return shlex.split(self.ssh)
@@ -131,7 +136,7 @@ def job_files(run: Run, rank: int, addresses: Sequence[str]) -> dict[str, str]:
     machine, first = run.machines[rank], addresses[0]
     processes = machine.processes or run.processes
     files = {"setup.sh": run.setup, "env": export(run.environment(machine)) + PATH}
-    files["run.sh"] = _script("run", run.command(str(rank), processes, first))
+    files[f"{run.job}.sh"] = _script(run.job, run.command(str(rank), processes, first))
     if run.members:
         token = ".thinwire/token"
         files["token"] = run.token_file.read_text(encoding="ascii")

@@ -13,10 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar, final
+from typing import NamedTuple, TypeVar, final
 
 from thinwire._version import __version__
 from thinwire.tools.run.command import Speaker
@@ -25,15 +24,15 @@ from thinwire.tools.up.ssh import LOST, Call, MachineError
 
 _AGAIN_S, _PATIENCE_S, _LAST_S = 3.0, 30.0, 3.0
 _LEFT_OUT = {".git", ".venv", "__pycache__", ".thinwire"}
+RUNNING = "running"
 _RECENT = -1
 """Offset of the last lines of a log."""
 T = TypeVar("T")
 U = TypeVar("U")
 
 
-@dataclass(frozen=True)
-class Job:
-    """A process group of a machine: "host", the meeting place, or "run"."""
+class Job(NamedTuple):
+    """A process group of a machine: "host", the meeting place, "member", or torchrun's "rank"."""
 
     machine: Machine
     name: str
@@ -42,13 +41,12 @@ class Job:
         return self.machine.ssh + " host" * (self.name == "host")
 
 
-@dataclass(frozen=True)
-class State:
-    """A job as its machine knows it; `status` is None while it runs."""
+class State(NamedTuple):
+    """A job as its machine knows it, in words."""
 
-    status: int | None
-    since_s: float
-    last_line: str
+    word: str = "none"
+    since: str = ""
+    last_line: str = ""
 
 
 @final
@@ -57,8 +55,13 @@ class Machines:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        hosts = [Job(run.machines[0], "host")] * bool(run.members)
-        self.jobs = [*hosts, *(Job(each, "run") for each in run.machines)]
+        if not all(machine.ssh for machine in run.machines):
+            raise ValueError(
+                f"{run.file}: machines is a number, which is for --print; to start them by ssh "
+                "list their names"
+            )
+        self.jobs = [Job(run.machines[0], "host")] * bool(run.members)
+        self.jobs += [Job(each, run.job) for each in run.machines]
         self.over: set[Job] = set()
         """Jobs whose end has been seen."""
         self._threads = ThreadPoolExecutor(3 * len(self.jobs))
@@ -77,28 +80,26 @@ class Machines:
             call.kill()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def at_once(
-        self, work: Callable[[T], U], items: Iterable[T]
-    ) -> tuple[dict[T, U], list[MachineError]]:
+    def at_once(self, work: Callable[[T], U], items: Iterable[T]) -> tuple[dict[T, U], list[str]]:
         """Run `work` for all items at once; return the results by item, and the errors."""
         futures = {item: self._threads.submit(work, item) for item in items}
-        done: dict[T, U] = {}
-        failed: list[MachineError] = []
+        done, failed = {}, []
         for item, future in futures.items():
             try:
                 done[item] = future.result()
             except MachineError as error:
-                failed.append(error)
+                failed.append(str(error))
         return done, failed
 
-    def states(self, machine: Machine) -> dict[Job, State | None]:
-        """Return the jobs of a machine; None for one that it has never had."""
-        found: dict[str, State] = {}
-        for line in self._ask(machine, "status").splitlines():
-            name, state, since, last = line.split("\t")
-            status = None if state == "running" else int(state)
-            found[name] = State(status, float(since), last)
-        return {job: found.get(job.name) for job in self.jobs if job.machine is machine}
+    def states(self) -> tuple[dict[Job, State], list[str]]:
+        """Return the jobs of machines that are reached, and an error for each other one."""
+        found, failed = self.at_once(lambda each: self._ask(each, "status"), self.run.machines)
+        states = {job: State() for job in self.jobs if job.machine in found}
+        for machine, lines in found.items():
+            for line in lines.splitlines():
+                name, *cells = line.split("\t")
+                states[Job(machine, name)] = State(*cells)
+        return states, failed
 
     @cached_property
     def addresses(self) -> list[str]:
@@ -159,7 +160,7 @@ class Machines:
             self._threads.submit(self._follow, job, _RECENT if job in recent else 0)
             for job in self.jobs
         ]
-        left = {job for job in self.jobs if job.name == "run"}
+        left = {job for job in self.jobs if job.name != "host"}
         while left:
             job, status, last = self._ended.get()
             left.discard(job)
@@ -194,7 +195,7 @@ class Machines:
         if job not in self._lost_s:
             say(f"{job} cannot be reached: {message}; trying again")
         since_s = self._lost_s.setdefault(job, time.monotonic())
-        others = {each for each in self.jobs if each != job and each.name == "run"}
+        others = {each for each in self.jobs if each != job and each.name != "host"}
         # all are lost where it is this machine that has lost its network
         go_on = self.over >= others if self.run.members else not self._lost_s.keys() >= others
         late = time.monotonic() - since_s > _PATIENCE_S
@@ -210,11 +211,11 @@ class Machines:
             self._calls.discard(call)
 
     def _control(
-        self, machine: Machine, verb: str, job: str = "run", offset: int = 0
+        self, machine: Machine, verb: str, job: str = "-", offset: int = 0
     ) -> contextlib.AbstractContextManager[Call]:
         return self._held(Call.control(self.run, machine, verb, job, offset))
 
-    def _ask(self, machine: Machine, verb: str, job: str = "run") -> str:
+    def _ask(self, machine: Machine, verb: str, job: str = "-") -> str:
         with self._control(machine, verb, job) as call:
             answer = b"".join(call.chunks()).decode(errors="replace")
             call.require_end(f"{job} has ended: {answer.strip()}")

@@ -6,10 +6,10 @@ marked() {
     grep -lsFxz "THINWIRE_UP=$PWD/$job" /proc/[0-9]*/environ | tr -dc '0-9\n'
 }
 case $verb in
-status) # one line a job: its name, "running" or an exit status, when it began, the last line
-    for job in host run; do
+status) # one line a job: its name, its state, when it began, its last line
+    for job in host member rank; do
         [ -f "$job.log" ] || continue
-        state=$(cat "$job.status" 2>/dev/null || echo 137)
+        state="status $(cat "$job.status" 2>/dev/null || echo 137)"
         [ -z "$(marked)" ] || state=running
         last=$(tail -c 2000 "$job.log" | tr '\t\r' ' \n' | grep . | tail -n 1)
         printf '%s\t%s\t%s\t%s\n' "$job" "$state" "$(cat "$job.since")" "$last"
@@ -22,7 +22,7 @@ setup)
     ;;
 start)
     rm -f "$job.status"
-    date +%s >"$job.since"
+    date '+%Y-%m-%d %H:%M' >"$job.since"
     export THINWIRE_UP="$PWD/$job"
     setsid sh "$job.sh" >"$job.log" 2>&1 </dev/null &
     echo $! >"$job.pid"
