@@ -51,8 +51,8 @@ def up(
         running = _running(known)
         if lost and not running:
             raise MachineError("; ".join(lost))
-        mine = [job for job in machines.jobs if job in known]
-        starting = [job for job in mine if not running or _restarts(job, known[job])]
+        reached = [job for job in machines.jobs if job in known]
+        starting = [job for job in reached if not running or _restarts(job, known[job])]
         if starting:
             _require_token(run)
         if running:

@@ -69,14 +69,14 @@ class Run:
             listed = [""] * listed
         if not listed:
             raise ValueError("machines is missing: a list of names as ssh takes them")
-        given = [each if isinstance(each, dict) else {"ssh": each} for each in listed]
+        given = [item if isinstance(item, dict) else {"ssh": item} for item in listed]
         machines = [
-            Machine(**_checked(Machine, f"machines[{i}]", each)) for i, each in enumerate(given)
+            Machine(**_checked(Machine, f"machines[{i}]", item)) for i, item in enumerate(given)
         ]
         if bool(values.get("members")) == bool(values.get("torchrun")):
             raise ValueError("give one of members (a command) and torchrun (a script, arguments)")
         name = values.pop("name", file.stem)
-        values.setdefault("to", f"thinwire/{name}")
+        values["to"] = values.get("to", f"thinwire/{name}").removeprefix("~/")
         run = cls(file=file, machines=machines, name=name, **values)
         if not run.source.is_dir():
             raise ValueError(f"folder: {run.source} is not a folder")
@@ -108,7 +108,7 @@ class Run:
 
     def environment(self, *machines: Machine) -> dict[str, str]:
         """Return the variables of the file and of a machine; None is the value of this process."""
-        given = {**self.env, **{k: v for each in machines for k, v in each.env.items()}}
+        given = {**self.env, **{k: v for machine in machines for k, v in machine.env.items()}}
         missing = [
             name for name, value in given.items() if value is None and name not in os.environ
         ]
@@ -177,7 +177,7 @@ def _checked(kind: type[Any], where: str, document: object) -> dict[str, Any]:
     """Return the fields of a mapping by name; raise ValueError for unknown ones and other types."""
     if not isinstance(document, dict):
         raise ValueError(f"{where} must be a mapping of names to values, got {shown(document)}")
-    known = [each.name for each in fields(kind) if each.name != "file"]
+    known = [item.name for item in fields(kind) if item.name != "file"]
     for name, value in document.items():
         if name not in known:
             close = near(str(name), known)
@@ -185,8 +185,8 @@ def _checked(kind: type[Any], where: str, document: object) -> dict[str, Any]:
             raise ValueError(f"{where} has an unknown key {name!r}; {hint}")
         kinds = _KINDS.get(name, (str,))
         if not isinstance(value, kinds) or isinstance(value, bool):
-            allowed = " or ".join(each.__name__ for each in kinds)
-            raise ValueError(f"{where}: {name} must be {allowed}, got {shown(value)}")
+            names = " or ".join(allowed.__name__ for allowed in kinds)
+            raise ValueError(f"{where}: {name} must be {names}, got {shown(value)}")
         if isinstance(value, int) and value < 1:
             raise ValueError(f"{where}: {name} must be at least 1, got {value}")
     for key, value in document.get("env", {}).items():

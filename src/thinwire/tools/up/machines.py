@@ -61,7 +61,7 @@ class Machines:
                 "list their names"
             )
         self.jobs = [Job(run.machines[0], "host")] * bool(run.members)
-        self.jobs += [Job(each, run.job) for each in run.machines]
+        self.jobs += [Job(machine, run.job) for machine in run.machines]
         self.over: set[Job] = set()
         """Jobs whose end has been seen."""
         self._threads = ThreadPoolExecutor(3 * len(self.jobs))
@@ -93,7 +93,9 @@ class Machines:
 
     def states(self) -> tuple[dict[Job, State], list[str]]:
         """Return the jobs of machines that are reached, and an error for each other one."""
-        found, failed = self.at_once(lambda each: self._ask(each, "status"), self.run.machines)
+        found, failed = self.at_once(
+            lambda machine: self._ask(machine, "status"), self.run.machines
+        )
         states = {job: State() for job in self.jobs if job.machine in found}
         for machine, lines in found.items():
             for line in lines.splitlines():
@@ -104,7 +106,7 @@ class Machines:
     @cached_property
     def addresses(self) -> list[str]:
         """Addresses of the machines, as numbers where names resolve here."""
-        return [_address(self.run, each) for each in self.run.machines]
+        return [_address(self.run, machine) for machine in self.run.machines]
 
     def prepare(self, machine: Machine) -> None:
         """Copy the folder, run the set-up there, and require thinwire of this version."""
@@ -195,7 +197,7 @@ class Machines:
         if job not in self._lost_s:
             say(f"{job} cannot be reached: {message}; trying again")
         since_s = self._lost_s.setdefault(job, time.monotonic())
-        others = {each for each in self.jobs if each != job and each.name != "host"}
+        others = {other for other in self.jobs if other != job and other.name != "host"}
         # all are lost where it is this machine that has lost its network
         go_on = self.over >= others if self.run.members else not self._lost_s.keys() >= others
         late = time.monotonic() - since_s > _PATIENCE_S
@@ -231,8 +233,8 @@ def _address(run: Run, machine: Machine) -> str:
     name = machine.address
     if not name:
         command = ["ssh", *run.ssh_options, "-G", machine.ssh]
-        told = subprocess.check_output(command, text=True, cwd=run.file.parent)
-        settings = dict(line.partition(" ")[::2] for line in told.splitlines())
+        printed = subprocess.check_output(command, text=True, cwd=run.file.parent)
+        settings = dict(line.partition(" ")[::2] for line in printed.splitlines())
         name = settings.get("hostname", machine.ssh)
     try:
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])

@@ -29,7 +29,7 @@ class Call:
     def __init__(self, run: Run, machine: Machine, *words: str) -> None:
         if machine.ssh != "localhost":
             options = [word for option in _OPTIONS for word in ("-o", option)]
-            words = ("ssh", *run.ssh_options, *options, machine.ssh, shlex.join(words))
+            words = ("ssh", *run.ssh_options, *options, "--", machine.ssh, shlex.join(words))
         self._machine = machine
         self._process = subprocess.Popen(
             words,
