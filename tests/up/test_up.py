@@ -1,5 +1,6 @@
 """`thinwire up`, `down` and `status` between two machines with an sshd each."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -25,12 +26,12 @@ def two(tmp_path: Path) -> Iterator[Sites]:
         yield made
 
 
-def marked(two: Sites) -> list[str]:
+def marked(two: Sites, home: str = "") -> list[str]:
     """Processes that `up` has started on the machines."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if f"THINWIRE_UP={two.folder}".encode() in (folder / "environ").read_bytes():
+            if f"THINWIRE_UP={home or two.folder}".encode() in (folder / "environ").read_bytes():
                 found.append(folder.name)
         except OSError:
             continue
@@ -122,14 +123,31 @@ def test_machine_that_dies_is_named_and_ends_the_others(two: Sites) -> None:
     assert f"{two.addresses[0]}: ended" in rest
 
 
+MEMBERS = "members: python members.py $THINWIRE_ADDRESS $THINWIRE_TOKEN_FILE"
+
+
 @pytest.mark.slow
-def test_members_average_and_a_lost_one_comes_back_by_a_second_up(two: Sites) -> None:
+def test_members_on_two_machines_train_to_the_end_by_one_command(two: Sites) -> None:
     shutil.copy(ROOT / "examples" / "members.py", two.folder / "code")
-    command = "members: python members.py $THINWIRE_ADDRESS $THINWIRE_TOKEN_FILE"
-    file = two.file(command)
-    with two.thinwire("up", file) as up:
-        text = lines_until(up, *(f"[{at}] member " for at in two.addresses))
-        rest, _ = up.communicate()
-    assert up.returncode == 0, text + rest
-    assert (text + rest).count("of the held-out digits") == 2
+    status, text = two.answer("up", two.file(MEMBERS))
+    assert status == 0, text
+    for at in two.addresses:
+        assert re.search(rf"^\[{at}\] step 400: .* % of the held-out digits$", text, re.M), text
+    assert marked(two) == []
+
+
+@pytest.mark.slow
+def test_member_that_is_lost_is_named_and_started_by_the_next_up(two: Sites) -> None:
+    file, lost = two.file("members: echo member of $THINWIRE_ADDRESS; sleep 1000"), two.addresses[1]
+    with two.thinwire("up", file) as up, contextlib.ExitStack() as ends:
+        lines_until(up, *(f"[{at}] member " for at in two.addresses))
+        for process in marked(two, f"{two.home(1)}/"):
+            os.kill(int(process), signal.SIGKILL)
+        lines_until(up, f"{lost} has ended with status 137")
+        again = ends.enter_context(two.thinwire("up", file))
+        lines_until(again, f"[{lost}] member ")
+        again.send_signal(signal.SIGINT)
+        again.communicate()
+        up.communicate()
+    assert (again.returncode, up.returncode) == (130, 1)
     assert marked(two) == []
