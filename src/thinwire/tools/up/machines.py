@@ -159,7 +159,7 @@ class Machines:
         Those in `recent` begin with their last lines.
         """
         self._following = [
-            self._threads.submit(self._follow, job, _RECENT if job in recent else 0)
+            self._threads.submit(self._follow_or_say, job, _RECENT if job in recent else 0)
             for job in self.jobs
         ]
         left = {job for job in self.jobs if job.name != "host"}
@@ -171,6 +171,12 @@ class Machines:
     def hear_last(self) -> None:
         """Pass on what ended jobs have written last."""
         wait(self._following, timeout=_LAST_S)
+
+    def _follow_or_say(self, job: Job, offset: int) -> None:
+        try:
+            self._follow(job, offset)
+        except (OSError, ValueError) as error:  # such as output that nobody reads any more
+            self._ended.put((job, LOST, str(error)))
 
     def _follow(self, job: Job, offset: int) -> None:
         speaker, status = Speaker(str(job), sys.stdout.buffer), LOST
@@ -201,7 +207,7 @@ class Machines:
         # all are lost where it is this machine that has lost its network
         go_on = self.over >= others if self.run.members else not self._lost_s.keys() >= others
         late = time.monotonic() - since_s > _PATIENCE_S
-        return (late and go_on) or self._closed.wait(_AGAIN_S)
+        return (late and go_on and bool(others)) or self._closed.wait(_AGAIN_S)
 
     @contextlib.contextmanager
     def _held(self, call: Call) -> Iterator[Call]:
