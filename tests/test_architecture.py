@@ -68,6 +68,7 @@ TOOLS = {
     "network": set(),
     "run": {"app", "network", "doctor"},
     "report": {"run"},
+    "up": {"run"},
     "compare": {"app", "network", "run", "report"},
     "planning": {"app", "network", "run", "report", "compare", "doctor"},
     # looks at what is between machines before anything of the library is made

@@ -67,16 +67,23 @@ def _run(typed: list[str]) -> NoReturn:
     from thinwire.tools.doctor import command as examining
     from thinwire.tools.planning import command as planning
     from thinwire.tools.run import command as running
+    from thinwire.tools.up import command as upping
 
     if "explain" not in app:
-        app.command(comparing.compare, help_epilogue=comparing.EXAMPLES)
-        app.command(describing.explain, help_epilogue=describing.EXAMPLE)
-        app.command(describing.export, help_epilogue=describing.EXAMPLES)
-        app.command(running.run, help_epilogue=running.EXAMPLES)
-        app.command(planning.plan, help_epilogue=planning.EXAMPLE)
-        app.command(planning.probe, help_epilogue=planning.PROBE_EXAMPLE)
-        app.command(examining.doctor, help_epilogue=examining.EXAMPLES)
-        app.command(meeting.host, help_epilogue=meeting.EXAMPLES)
+        examples = {
+            comparing.compare: comparing.EXAMPLES,
+            describing.explain: describing.EXAMPLE,
+            describing.export: describing.EXAMPLES,
+            running.run: running.EXAMPLES,
+            planning.plan: planning.EXAMPLE,
+            planning.probe: planning.PROBE_EXAMPLE,
+            examining.doctor: examining.EXAMPLES,
+            meeting.host: meeting.EXAMPLES,
+            upping.up: upping.EXAMPLES,
+            **dict.fromkeys((upping.down, upping.status)),
+        }
+        for command, text in examples.items():
+            app.command(command, help_epilogue=text)
     try:
         if typed and typed[0] in _ON_LINUX and not {"--help", "-h"} & {*typed}:
             require_linux(f"thinwire {typed[0]}")

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -52,6 +53,7 @@ def _ran(
 
 _CHUNK_BYTES = 65_536
 _LAST_S = 1.0
+_LAST_LINES = 3
 # a progress bar ends what it shows with a carriage return; whether one at the end of a chunk is
 # followed by a newline is not known yet
 _LINE = re.compile(rb"([^\r\n]*)(?:\r?\n|\r(?=[^\n]))")
@@ -63,12 +65,11 @@ class Prefixed:
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._unfinished: dict[int, bytes] = {}
 
     def add(self, number: int, pipe: IO[bytes], to: IO[bytes]) -> None:
         """Add a pipe; its lines go to `to` with this number in front."""
         os.set_blocking(pipe.fileno(), False)
-        self._selector.register(pipe, selectors.EVENT_READ, (b"[%d] " % number, pipe, to))
+        self._selector.register(pipe, selectors.EVENT_READ, Speaker(str(number), to))
 
     def pass_on(self, patience_s: float) -> bool:
         """Forward output that arrives within this time; return True if there was any."""
@@ -90,19 +91,30 @@ class Prefixed:
         self._selector.close()
 
     def _hear(self, key: selectors.SelectorKey, chunk: bytes) -> None:
-        """Write the lines that end in this chunk; an empty one ends the last line and the pipe."""
-        prefix, pipe, to = key.data
-        unfinished = self._unfinished.pop(key.fd, b"")
-        text, end = unfinished + (chunk or b"\n" * bool(unfinished)), 0
+        key.data.hear(chunk)
+        if not chunk:
+            self._selector.unregister(key.fileobj)
+            key.fileobj.close()  # type: ignore[union-attr]  # a pipe
+
+
+@final
+class Speaker:
+    """Writer of the lines of one process, with its name in front."""
+
+    def __init__(self, name: str, to: IO[bytes]) -> None:
+        self.last = deque[str](maxlen=_LAST_LINES)
+        self._prefix, self._to, self._unfinished = f"[{name}] ".encode(), to, b""
+
+    def hear(self, chunk: bytes) -> None:
+        """Write the lines that end in this chunk; an empty one ends the last line."""
+        text, end = self._unfinished + (chunk or b"\n" * bool(self._unfinished)), 0
         for match in _LINE.finditer(text):
             if match[1] or match[0] != b"\r":
-                to.write(prefix + match[1] + b"\n")
+                self._to.write(self._prefix + match[1] + b"\n")
+                self.last.append(match[1].decode(errors="replace"))
             end = match.end()
-        to.flush()
-        self._unfinished[key.fd] = text[end:]
-        if not chunk:
-            self._selector.unregister(pipe)
-            pipe.close()
+        self._to.flush()
+        self._unfinished = text[end:]
 
 
 EXAMPLES = """Examples:
