@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -70,7 +70,7 @@ def _run(typed: list[str]) -> NoReturn:
     from thinwire.tools.up import command as upping
 
     if "explain" not in app:
-        examples = {
+        examples: dict[Callable[..., None], str | None] = {
             comparing.compare: comparing.EXAMPLES,
             describing.explain: describing.EXAMPLE,
             describing.export: describing.EXAMPLES,
