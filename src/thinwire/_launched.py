@@ -29,11 +29,7 @@ def require_linux(task: str) -> None:
 
 
 def environment_rank(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return rank and number of ranks, or None unless all four variables are set.
-
-    Raises:
-        ValueError: They are not numbers, or the rank is not below the size.
-    """
+    """Return rank and number of ranks, or None unless all four variables are set."""
     texts = [environment.get(name, "") for name in _NAMES]
     if not all(texts):
         return None
@@ -56,12 +52,7 @@ def one_of_several(environment: Mapping[str, str]) -> str | None:
 
 def launched_rank(environment: Mapping[str, str]) -> tuple[int, int] | None:
     """Return rank and number of ranks if torchrun, or another launcher of several ranks, started
-    this process.
-
-    None otherwise; MASTER_ADDR and MASTER_PORT alone do not count as a launch.
-
-    Raises:
-        ValueError: They are not numbers, or some of the variables are missing.
+    this process. MASTER_ADDR and MASTER_PORT alone do not count. ValueError if some are missing.
     """
     by_torchrun = _TORCHRUN in environment
     rank_and_size = environment_rank(environment)

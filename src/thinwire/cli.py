@@ -117,9 +117,7 @@ def _orderly_termination() -> Iterator[None]:
 
 
 def _script_apart(typed: Sequence[str], app: App) -> list[str]:
-    """Return the words typed, with "--" before the script of `run`: all words after it belong to
-    the script, as with torchrun.
-    """
+    """Return the words with "--" before the script of `run`: all after it belong to the script."""
     words = list(typed)
     if words[:1] != ["run"]:
         return words
@@ -142,9 +140,7 @@ def _script_apart(typed: Sequence[str], app: App) -> list[str]:
 
 
 def _meant(error: Exception) -> str:
-    """Return the error on one line, without a suggestion that differs from the word in many
-    letters.
-    """
+    """Return the error on one line, without a suggestion that is far from the word."""
     from cyclopts import UnknownCommandError, UnknownOptionError
 
     text = " ".join(str(error).split())

@@ -10,8 +10,7 @@ PREFIX = "thinwire/"
 def log_stats(source: Any, writer: Any, step: int | None = None) -> dict[str, float]:
     """Write the numbers of `source.stats()` under names such as `thinwire/bytes_sent`.
 
-    The numbers are those of this rank. Nothing is communicated. Call it on rank 0 alone, or on
-    every rank with a writer of its own.
+    They are this rank's; nothing is exchanged. Call it on rank 0, or on every rank with its writer.
 
     Example::
 
@@ -28,8 +27,8 @@ def log_stats(source: Any, writer: Any, step: int | None = None) -> dict[str, fl
             name=..., step=...)`, as a `Run` of Aim; `log(numbers, step=...)`, as a run of W&B or
             trackio, an `Accelerator` or a tracker of Accelerate. A client of MLflow comes with the
             run: `(client, run_id)`, or has an attribute `run_id`. Or a function `(numbers, step)`.
-            Or "http://ADDRESS:PORT": every rank calls it, and rank 0 serves a live page of all
-            ranks there. Beyond loopback the page needs the link with a token that it logs.
+            Or "http://ADDRESS:PORT", on every rank: rank 0 serves a live page of all ranks there,
+            and logs its link, which beyond loopback has a token.
         step: Position on the axis of the curves. None takes the `step` of the numbers: updates
             made, or local steps.
 

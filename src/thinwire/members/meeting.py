@@ -20,8 +20,8 @@ from thinwire._watchdog import Late, addresses_of, within
 from thinwire.errors import Mismatch, PayloadCorrupt, PeerLost, PeerStalled
 from thinwire.members.credentials import Address, derived_key, parse_address
 from thinwire.members.kv import AuthenticatedStore
+from thinwire.page import RunView
 from thinwire.page.server import Page
-from thinwire.page.view import RunView
 
 MEETING_VERSION: Final = 1
 """Version of the protocol between members and the store; other versions are refused."""

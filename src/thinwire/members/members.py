@@ -38,7 +38,7 @@ from thinwire.members.transfer import (
     StateMessage,
     TransferContext,
 )
-from thinwire.page.view import report_of
+from thinwire.page import report_of
 
 _TIMEOUT_S, _POLL_S, _NEWS_S = 60.0, 0.1, 10.0
 _MOST_KEPT = 0.1

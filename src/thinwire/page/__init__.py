@@ -1,1 +1,129 @@
 """Live page of runs: who takes part, how far they are, who is slow and why, joins and deaths."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Any
+
+_SHOWN = (
+    *("at", "step", "averagings", "loss", "bytes_sent", "bytes_received", "rate_bit_s"),
+    *("waiting_share", "goodput", "lost_waiting", "lost_regrouping", "lost_joining", "lost_saving"),
+)
+_SLOWER, _NARROWER = 1.15, 0.67
+_MOST_SAMPLES, _MOST_EVENTS, _MOST_POINTS = 8, 100, 400
+_Row = dict[str, Any]
+
+
+def report_of(stats: Mapping[str, Any], loss: Any) -> dict[str, float]:
+    """Return what a member reports of its stats and of its last loss, None if unknown."""
+    known = {"at": time.time(), **stats} | ({} if loss is None else {"loss": float(loss)})
+    return {name: known[name] for name in _SHOWN if name in known}
+
+
+@dataclass
+class _Member:
+    since: float
+    beat: Any = None
+    beat_s: float = 0.0
+    reports: deque[_Row] = field(default_factory=lambda: deque(maxlen=_MOST_SAMPLES))
+
+
+class RunView:
+    """Members of one run, what became of those that have gone, and the curve of the loss.
+
+    Args:
+        silent_s: Age of the last heartbeat in seconds from which a member counts as silent.
+    """
+
+    def __init__(self, silent_s: float = 5.0) -> None:
+        self.generation: int | None = None
+        self._silent_s = silent_s
+        self._members: dict[str, _Member] = {}
+        self._events: deque[_Row] = deque(maxlen=_MOST_EVENTS)
+        self._curve: list[tuple[float, float]] = []
+        self.latest: _Row = {}
+        """JSON values for the page, replaced as a whole: other threads read them."""
+
+    def update(
+        self,
+        generation: int | None,
+        found: Mapping[str, tuple[Any, Any]],
+        fate: Callable[[str], str] = lambda _: "lost",
+    ) -> None:
+        """Take heartbeat and report of each member; `fate` tells what became of one."""
+        now = time.time()
+        for name in [*self._members]:
+            if name not in found:
+                del self._members[name]
+                self._events.append({"at": now, "who": name, "what": fate(name)})
+        self.generation = generation
+        for name, (beat, report) in found.items():
+            if name not in self._members:
+                self._members[name] = _Member(now)
+                self._events.append({"at": now, "who": name, "what": "joined"})
+            member = self._members[name]
+            if beat != member.beat or not member.beat_s:
+                member.beat, member.beat_s = beat, now
+            numbers = _numbers(report)
+            if "at" in numbers and numbers not in member.reports:
+                member.reports.append(numbers)
+        latest = [member.reports[-1] for member in self._members.values() if member.reports]
+        losses = [report["loss"] for report in latest if "loss" in report]
+        step = max((report.get("step", 0.0) for report in latest), default=0.0)
+        if losses and (not self._curve or step > self._curve[-1][0]):
+            self._curve.append((step, fmean(losses)))
+            if len(self._curve) > _MOST_POINTS:
+                del self._curve[1::2]
+        self.latest = self._to_dict(now)
+
+    def _to_dict(self, now: float) -> _Row:
+        rows = [
+            {"name": name, "since": one.since, "silent_s": now - one.beat_s, **_rates(one.reports)}
+            for name, one in self._members.items()
+        ]
+        for row in rows:
+            silent = row["silent_s"] > self._silent_s
+            row["note"] = f"silent for {row['silent_s']:.0f} s" if silent else _slow(row, rows)
+        run = {"now": now, "generation": self.generation, "members": rows}
+        return {**run, "events": [*self._events], "curve": [*self._curve]}
+
+
+def _numbers(report: Any) -> dict[str, float]:
+    """Return the known finite numbers of a report, which a stranger may have written."""
+    found = [(name, report.get(name)) for name in _SHOWN] if isinstance(report, dict) else []
+    return {
+        name: float(value)
+        for name, value in found
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+def _rates(reports: Sequence[_Row]) -> _Row:
+    """Return the last report, with rates and seconds of a step since the first one."""
+    if not reports:
+        return {}
+    first, last = reports[0], reports[-1]
+    row, span_s = {**last}, last["at"] - first["at"]
+    if span_s > 0:
+        for rate, name in (("up_bit_s", "bytes_sent"), ("down_bit_s", "bytes_received")):
+            row[rate] = 8 * (last.get(name, 0.0) - first.get(name, 0.0)) / span_s
+        if steps := last.get("step", 0.0) - first.get("step", 0.0):
+            row["step_s"] = span_s / steps
+            row["computing_s"] = row["step_s"] * (1 - last.get("waiting_share", 0.0))
+    return row
+
+
+def _slow(row: _Row, rows: Sequence[_Row]) -> str:
+    """Return why the others wait for this member; empty if they do not."""
+    others = [other for other in rows if other is not row]
+    busy = [other["computing_s"] for other in others if "computing_s" in other]
+    lines = [other["rate_bit_s"] for other in others if other.get("rate_bit_s")]
+    if busy and row.get("computing_s", 0.0) > _SLOWER * median(busy):
+        return f"slow: computes {row['computing_s']:.2g} s a step, others {median(busy):.2g} s"
+    if lines and 0 < row.get("rate_bit_s", 0.0) < _NARROWER * median(lines):
+        rates = f"{row['rate_bit_s'] / 1e6:.3g} Mbit/s, others {median(lines) / 1e6:.3g}"
+        return f"slow line: {rates}"
+    return ""

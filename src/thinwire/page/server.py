@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from thinwire.page.view import RunView, report_of
+from thinwire.page import RunView, report_of
 
 _MOST_CLIENTS, _PERIOD_S, _PATIENCE_S = 64, 1.0, 10.0
 _RANK_SILENT_S = 60.0

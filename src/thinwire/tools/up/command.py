@@ -9,9 +9,8 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from thinwire.tools.up.config import Run
-from thinwire.tools.up.machines import RUNNING, Job, Machines, State, say
+from thinwire.tools.up.machines import LOST, RUNNING, Job, MachineError, Machines, State, say
 from thinwire.tools.up.printed import write
-from thinwire.tools.up.ssh import LOST, MachineError
 
 EXAMPLES = """Examples:
 
