@@ -118,7 +118,7 @@ def _head(app: Sphinx, page: str, template: str, context: Any, document: Any) ->
         words = escape(shorten(first.astext(), 160, placeholder=" ..."))
         context["metatags"] += f'<meta name="description" content="{words}">'
     if page == "chooser":
-        app.add_js_file("chooser.js", loading_method="defer")
+        app.add_js_file("chooser.js", loading_method="defer", priority=900)  # after site.js
 
 
 def setup(app: Sphinx) -> None:

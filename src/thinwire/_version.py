@@ -1,3 +1,3 @@
 """The version, read by the build and by the handshake of the ranks."""
 
-__version__ = "0.3.0.dev0"
+__version__ = "0.4.0"

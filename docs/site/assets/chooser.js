@@ -36,11 +36,12 @@ function lines(method, optimizer) {
     const ddp = "model = DistributedDataParallel(model)";
     return method === "DDP" ? ddp : `${ddp}\nmodel.register_comm_hook(None, fp16_compress_hook)`;
   }
-  const muon = "optimizer = tw.optim.Muon(tw.optim.muon_groups(model), lr=...)\n";
+  const muon = "groups = tw.optim.muon_groups(model)\noptimizer = tw.optim.Muon(groups, lr=...)\n";
   const mesh = sharded.checked ? ", mesh=mesh" : "";
+  const local = method.replace(/\((.*)\)$/, "(\n    $1\n)");  // short lines, for a narrow screen
   return (
     (optimizer.startsWith("Muon") ? muon : "") +
-    `strategy = tw.DistributedStrategy(\n    localsgd=${method}\n)\n` +
+    `local = ${local}\nstrategy = tw.DistributedStrategy(\n    localsgd=local\n)\n` +
     `engine = strategy.prepare(model, optimizer${mesh})`
   );
 }
@@ -51,9 +52,13 @@ function part(heading, method, times, optimizer) {
   name.textContent = heading;
   const gain = method === "DDP" ? "thinwire is predicted to gain less than 5 %" : `predicted ${times.replace("x", "times")} as fast as dense`;
   title.append(name, `: ${gain}`);
+  const block = document.createElement("div");
+  block.className = "highlight";
   const code = document.createElement("pre");
   code.textContent = lines(method, optimizer);
-  return [title, code];
+  block.append(code);
+  addCopyButton(block);  // of site.js
+  return [title, block];
 }
 
 function show() {

@@ -18,3 +18,18 @@ function fit() {
 }
 addEventListener("resize", fit);
 document.fonts.ready.then(fit);
+
+// A button that copies a block of code; a browser offers the clipboard only over https and on the machine itself.
+function addCopyButton(block) {
+  if (!navigator.clipboard) return;
+  const button = document.createElement("button");
+  button.className = "copy";
+  button.textContent = "copy";
+  button.addEventListener("click", async () => {
+    await navigator.clipboard.writeText(block.querySelector("pre").textContent);
+    button.textContent = "copied";
+    setTimeout(() => { button.textContent = "copy"; }, 2000);
+  });
+  block.append(button);
+}
+document.querySelectorAll("article div.highlight").forEach(addCopyButton);
