@@ -11,7 +11,7 @@ Two homes with texts of their own train them with AdamW and average every `inter
 - B alone: A stays as it was drawn (arXiv 2403.12313);
 - dense: gradients are averaged in every step, the reference.
 
-The rate is the best of three on the validation parts with seed 1; losses are the means of both
+The rate is the best of four on the validation parts with seed 1; losses are the means of both
 homes' held-out text, of the other seeds. `error` is the distance of the averaged product from the
 mean of the products over the mean's change in the round, a mean over rounds and matrices.
 """
@@ -40,7 +40,7 @@ RESULTS = Path(__file__).parent / "results" / "lora.jsonl"
 INCLUDE = Path(torch.__file__).parent / "include"
 HOMES = (INCLUDE / "c10", INCLUDE / "torch" / "csrc" / "jit")
 METHODS, INTERVALS = ("both", "alternating", "B alone"), (16, 64)
-RATES = 0.01, 0.02, 0.04
+RATES = 0.01, 0.02, 0.04, 0.08
 TUNING_SEED, SEEDS, STEPS = 1, (5, 6, 7), 256
 _SOURCE = Cell(
     part="held_out",
