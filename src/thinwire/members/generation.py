@@ -19,8 +19,8 @@ class Decision:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a form that JSON can represent."""
-        who = {"ids": self.ids, "settled": self.continuing}
-        return who | {"votes": self.votes, "answers": packed(self.answers)}
+        members = {"ids": self.ids, "settled": self.continuing}
+        return members | {"votes": self.votes, "answers": packed(self.answers)}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "Decision":

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 Choice = Callable[[Sequence[float]], float] | None
 _BYTE_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-_WIDTH, _AT_ONCE = 80, 3
-"""Characters of a line, and strategies beside each other among all figures."""
+_WIDTH, _NAME_WIDTH, _AT_ONCE = 80, 18, 3
+"""Characters of a line and of a name, and strategies beside each other among all figures."""
 
 
 def summary(results: Results) -> list[Column]:
@@ -86,7 +86,7 @@ def _bytes(label: str, runs: Sequence[Run], key: str) -> Column:
     """Return a column of bytes, in the largest unit in which the smallest value is at least 1."""
     least = min((value for run in runs if (value := getattr(run, key))), default=1.0)
     unit, size = next((row for row in _BYTE_UNITS if least >= row[1]), ("B", 1.0))
-    digits = 0 if unit == "B" or least >= 100 * size else 1 if least >= 10 * size else 2
+    digits = 0 if unit == "B" or least >= 10 * size else 1
     return _fixed(label, unit, runs, key, digits, min, 1 / size)
 
 
@@ -137,12 +137,15 @@ def _drawn(heads: Sequence[str], rows: Iterable[Sequence[str]], title: str = "")
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.columns[0].overflow = "fold"
-    for head in heads:
-        table.add_column(Text(head), justify="right", overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
+    table = Table(title, box=SIMPLE_HEAD, pad_edge=False, padding=0)
+    lines = [*rows]
+    longest = max((len(line[0]) for line in lines), default=0)
+    table.columns[0].overflow, table.columns[0].min_width = "fold", min(longest, _NAME_WIDTH)
+    for index, head in enumerate(heads, 1):  # heads wrap between words, values do not
+        width = max(map(len, [*head.split(), *(line[index] for line in lines)]))
+        table.add_column(Text(head), justify="right", overflow="fold", min_width=width)
+    for line in lines:
+        table.add_row(*map(Text, line))
     return table
 
 
