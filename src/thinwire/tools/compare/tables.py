@@ -137,13 +137,13 @@ def _drawn(heads: Sequence[str], rows: Iterable[Sequence[str]], title: str = "")
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title, box=SIMPLE_HEAD, pad_edge=False, padding=0)
+    table = Table(title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     lines = [*rows]
     longest = max((len(line[0]) for line in lines), default=0)
     table.columns[0].overflow, table.columns[0].min_width = "fold", min(longest, _NAME_WIDTH)
     for index, head in enumerate(heads, 1):  # heads wrap between words, values do not
         width = max(map(len, [*head.split(), *(line[index] for line in lines)]))
-        table.add_column(Text(head), justify="right", overflow="fold", min_width=width)
+        table.add_column(Text(head), justify="right", overflow="fold", width=width)
     for line in lines:
         table.add_row(*map(Text, line))
     return table
