@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from benchmarks.common import Work, interleaved_ms, parser_for, save, summary, surroundings
 from thinwire import optim
-from thinwire.core.outer import outer_step_
 from thinwire.kernels.rules import OuterRule
+from thinwire.local.averaging import outer_step_
 
 FLOOR_WORDS = {"LAMB": 10, "LARS": 10, "outer SGD": 5}
 """Per parameter: read p, g, m, v; write m, v; norms; then read and write p.

@@ -32,7 +32,6 @@ from thinwire.comm.private import (
     private_group,
     timeout_s_of,
 )
-from thinwire.comm.torch_versions import all_gather_single
 from thinwire.comm.waiting import Limit, Progress, one_deadline, seconds_of, set_activity, whole_s
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.layout.traffic import STREAMS, streams_between
@@ -611,3 +610,10 @@ def rows_of(
     """Return, for every piece of `message`, its destination in the rows of `out` and the piece."""
     for at in range(0, message.numel(), limit_bytes):
         yield [row[at : at + limit_bytes] for row in out], message[at : at + limit_bytes]
+
+
+def all_gather_single(output: Tensor, message: Tensor, **options: Any) -> dist.Work:
+    """Call torch's function of this name, which had another one before torch 2.13."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work = gather(output, message, **options)
+    return work

@@ -23,14 +23,13 @@ from thinwire.compress.protocol import (
     combined,
 )
 from thinwire.core.checksum import bit_sums
-from thinwire.core.outer import outer_step_
+from thinwire.core.norms import sketch
 from thinwire.exchange.agreement import Answers
 from thinwire.exchange.nodes import in_nodes, make_common_
 from thinwire.exchange.round import Round
 from thinwire.kernels.rules import OuterRule
 from thinwire.layout.message import SKETCH_NUMEL
 from thinwire.local.config import LocalConfig
-from thinwire.local.sketch import sketch
 from thinwire.wire.whole import spans
 
 _SKETCH = "sketch of the change"
@@ -464,3 +463,23 @@ class Averaging:
             else:
                 mean = whole[start:end].to(device)
             yield mean
+
+
+def outer_step_(change: Tensor, buffer: Tensor | None, rule: OuterRule) -> Tensor:
+    """Return the step of the outer optimizer, to be subtracted from the anchor; b is `buffer`.
+
+    b <- momentum * b + change, in place; step = lr * (change + momentum * b) with Nesterov, else
+    lr * b. Without momentum b is None; then the result may be `change` itself.
+
+    >>> import torch
+    >>> outer_step_(torch.tensor([2.0]), None, OuterRule(lr=0.5))
+    tensor([1.])
+
+    Source: Douillard et al., 2023, arXiv 2311.08105, algorithm 1.
+    """
+    step = change
+    if buffer is not None:
+        buffer.mul_(rule.momentum).add_(change)
+        # not add(..., alpha): that rounds once or twice, depending on the processor
+        step = change + rule.momentum * buffer if rule.nesterov else buffer
+    return step if rule.lr == 1 else step * rule.lr

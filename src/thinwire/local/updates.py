@@ -18,8 +18,8 @@ from thinwire._wording import warn_user
 from thinwire.comm import Regrouped, long_waits_logged, own_deadlines
 from thinwire.comm.private import forget_ended
 from thinwire.compress import COMPRESSIONS, GradientConfig, compression_of, field_of
-from thinwire.compress.coverage import report_coverage
 from thinwire.compress.low_rank import LowRank
+from thinwire.compress.protocol import report_coverage
 from thinwire.core.arithmetic import arithmetic
 from thinwire.core.norms import grad_norm
 from thinwire.core.provenance import PROVENANCE, Provenance, without_provenance

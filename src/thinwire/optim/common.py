@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from inspect import Signature, signature
-from typing import Any, ClassVar, Unpack
+from inspect import Parameter, Signature, signature
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from thinwire.core.gradients import (
 from thinwire.core.sharded import is_sharded, shard_of
 from thinwire.core.tensors import coalesced, state_dtype
 from thinwire.optim import groups as grouping
-from thinwire.optim.arguments import Common, CommonOwn, require_known, spelled_out
 from thinwire.optim.groups import Exclusion, ParamFacts, ParamRecord
 from thinwire.optim.pairs import (
     ParamGrad,
@@ -57,6 +56,45 @@ class _Common:
     schedules: list[Schedule | None] = dataclasses.field(default_factory=list)
     own_lr: list[bool] = dataclasses.field(default_factory=list)
     records: dict[Tensor, ParamRecord] = dataclasses.field(default_factory=dict)
+
+
+class Common(TypedDict, total=False):
+    """Keywords of all optimizers; each is None if it is not given."""
+
+    grad_clip: Clip | None
+    regularizer: Regularizer | None
+    exclude_from_weight_decay: Exclusion
+
+
+class CommonOwn(Common, total=False):
+    """Keywords of all methods that are not torch's."""
+
+    maximize: bool
+    foreach: bool | None
+
+
+def require_known(kind: type, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise `TypeError`, as Python does, for a keyword that the constructor of `kind` lacks."""
+    for key in given:
+        if key not in known:
+            raise TypeError(
+                f"{kind.__name__}.__init__() got an unexpected keyword argument {key!r}"
+            )
+
+
+def spelled_out(constructor: Signature, common: type) -> Signature:
+    """Return the signature with the common arguments by name in place of `**common`, for `help`."""
+    own = [p for p in constructor.parameters.values() if p.kind != Parameter.VAR_KEYWORD]
+    shared = [
+        Parameter(
+            key,
+            Parameter.KEYWORD_ONLY,
+            default=False if key == "maximize" else None,
+            annotation=kind,
+        )
+        for key, kind in common.__annotations__.items()
+    ]
+    return constructor.replace(parameters=[*own, *shared])
 
 
 class CommonOptimizer(torch.optim.Optimizer):

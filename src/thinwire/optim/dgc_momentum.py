@@ -18,8 +18,8 @@ from thinwire import _validate as check
 from thinwire._names import named_parameters
 from thinwire._wording import warn_user
 from thinwire.comm import Group, node_size_of, tap_buckets
-from thinwire.compress.coverage import report_coverage
 from thinwire.compress.dgc import DGC, DGCCompressor, locally_clipped
+from thinwire.compress.protocol import report_coverage
 from thinwire.core.arithmetic import arithmetic
 from thinwire.core.checksum import bit_sums
 from thinwire.core.feedback import compile_loops
@@ -33,8 +33,7 @@ from thinwire.exchange.checks import SameHyperparameters
 from thinwire.exchange.digest import DIGEST_EVERY, RollingDigest, optimizer_state
 from thinwire.exchange.gradients import GradientExchange
 from thinwire.exchange.synchronizer import NO_TRAFFIC, Ranks
-from thinwire.optim.arguments import CommonOwn
-from thinwire.optim.common import CommonOptimizer
+from thinwire.optim.common import CommonOptimizer, CommonOwn
 from thinwire.optim.folded import FoldedSGD
 from thinwire.optim.saving import of_params
 from thinwire.schedules import Schedule

@@ -9,8 +9,7 @@ from thinwire import _validate as check
 from thinwire.core.lamb import lamb_, lamb_list_
 from thinwire.core.tensors import TensorList
 from thinwire.kernels.rules import LambRule, TrustRule
-from thinwire.optim.arguments import CommonOwn
-from thinwire.optim.common import CommonOptimizer
+from thinwire.optim.common import CommonOptimizer, CommonOwn
 from thinwire.optim.layerwise import Run, smallest, trust_ratios, update_runs_
 from thinwire.optim.own import buffer_of, check_betas
 from thinwire.optim.pairs import ParamGrad

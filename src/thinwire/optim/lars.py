@@ -9,8 +9,7 @@ from thinwire import _validate as check
 from thinwire.core.lars import lars_, lars_list_
 from thinwire.core.tensors import TensorList
 from thinwire.kernels.rules import LarsRule, TrustRule
-from thinwire.optim.arguments import CommonOwn
-from thinwire.optim.common import CommonOptimizer
+from thinwire.optim.common import CommonOptimizer, CommonOwn
 from thinwire.optim.layerwise import Run, smallest, trust_ratios, update_runs_
 from thinwire.optim.own import buffer_of
 from thinwire.optim.pairs import ParamGrad

@@ -10,7 +10,7 @@ from thinwire import _validate as check
 from thinwire._names import named_parameters
 from thinwire.core.muon import MuonRule
 from thinwire.core.tensors import named_dtype, state_dtype
-from thinwire.optim.arguments import CommonOwn
+from thinwire.optim.common import CommonOwn
 from thinwire.optim.owners import Matrix, Owners
 from thinwire.optim.torch_classes import TorchOptimizer, unhooked_step
 

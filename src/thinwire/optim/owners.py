@@ -14,7 +14,7 @@ from thinwire.core.checksum import bit_sums
 from thinwire.core.muon import MuonRule, descend_, direction, muon_, newton_schulz, products
 from thinwire.core.sharded import is_sharded, shard_of
 from thinwire.errors import PayloadCorrupt
-from thinwire.layout.owners import assign_owners, shard_lengths
+from thinwire.layout.shares import assign_owners, shard_lengths
 
 
 class Matrix(NamedTuple):

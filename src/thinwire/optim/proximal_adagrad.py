@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.optim.arguments import CommonOwn
-from thinwire.optim.common import CommonOptimizer
+from thinwire.optim.common import CommonOptimizer, CommonOwn
 from thinwire.optim.own import update_rows_
 from thinwire.optim.pairs import ParamGrad
 

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.comm.torch_versions import add_adagrad_state
 from thinwire.core.tensors import state_dtype
-from thinwire.optim.arguments import Common, require_known, spelled_out
-from thinwire.optim.common import CommonOptimizer
+from thinwire.optim.common import Common, CommonOptimizer, require_known, spelled_out
 from thinwire.optim.groups import ParamFacts
 from thinwire.optim.own import check_betas
 from thinwire.optim.pairs import ParamGrad
@@ -259,5 +257,17 @@ class Adagrad(TorchOptimizer, torch.optim.Adagrad):
     _torch_class = torch.optim.Adagrad
 
     def _torch_step(self) -> None:
-        add_adagrad_state(self)
+        _add_adagrad_state(self)
         super()._torch_step()
+
+
+def _add_adagrad_state(optimizer: torch.optim.Adagrad) -> None:
+    """Make the state of parameters in groups added later, as torch 2.13 does in `step`."""
+    for group in optimizer.param_groups:
+        late = [p for p in group["params"] if p.grad is not None and not optimizer.state.get(p)]
+        if late:
+            initial = optimizer.defaults["initial_accumulator_value"]
+            made = torch.optim.Adagrad(
+                late, initial_accumulator_value=initial, fused=group["fused"]
+            )
+            optimizer.state.update(made.state)

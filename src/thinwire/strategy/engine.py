@@ -29,12 +29,12 @@ from thinwire.local.work import require_tokens
 from thinwire.optim import Lamb, Lars
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.strategy import checkpoints, saving
-from thinwire.strategy.background_save import BackgroundSave
 from thinwire.strategy.engine_checks import Joining
 from thinwire.strategy.microsteps import Microsteps
 from thinwire.strategy.model_files import load_model_file
 from thinwire.strategy.ownership import JointUpdate, remove_scaler_marks_, replace_step_
 from thinwire.strategy.parts import Parts
+from thinwire.strategy.saving import BackgroundSave
 
 _log = logging.getLogger("thinwire")
 

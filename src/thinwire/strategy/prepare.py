@@ -18,8 +18,7 @@ from thinwire.comm import next_identity, require_agreement, sites_of
 from thinwire.comm.nodes import Grid, require_divisor
 from thinwire.comm.replicate import make_models_equal_
 from thinwire.compress import buckets_of, locally_clipped
-from thinwire.compress.coverage import report_coverage
-from thinwire.compress.protocol import Compression, Limit
+from thinwire.compress.protocol import Compression, Limit, report_coverage
 from thinwire.core.arithmetic import arithmetic
 from thinwire.core.gradients import ClipByGlobalNorm
 from thinwire.core.norms import norm_of

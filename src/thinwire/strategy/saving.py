@@ -1,8 +1,15 @@
 """The state of an engine as one tree, and its restoration on any number of ranks."""
 
+import atexit
+import contextlib
 import logging
+import os
+import sys
+import threading
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +21,7 @@ from thinwire._wording import listed, warn_user
 from thinwire.checkpoint import random_state, set_random_state
 from thinwire.checkpoint.combine import Rule
 from thinwire.checkpoint.tree import with_tensors
-from thinwire.comm import rank_and_size_in
+from thinwire.comm import Group, rank_and_size_in
 from thinwire.compress import KEPT, OTHER_RANKS
 from thinwire.core.provenance import PROVENANCE, Provenance, checksum_of
 from thinwire.core.several import all_of, kinds_of
@@ -460,3 +467,66 @@ def _held(
 ) -> Any:
     """Return the same tree with tensors, or this rank's part of them, as `to_save` returns them."""
     return with_tensors(tree, lambda t: to_save((t if sharded else shard_of(t)).detach()))
+
+
+_unraised: dict[threading.Thread, str] = {}
+"""Tracebacks of failed saves that no call has raised, by thread."""
+
+
+class BackgroundSave:
+    """Writes one checkpoint at a time on a thread, over a process group of its own."""
+
+    # Python waits for the thread when the script ends; executors end before
+
+    def __init__(self) -> None:
+        self._group: Group | None = None
+        self._thread: threading.Thread | None = None
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+
+    def begin(self, savers: Group, write: Callable[[Group], Path]) -> None:
+        """Call `write` on the thread with a group of the savers, which the first call makes."""
+        # collectives of two threads on one group would mix
+        group = self._group = self._group or savers.detached()
+
+        def work() -> None:
+            try:
+                self._path = write(group)
+            except BaseException as error:  # raised by `finish`
+                self._error = error
+                _unraised[threading.current_thread()] = traceback.format_exc()
+
+        self._thread = threading.Thread(target=work, name="thinwire: a checkpoint")
+        self._thread.start()
+
+    def finish(self) -> Path | None:
+        """Wait for the save in progress and return its folder; None if there is none."""
+        if self._thread is not None:
+            # the join hands the thread's fields over: nothing else reads or writes them before it
+            self._thread.join()
+            _unraised.pop(self._thread, None)
+            self._thread = None
+        path, self._path, error, self._error = self._path, None, self._error, None
+        if error is not None:
+            raise error
+        return path
+
+    def close(self) -> None:
+        """Wait as `finish` does, and free the process group."""
+        try:
+            self.finish()
+        finally:
+            self._group = None
+
+
+@atexit.register
+def _fail_if_unraised() -> None:
+    """End the process with status 1 if a save failed that nothing has waited for."""
+    for text in _unraised.values():
+        print(f"{text}\nthinwire: this checkpoint was not written", file=sys.stderr)
+    if _unraised:
+        # a handler has no other way to set the status; those registered earlier do not run
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(1)

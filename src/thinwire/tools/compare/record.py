@@ -10,11 +10,9 @@ from thinwire._version import __version__
 
 KEYS = {
     "format": "version of this file's layout",
-    "headline": "workers and network of the run; says first if the link was not emulated",
+    "headline": "workers and network; says first if the link was not emulated",
     "verdict": "outcome of the comparison, in a sentence or a few",
-    "winner": (
-        "the recommended strategy on this link, or null if the comparison does not show one"
-    ),
+    "winner": "recommended strategy on this link; null if the comparison does not show one",
     "command": "the command line that repeats the comparison",
     "link": "the requested link, whether it was emulated, and why not",
     "settings": "arguments of the command, and settings that all strategies share",
@@ -23,57 +21,40 @@ KEYS = {
     "machine": "processor, cores, memory, versions",
     "failed": "the first strategy that failed and its error, or null",
     "failures": "every strategy that failed, and its error",
-    "interrupted": "null, or the interruption: its cause ('by'; null while it runs, or if it "
-    "was killed), the strategy that was running and its progress, and those "
-    "that had not started",
+    "interrupted": "null, or the cause ('by'; null while it runs, or if it was killed), the "
+    "strategy that was running and its progress, and those that had not started",
     "common_loss": "the lowest held-out loss that every strategy reached, in settings.loss_unit",
     "dense_loss": "dense's final held-out loss; null if dense was not compared",
     "strategies[]": "one entry per strategy, in the order of the command line, with the keys below",
     "strategies[].final_loss": "final held-out loss, on the same data for every strategy",
-    "strategies[].final_loss_range": (
-        "highest minus lowest of these over the seeds; null with one"
-    ),
+    "strategies[].final_loss_range": "highest minus lowest of these over the seeds; null with one",
     "strategies[].seeds[]": "seed and evaluations of every run; the other keys are means over them",
     "strategies[].best_loss": "lowest held-out loss of all evaluations",
     "strategies[].seconds": "training time, without evaluation and preparation",
-    "strategies[].preparation_seconds": "time from the start of the processes to the start of "
-    "training: imports, compilation of kernels, and a "
-    "trial of every part of the strategy on a copy of the "
-    "model",
-    "strategies[].seconds_to_common_loss": "training time until the common loss, interpolated "
-    "between evaluations",
-    "strategies[].seconds_to_dense_loss": "training time until dense's final loss; null if "
-    "never reached",
-    "strategies[].bytes_to_dense_loss": "bytes that a worker had sent by then, as the library "
-    "counts them",
-    "strategies[].library_bytes_per_step": "bytes that a worker sends in a steady step, as the "
-    "library counts them: a message once for every worker that it goes to",
+    "strategies[].preparation_seconds": "from the start of the processes to that of training: "
+    "imports, kernels, a trial of every part on a copy of the model, the first evaluation",
+    "strategies[].seconds_to_common_loss": "training time until the common loss, interpolated",
+    "strategies[].seconds_to_dense_loss": "until dense's final loss; null if never reached",
+    "strategies[].bytes_to_dense_loss": "bytes that a worker had sent by then",
+    "strategies[].library_bytes_per_step": "bytes that a worker sends in a steady step, by the "
+    "library's count: a message once for every worker that it goes to",
     "strategies[].library_bytes_counted_by": "method of that count",
     "strategies[].kernel_sent_bytes_per_step": "the same by the kernel's interface counters, mean "
-    "over the workers; null on loopback, whose counters are shared with everything else on the "
-    "machine",
+    "over the workers; null on loopback, which is shared with all else",
     "strategies[].kernel_received_bytes_per_step": "bytes received, likewise",
-    "strategies[].ratio_to_dense": (
-        "bytes of a dense ring all-reduce divided by library_bytes_per_step"
-    ),
-    "strategies[].median_step_ms": "median over the steady steps, from steady_from_step on; for "
-    "local updates over the means of steps that hold one averaging each",
-    "strategies[].median_bare_step_ms": "median of the same step without any exchange, measured in "
-    "the same run",
-    "strategies[].exchange_share": "1 - median_bare_step_ms / median_step_ms: the share of a "
-    "steady step spent waiting for the network and coding "
-    "messages",
-    "strategies[].seconds_on_asked_link": "only on loopback: training time plus the time of "
-    "the bytes on the requested link, without overlap "
-    "and latency",
-    "strategies[].evaluations[]": "step, seconds, loss, and the bytes that one worker has sent so "
-    "far by both counts",
+    "strategies[].ratio_to_dense": "bytes of a dense ring all-reduce over library_bytes_per_step",
+    "strategies[].median_step_ms": "median over the steps from steady_from_step on; for local "
+    "updates over the means of steps that hold one averaging each",
+    "strategies[].median_bare_step_ms": "the same without any exchange, measured in the same run",
+    "strategies[].exchange_share": "1 - median_bare_step_ms / median_step_ms: waiting and coding",
+    "strategies[].seconds_on_asked_link": "only on loopback: training time plus the time of the "
+    "bytes on the requested link, without overlap and latency",
+    "strategies[].evaluations[]": "step, seconds, loss, bytes sent by one worker, both counts",
     "strategies[].step_ms[]": "every step of rank 0, in milliseconds",
     "strategies[].alike": "true if all ranks of a task started with the same batch",
     "strategies[].settings": "learning rate and the method's own settings",
-    "strategies[].document": "the content of its strategy file; null for torch's own hooks",
-    "strategies[].code": "lines of Python that set up torch's own hook; null for strategies of "
-    "thinwire",
+    "strategies[].document": "content of its strategy file; null for torch's own hooks",
+    "strategies[].code": "Python that sets up torch's own hook; null for strategies of thinwire",
 }
 
 
@@ -217,9 +198,7 @@ class SettingsRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as JSON data."""
-        whole = {**vars(self), **self.more}
-        del whole["more"]
-        return whole
+        return {k: v for k, v in (vars(self) | {**self.more}).items() if k != "more"}
 
 
 @dataclass(kw_only=True)
@@ -273,13 +252,8 @@ def common_loss(curves: Sequence[Sequence[Point]]) -> float:
 
 
 _MEANS = (
-    "seconds",
-    "preparation_seconds",
-    "median_step_ms",
-    "median_bare_step_ms",
-    "library_bytes_per_step",
-    "kernel_sent_bytes_per_step",
-    "kernel_received_bytes_per_step",
+    *("seconds", "preparation_seconds", "median_step_ms", "median_bare_step_ms"),
+    *("library_bytes_per_step", "kernel_sent_bytes_per_step", "kernel_received_bytes_per_step"),
 )
 
 

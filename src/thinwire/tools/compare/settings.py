@@ -3,7 +3,7 @@
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import isfinite
 from pathlib import Path
 from typing import Self
@@ -117,29 +117,13 @@ class Settings(Training):
             )
         # Muon trains hidden matrices, which any model need not have
         usual = USUAL if model == "transformer" and task is None else USUAL[:-1]
-        recipes = choose(usual if strategies is None else strategies)
-        return cls(
-            workers=workers,
-            link=Link.of(link, up, down, latency, loss=loss, congestion=congestion),
-            strategies=recipes,
-            steps=steps,
-            seconds=seconds,
-            size=size,
-            model=size_of(model, size),
-            text=text,
-            out=out,
-            batch=batch,
-            seed=seed,
-            seeds=seeds,
-            lr=lr,
-            optimizer=optimizer,
-            task=task,
-            device=device,
-            tune=tune,
-            joined_rank=None if launched is None else launched[0],
-            timeout=timeout,
-            shard=shard,
-        )
+        values = locals() | {
+            "link": Link.of(link, up, down, latency, loss=loss, congestion=congestion),
+            "strategies": choose(usual if strategies is None else strategies),
+            "model": size_of(model, size),
+            "joined_rank": None if launched is None else launched[0],
+        }
+        return cls(**{item.name: values[item.name] for item in fields(cls) if item.name in values})
 
     @property
     def sites(self) -> int:
@@ -156,11 +140,8 @@ class Settings(Training):
             words = ["torchrun", "...", "-m", "thinwire", "compare"]
         words += ["--shard", str(self.shard)] if self.shard > 1 else []
         words += ["--strategies", *(recipe.file or recipe.name for recipe in self.strategies)]
-        words += (
-            ["--steps", str(self.steps)]
-            if self.seconds is None
-            else ["--seconds", f"{self.seconds:g}"]
-        )
+        by_steps, steps = self.seconds is None, ["--steps", str(self.steps)]
+        words += steps if by_steps else ["--seconds", f"{self.seconds:g}"]
         words += ["--optimizer", self.optimizer]
         if self.task is None:
             words += ["--model", self.model.kind] if self.model.kind != "transformer" else []

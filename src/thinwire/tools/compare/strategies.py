@@ -161,11 +161,7 @@ _RECIPES = (
     _ddp("dense", "DDP, every gradient in float32"),
     _ddp("dense-muon", "DDP, every gradient in float32, with Muon for the hidden matrices"),
     _ddp("fp16", "DDP with torch's hook, gradients in float16", "fp16", sgd=0.07),
-    _ddp(
-        "fp16-muon",
-        "DDP with torch's hook, gradients in float16, with Muon for the hidden matrices",
-        "fp16",
-    ),
+    _ddp("fp16-muon", "torch's hook, float16, with Muon for the hidden matrices", "fp16"),
     _ddp("powersgd", "DDP with torch's PowerSGD hook, rank 2", "powersgd", sgd=0.15),
     _own(
         "dgc",

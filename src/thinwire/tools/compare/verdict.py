@@ -120,11 +120,8 @@ def _against_dense(results: Results, dense: Run, clock: _Clock) -> Verdict:
             name,
         )
     if seconds <= (1 + _ALIKE) * own_s:
-        first_bytes, dense_bytes = (
-            first.bytes_to_dense_loss or 0.0,
-            dense.bytes_to_dense_loss or 0.0,
-        )
-        fewer = first_bytes < (1 - _ALIKE) * dense_bytes
+        sent, by_dense = (run.bytes_to_dense_loss or 0.0 for run in (first, dense))
+        fewer = sent < (1 - _ALIKE) * by_dense
         return Verdict(
             f"{clock.where} {name} reached dense's loss ({loss_text(target)}) about as fast as "
             f"dense itself ({_seconds(seconds)} and {_seconds(own_s)}){with_bytes}.",
@@ -199,13 +196,10 @@ def _by_common_loss(results: Results, clock: _Clock, where: str) -> Verdict:
 def _lowest(runs: Sequence[Run], main: Verdict) -> list[str]:
     """Name the strategy with the lowest final loss, unless it is the winner or the only one."""
     best = min(runs, key=lambda run: run.final_loss)
-    winner = next((run for run in runs if run.strategy == main.winner), None)
-    if winner is None or loss_text(best.final_loss) == loss_text(winner.final_loss):
-        return []
-    return [
-        f"At the end {best.strategy} had the lowest loss ({loss_text(best.final_loss)}; "
-        f"{winner.strategy} {loss_text(winner.final_loss)})."
-    ]
+    winner = next((run for run in runs if run.strategy == main.winner), best)
+    low, own = loss_text(best.final_loss), loss_text(winner.final_loss)
+    text = f"At the end {best.strategy} had the lowest loss ({low}; {winner.strategy} {own})."
+    return [] if low == own else [text]
 
 
 def _reservations(results: Results) -> list[str]:
@@ -213,17 +207,13 @@ def _reservations(results: Results) -> list[str]:
     failed = [failure.strategy for failure in results.failures]
     stop = results.interrupted
     sentences = [_ALL_THE_SAME] if any(run.alike for run in results.strategies) else []
-    sentences += (
-        [f"{_listed(failed)} failed and {'is' if len(failed) == 1 else 'are'} excluded."]
-        if failed
-        else []
-    )
+    if failed:
+        are = "is" if len(failed) == 1 else "are"
+        sentences.append(f"{_listed(failed)} failed and {are} excluded.")
     if stop is not None:
-        absent = [*([stop.during] if stop.during else []), *stop.not_begun]
-        sentences.append(
-            f"The comparison is incomplete: {_listed(absent)} "
-            f"{'is' if len(absent) == 1 else 'are'} missing."
-        )
+        absent = [name for name in (stop.during, *stop.not_begun) if name]
+        are = "is" if len(absent) == 1 else "are"
+        sentences.append(f"The comparison is incomplete: {_listed(absent)} {are} missing.")
     return sentences
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -22,18 +22,15 @@ class Bar:
 
 
 class Display:
-    """Progress of a comparison; this one shows nothing."""
+    """Progress of a comparison, by a bar for each strategy."""
+
+    def __init__(self, bar: Callable[[str], Bar] = lambda _: Bar()) -> None:
+        self._bar = bar
 
     @contextlib.contextmanager
     def strategy(self, name: str) -> Iterator[Bar]:
         """Return a bar for the strategy that begins now."""
-        yield Bar()
-
-
-class _Plain(Display):
-    @contextlib.contextmanager
-    def strategy(self, name: str) -> Iterator[Bar]:
-        yield _Lines(name)
+        yield self._bar(name)
 
 
 class _Lines(Bar):
@@ -85,4 +82,4 @@ class _Rich(Display):
 
 def display_for(*, quiet: bool) -> Display:
     """Return the display that fits standard error."""
-    return Display() if quiet else _Rich() if sys.stderr.isatty() else _Plain()
+    return Display() if quiet else _Rich() if sys.stderr.isatty() else Display(_Lines)
