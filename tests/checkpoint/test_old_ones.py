@@ -126,9 +126,7 @@ def test_a_clock_that_went_back_does_not_make_an_older_one_the_newest(
         assert load(tmp_path, group=GROUP).step == step
 
 
-def test_missing_step_is_named_though_all_are_damaged(
-    tmp_path: Path,
-) -> None:
+def test_missing_step_is_named_though_all_are_damaged(tmp_path: Path) -> None:
     """It must not pass for a directory without any, with which a run begins anew."""
     damaged = saved(tmp_path, 1)
     flip(damaged / "manifest.json")

@@ -25,12 +25,7 @@ NEVER = {("dense", "second sending"), ("local", "second sending")}
 
 
 def train(
-    rank: int,
-    size: int,
-    way: str,
-    fault: Fault | None,
-    port: int = 0,
-    timeout: float = TIMEOUT_S,
+    rank: int, size: int, way: str, fault: Fault | None, port: int = 0, timeout: float = TIMEOUT_S
 ) -> Seen:
     """Train to step `LAST` or to the first error; `port`: over a store that rank 0 hosts there."""
     if port:

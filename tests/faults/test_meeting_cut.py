@@ -13,15 +13,7 @@ import pytest
 import torch
 
 import thinwire as tw
-from tests.api import (
-    Decision,
-    KeyValueView,
-    Link,
-    connect,
-    listeners,
-    network,
-    parse_address,
-)
+from tests.api import Decision, KeyValueView, Link, connect, listeners, network, parse_address
 from tests.faults.lines import state
 from tests.faults.proxy import Proxy, proxy
 from tests.lab.namespaces import needs_netns

@@ -10,16 +10,7 @@ import pytest
 import thinwire as tw
 from tests.integrations.frameworks import FRAMEWORKS
 from tests.integrations.packages import needs
-from tests.integrations.task import (
-    STRATEGIES,
-    Plan,
-    Trained,
-    adamw,
-    dgc,
-    equal,
-    lamb,
-    sgd,
-)
+from tests.integrations.task import STRATEGIES, Plan, Trained, adamw, dgc, equal, lamb, sgd
 from tests.ranks import Pool
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(240)]

@@ -2,11 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import (
-    STRATEGIES,
-    DistributedStrategy,
-    choose,
-)
+from tests.api import STRATEGIES, DistributedStrategy, choose
 
 
 def file(folder: Path, text: str, name: str = "plan.yaml") -> str:

@@ -180,13 +180,7 @@ def conserve(rank: int, size: int, bits: int, exchange: str) -> list[tuple[Tenso
     """Per step (accumulated before sending, residual after it, update of the parameters)."""
     p = nn.Parameter(torch.zeros(500))
     optimizer = tw.optim.DGCMomentum(
-        [p],
-        lr=1.0,
-        momentum=0.9,
-        sparsity=(0.98,),
-        min_numel=1,
-        value_bits=bits,
-        exchange=exchange,
+        [p], lr=1.0, momentum=0.9, sparsity=(0.98,), min_numel=1, value_bits=bits, exchange=exchange
     )
     u, v, history = torch.zeros(500), torch.zeros(500), []
     for step in range(50):

@@ -97,8 +97,7 @@ def test_other_types_are_refused(choice: Any, error: type[Exception], text: str)
 def test_kept_values_of_an_averaging_are_not_narrowed() -> None:
     dgc = tw.DGC(state_dtype="bfloat16")
     with pytest.raises(
-        tw.StrategyError,
-        match=r"dgc\.state_dtype='bfloat16' and localsgd: .* omit state_dtype",
+        tw.StrategyError, match=r"dgc\.state_dtype='bfloat16' and localsgd: .* omit state_dtype"
     ):
         tw.DistributedStrategy(dgc=dgc, localsgd=tw.LocalSGD(2))
     assert tw.DistributedStrategy(dgc=tw.DGC(state_dtype="float32"), localsgd=tw.LocalSGD(2))

@@ -54,10 +54,7 @@ DGC = {
         OwnStep,
         Case(lr=tw.schedules.ExponentialDecay(0.1, 0.5, 4), dgc={"local_grad_clip_norm": 0.5}),
     ),
-    "ramp": Row(
-        OwnStep,
-        Case(dgc={"sparsity": (0.5, 0.75, 0.9), "rampup_step": 6}, merge=2),
-    ),
+    "ramp": Row(OwnStep, Case(dgc={"sparsity": (0.5, 0.75, 0.9), "rampup_step": 6}, merge=2)),
 }
 COMPRESSED = tw.DGC(rampup_begin_step=2, sparsity=(0.75,), min_numel=64)
 AMP = tw.AMP("bfloat16", tw.DynamicLossScale(init_loss_scale=2.0**10, scale_window=4))

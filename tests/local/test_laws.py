@@ -109,11 +109,7 @@ CASES: dict[str, tuple[tw.LocalSGD, dict[str, Any]]] = {
     ),
     "all at once": (
         tw.LocalSGD(
-            6,
-            fragments=2,
-            delay=1,
-            outer_momentum=0.5,
-            compression=tw.Sparse(0.8, 32, 1.0, "all"),
+            6, fragments=2, delay=1, outer_momentum=0.5, compression=tw.Sparse(0.8, 32, 1.0, "all")
         ),
         {
             "k": 6,

@@ -17,15 +17,7 @@ import thinwire as tw
 from tests.api import Channel, Download, JoinerState, StateMessage, next_identity
 from tests.members.places import TOKEN, meeting_place, met
 from tests.members.test_transfer import both_ends
-from tests.members.training import (
-    MOST_STEPS,
-    TIMEOUT_S,
-    digest,
-    faulty,
-    in_run,
-    member,
-    wait_for,
-)
+from tests.members.training import MOST_STEPS, TIMEOUT_S, digest, faulty, in_run, member, wait_for
 from tests.ranks import Pool
 from tests.toys import descend
 from tests.waiting import PATIENCE_S, time_out, until

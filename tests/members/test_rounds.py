@@ -584,10 +584,7 @@ def _interrupted(rank: int, size: int, address: str) -> list[str]:
         return number
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with (
-        patch.object(Shared, "say_hello", interrupts),
-        pytest.raises(KeyboardInterrupt),
-    ):
+    with patch.object(Shared, "say_hello", interrupts), pytest.raises(KeyboardInterrupt):
         tw.join(address, run="test", start_members=2, timeout=30)
     left = set(threading.enumerate()) - before
     return [thread.name for thread in left if "thinwire" in thread.name]

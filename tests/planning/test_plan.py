@@ -161,9 +161,7 @@ def test_a_ring_has_two_pieces_on_their_way() -> None:
         {"low_rank": {"rank": 2, "min_numel": 1}},
     ],
 )
-def test_bytes_of_local_updates_equal_the_real_messages(
-    compression: Mapping[str, Any],
-) -> None:
+def test_bytes_of_local_updates_equal_the_real_messages(compression: Mapping[str, Any]) -> None:
     config = tw.DistributedStrategy.from_dict(
         {"localsgd": {"k_steps": 1, "compression": dict(compression)}}
     ).localsgd

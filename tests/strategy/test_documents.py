@@ -37,13 +37,7 @@ loss_scales = st.one_of(
 
 
 compressions = st.one_of(
-    st.builds(
-        tw.Sparse,
-        fractions,
-        bits,
-        fractions,
-        st.sampled_from(["senders", "all"]),
-    ),
+    st.builds(tw.Sparse, fractions, bits, fractions, st.sampled_from(["senders", "all"])),
     st.builds(tw.Quantized, st.sampled_from([1, 2, 4, 8, 16]), fractions),
 )
 
