@@ -37,9 +37,7 @@ def test_the_host_of_the_store_is_stopped(kind: str) -> None:
 @pytest.mark.fault
 @pytest.mark.slow  # a time-out that a loaded machine keeps
 @pytest.mark.parametrize(("victim", "moment_s"), [(0, 0.5), (0, 7.0), (1, 7.0)])
-def test_a_busy_rank_is_stopped(
-    victim: int, moment_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_busy_rank_stopped(victim: int, moment_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before and after the time-out of those who wait for it; the host of the store or not."""
     monkeypatch.setenv("BUSY_RANK", str(victim))
     with trainees("busy", 3, TIMEOUT_S) as job:
@@ -74,9 +72,7 @@ def test_the_network_of_a_rank_is_cut(
 @pytest.mark.slow  # a time-out that a loaded machine keeps
 @needs_netns
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_new_process_group_trains_on_in_the_same_processes_once_the_network_is_back(
-    victim: int,
-) -> None:
+def test_new_process_group_trains_on_in_the_same_processes_after_the_network(victim: int) -> None:
     with network(3, Link.parse("100mbit")) as net:
         there = net.namespace_fds
         with trainees("again", 3, TIMEOUT_S, address=net.addresses[0], namespaces=there) as job:

@@ -92,9 +92,7 @@ def rule(fold):
     ],
 )
 @pytest.mark.usefixtures("few_threads")
-def test_a_list_is_proposed_and_committed_as_its_tensors_are(
-    state_dtype, grad_dtype, momentum, nesterov
-):
+def test_list_is_proposed_and_committed_as_its_tensors(state_dtype, grad_dtype, momentum, nesterov):
     folds, ks = folds_of(state_dtype, grad_dtype, momentum=momentum, nesterov=nesterov)
     many = propose_list(folds, ks)
     one_by_one = [propose(*fold[:3], k, rule(fold)) for fold, k in zip(folds, ks, strict=True)]

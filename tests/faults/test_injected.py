@@ -175,9 +175,7 @@ def flipped(rank: int, size: int, bit: int) -> Seen:
 
 @pytest.mark.fault("one bit flipped in a message")
 @pytest.mark.parametrize("bit", [0, 31, 32, 42, 63, 100, 191])
-def test_a_bit_that_flips_in_the_header_of_an_agreement_is_refused_at_once(
-    ranks: Pool, bit: int
-) -> None:
+def test_bit_that_flips_in_the_header_of_an_agreement_is_refused(ranks: Pool, bit: int) -> None:
     """Nobody waits for the time-out. Ranks that have this vote make the update before the error."""
     answers = ranks.run(flipped, bit, size=3, expect_errors=True)
     for answer in answers:

@@ -138,9 +138,7 @@ def test_strategies_for_whole_models_are_refused_before_training(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("pooled")
-def test_without_permission_the_first_line_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_permission_a_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> int:
         raise PermissionError(1, "Operation not permitted")
 
@@ -212,9 +210,7 @@ def test_a_failing_worker_is_named_and_nothing_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("pooled")
-def test_measurements_before_a_failure_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measurements_before_it_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_one = comparison._run
 
     def first_fails(config: RunConfig, *rest: Any) -> dict[str, Any]:
@@ -259,9 +255,7 @@ def test_a_strategy_that_raises_diverges_or_dies_does_not_stop_the_others(
 
 
 @pytest.mark.slow
-def test_a_file_that_does_not_go_with_the_model_is_refused_before_anything_trains(
-    tmp_path: Path,
-) -> None:
+def test_file_that_does_not_go_with_the_model_is_refused_before_training(tmp_path: Path) -> None:
     bad, good = tmp_path / "bad.yaml", tmp_path / "good.yaml"
     bad.write_text('lamb: {exclude_from_weight_decay: ["*.bias"]}\n')
     good.write_text("gradient_merge: {k_steps: 2}\n")
@@ -417,9 +411,7 @@ def test_nothing_survives_a_command_that_is_ended(
 
 @pytest.mark.slow
 @pytest.mark.fault
-def test_a_silent_worker_is_not_waited_for_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_worker_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "_SHORTEST_TIMEOUT_S", 3.0)
     stopped: list[int] = []
 

@@ -122,9 +122,7 @@ def statistics(rank: int, size: int, run: RunConfig) -> list[tuple[bool, list[fl
 
 
 @pytest.mark.parametrize("name", ["quantized-local", "sparse-local", "diloco"])
-def test_batch_statistics_are_equal_wherever_the_loss_is_taken(
-    name: str, ranks: Pool, tmp_path: Path
-) -> None:
+def test_batch_statistics_are_equal_for_any_loss(name: str, ranks: Pool, tmp_path: Path) -> None:
     one, other = ranks.run(statistics, run_config(tmp_path, recipe=choose([name])[0]), size=2)
     assert [agreed for agreed, _ in one] == [agreed for agreed, _ in other]
     assert {agreed for agreed, _ in one} == {True, False}

@@ -212,9 +212,7 @@ def test_the_loss_that_all_reached_is_shown_where_it_says_something() -> None:
     assert label not in columns(replace(measured, strategies=reached))
 
 
-def test_the_command_prints_the_verdict_and_one_table_of_80_characters(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_command_prints_verdict_and_a_narrow_table(capsys: pytest.CaptureFixture[str]) -> None:
     measured = results(failed={"strategy": "powersgd", "error": "it [broke]"})
     long = [
         replace(run, strategy=run.strategy + "-with-a-long-name" * 2) for run in measured.strategies

@@ -69,9 +69,7 @@ def file(folder: Path, *changes: tuple[str, str]) -> str:
 
 
 @pytest.mark.usefixtures("pooled")
-def test_it_trains_under_several_strategies_with_its_own_optimizer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trains_with_its_own_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log"
     monkeypatch.setenv("TASK_LOG", str(log))
     names = ["dense", "low-rank", "sparse-local", "dgc"]
@@ -161,9 +159,7 @@ def test_inputs_may_be_a_tuple_or_a_mapping(ranks: Pool, tmp_path: Path) -> None
     assert plain[0][1] == plain[1][1]
 
 
-def test_a_gpu_that_is_not_there_is_one_line_before_anything_is_prepared(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_gpu_is_refused_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     words = ("compare", "--link", "loopback", "--device", "cuda", "--out", str(tmp_path / "o"))
@@ -270,9 +266,7 @@ def drawn(rank: int, size: int, word: str) -> tuple[list[float], bool]:
     return inputs[0].tolist(), work.alike
 
 
-def test_ranks_draw_batches_of_their_own_where_a_task_seeds_nothing(
-    ranks: Pool, tmp_path: Path
-) -> None:
+def test_ranks_draw_own_batches_where_a_task_seeds_nothing(ranks: Pool, tmp_path: Path) -> None:
     (first, alike), (second, _) = ranks.run(drawn, file(tmp_path, DRAWN), size=2)
     assert first != second
     assert not alike
@@ -307,9 +301,7 @@ def prepared(rank: int, size: int, word: str) -> list[bool]:
     return [p.grad is None and p.requires_grad for p in work.model.parameters()]
 
 
-def test_a_loss_that_reads_the_model_leaves_no_gradient_of_steps_that_do_not_count(
-    ranks: Pool, tmp_path: Path
-) -> None:
+def test_loss_that_reads_the_model_leaves_no_gradient_behind(ranks: Pool, tmp_path: Path) -> None:
     assert ranks.run(prepared, file(tmp_path, PENALTY), size=2) == [[True, True]] * 2
 
 

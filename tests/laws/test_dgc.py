@@ -245,9 +245,7 @@ def test_replicas_stay_bit_identical_for_500_steps_on_4_ranks(ranks: Pool) -> No
     ],
     ids=str,
 )
-def test_attached_or_not_the_numbers_are_the_same(
-    ranks: Pool, dgc: dict[str, Any], ddp: dict[str, Any]
-) -> None:
+def test_attached_or_not_is_the_same(ranks: Pool, dgc: dict[str, Any], ddp: dict[str, Any]) -> None:
     attached = ranks.run(trained, AttachedStep, Case(dgc=dgc, ddp=ddp))
     stepped = ranks.run(trained, OwnStep, Case(dgc=dgc))
     assert [(each.bits, each.held) for each in attached] == [(e.bits, e.held) for e in stepped]

@@ -157,9 +157,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(ranks: Pool, name: str, at: 
 
 @pytest.mark.parametrize("late", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", ["quantized", "with state"])
-def test_a_run_that_was_stopped_with_a_result_in_flight_goes_on_bit_for_bit(
-    ranks: Pool, name: str, late: int
-) -> None:
+def test_run_stopped_with_a_result_in_flight_is_exact(ranks: Pool, name: str, late: int) -> None:
     """Wherever the result is, up to the step that takes it."""
     told = {"compression": tw.Quantized(1)} if name == "quantized" else {"average_state": True}
     config = tw.LocalSGD(8, delay=3, outer_lr=0.7, outer_momentum=0.9, **told)
@@ -215,9 +213,7 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     "name", rows([name for name in SENDING if not name.endswith("mesh") and "amp" not in name])
 )
-def test_a_gradient_that_is_not_finite_on_one_rank_drops_the_step_on_all(
-    ranks: Pool, name: str, where: str
-) -> None:
+def test_gradient_not_finite_on_one_rank_is_of_no_step(ranks: Pool, name: str, where: str) -> None:
     row = SENDING[name]
     answers = ranks.run(poisoned, row, where, size=row.size)
     assert len({bits for *_, bits, _ in answers}) == 1
@@ -406,9 +402,7 @@ def set_apart(rank: int, size: int, row: Row, what: Set, good: int) -> tuple[str
         ("WithEngine, dense, adam", "betas"),
     ],
 )
-def test_a_setting_of_one_rank_is_a_mismatch_on_all_and_nothing_is_applied(
-    ranks: Pool, name: str, setting: str, good: int
-) -> None:
+def test_unlike_setting_changes_nothing(ranks: Pool, name: str, setting: str, good: int) -> None:
     """In mid-training, before and after buckets leave during the backward pass."""
     what = SETTINGS[setting]
     answers = ranks.run(set_apart, SENDING[name], what, good)

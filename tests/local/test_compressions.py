@@ -88,9 +88,7 @@ def test_sums_waiting_at_owners_are_applied_once(ranks: Pool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("mean_over", ["senders", "all"])
-def test_shares_with_room_for_everything_are_gathered_messages(
-    ranks: Pool, mean_over: str, own: bool
-) -> None:
+def test_shares_with_room_are_gathered_messages(ranks: Pool, mean_over: str, own: bool) -> None:
     gathered, shared = (
         ranks.run(
             by_shares,
@@ -266,9 +264,7 @@ def steady(rank: int, size: int, config: Any, rounds: int) -> tuple[float, float
     ],
     ids=str,
 )
-def test_applied_share_is_near_its_estimate(
-    ranks: Pool, compression: Any, low: float, high: float
-) -> None:
+def test_applied_is_near_estimate(ranks: Pool, compression: Any, low: float, high: float) -> None:
     """Decay eats what is sent seldom; over senders, an entry that one rank sends counts whole."""
     for share, truth in ranks.run(
         steady, tw.LocalSGD(1, begin_step=0, compression=compression), 60, size=2
@@ -278,9 +274,7 @@ def test_applied_share_is_near_its_estimate(
 
 
 @pytest.mark.parametrize(("sparsity", "decay"), [(0.9, 0.95), (0.97, 0.95), (0.9, 0.5)])
-def test_of_a_repeated_change_a_little_more_is_applied_than_is_reported(
-    sparsity: float, decay: float
-) -> None:
+def test_of_a_repeated_change_more_is_applied_than_reported(sparsity: float, decay: float) -> None:
     """Entries of one size take turns, which is better than chance, and is the sum of a geometric
     series: what waits T = 1 / p averagings is (1 - decay^T) / (1 - decay) of T changes."""
     compression = tw.Sparse(sparsity, value_bits=32, decay=decay, mean_over="all")

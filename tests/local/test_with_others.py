@@ -117,18 +117,14 @@ def scaled_by_torch(rank: int, size: int, config: Any, how: str) -> tuple[str, i
 
 
 @pytest.mark.parametrize("k_steps", [1, 4])
-def test_a_grad_scaler_that_may_leave_out_the_step_of_one_rank_is_refused(
-    ranks: Pool, k_steps: int
-) -> None:
+def test_grad_scaler_that_may_omit_a_step_of_one_is_refused(ranks: Pool, k_steps: int) -> None:
     for text, step in ranks.run(scaled_by_torch, tw.LocalSGD(k_steps), "plain"):
         assert "amp=AMP(...)" in text and text.endswith("True")
         assert step == 1
 
 
 @pytest.mark.parametrize(("how", "steps"), [("disabled", 8), ("fused", 8), ("agreeing", 7)])
-def test_a_grad_scaler_that_leaves_out_no_step_of_one_rank_alone_works(
-    ranks: Pool, how: str, steps: int
-) -> None:
+def test_grad_scaler_that_omits_no_lone_step_works(ranks: Pool, how: str, steps: int) -> None:
     """One that is off, one whose optimizer is called at an overflow too, one that all share."""
     assert ranks.run(scaled_by_torch, tw.LocalSGD(3), how) == [("", steps)] * 2
 

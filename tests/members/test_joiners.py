@@ -235,9 +235,7 @@ def coming_back(rank: int, size: int, address: str, flag: str, path: str) -> Any
             return state_bytes(sync), sync.stats()["joining_bytes"], rounds
 
 
-def test_a_joiner_with_an_earlier_state_receives_the_difference(
-    ranks: Pool, tmp_path: Path
-) -> None:
+def test_joiner_with_an_earlier_state_receives_difference(ranks: Pool, tmp_path: Path) -> None:
     found = met(ranks, coming_back, str(tmp_path / "go"), str(tmp_path / "state"), size=3)
     state, received, rounds = found[2]
     assert 0 < received < 0.2 * state

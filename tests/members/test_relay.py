@@ -160,9 +160,7 @@ def wide(rank: int, size: int, address: str, token_file: str, reaching: int) -> 
 
 
 @pytest.mark.parametrize(("size", "reaching"), [(2, 0), (4, 0), (4, 2)])
-def test_member_uploads_a_message_once(
-    ranks: Pool, token_file: str, size: int, reaching: int
-) -> None:
+def test_a_message_is_uploaded_once(ranks: Pool, token_file: str, size: int, reaching: int) -> None:
     """300 kB each round, and half a percent of heads and signs; nothing that goes directly."""
     uploaded = dict.fromkeys(range(size), 0)
 
@@ -195,9 +193,7 @@ def hold_host(port: int, token_file: str, flag: Path, kills: int, over: threadin
         over.wait()
 
 
-def test_a_relay_that_is_killed_and_comes_back_costs_nothing(
-    ranks: Pool, token_file: str, tmp_path: Path
-) -> None:
+def test_relay_killed_and_back_costs_nothing(ranks: Pool, token_file: str, tmp_path: Path) -> None:
     """Members wait, send again what was on its way, and have the bits of an undisturbed run."""
     with listening() as free:
         port = free.getsockname()[1]
@@ -228,9 +224,7 @@ def test_a_relay_that_is_killed_and_comes_back_costs_nothing(
         ("before the last agreement", [0, 1, 2]),
     ],
 )
-def test_the_others_go_on_without_a_member_that_dies(
-    ranks: Pool, token_file: str, phase: str, relayed: list[int]
-) -> None:
+def test_others_go_on_without(ranks: Pool, token_file: str, phase: str, relayed: list[int]) -> None:
     fault = {"rank": 1, "phase": phase, "at": 3, "how": "kill"}
     options = {"fault": fault, "token_file": token_file}
     with relay_place() as address:
@@ -242,9 +236,7 @@ def test_the_others_go_on_without_a_member_that_dies(
 
 
 @pytest.mark.parametrize("relayed", [[0, 1, 2], [2], [0]])
-def test_a_joiner_gets_the_state_through_the_relay(
-    ranks: Pool, token_file: str, tmp_path: Path, relayed: list[int]
-) -> None:
+def test_state_is_relayed(ranks: Pool, token_file: str, tmp_path: Path, relayed: list[int]) -> None:
     options = {"founders": 2, "flag": str(tmp_path / "go"), "step_s": 0.02, "until_size": 3}
     options["token_file"] = token_file
     with relay_place() as address:
@@ -289,9 +281,7 @@ def cert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return both
 
 
-def test_with_a_certificate_the_traffic_is_encrypted(
-    ranks: Pool, token_file: str, cert: Path
-) -> None:
+def test_with_a_certificate_traffic_is_encrypted(ranks: Pool, token_file: str, cert: Path) -> None:
     options = {"token_file": token_file, "ca": str(cert)}
     with relay_place(tls=certificate(cert, None)) as address:
         found = ranks.run(in_order, address, CONFIGS["sparse"], options, size=2, group=False)
@@ -302,9 +292,7 @@ def test_with_a_certificate_the_traffic_is_encrypted(
         tw.join(address, run="a", timeout=TIMEOUT_S, relay=True, **options)
 
 
-def test_a_certificate_of_somebody_else_is_refused(
-    token_file: str, cert: Path, tmp_path: Path
-) -> None:
+def test_another_certificate_is_refused(token_file: str, cert: Path, tmp_path: Path) -> None:
     system = ssl.get_default_verify_paths().cafile
     if system is None:
         pytest.skip("no authorities on this machine")

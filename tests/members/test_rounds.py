@@ -73,9 +73,7 @@ def _alike(found: list[dict[str, Any]], steps: int | None = 24) -> dict[int, tup
 @pytest.mark.fault("survivors go on without a restart")
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("rank", [0, 2])
-def test_whoever_is_killed_the_others_make_the_round_again(
-    ranks: Pool, phase: str, rank: int
-) -> None:
+def test_whoever_is_killed_others_make_the_round_again(ranks: Pool, phase: str, rank: int) -> None:
     fault = {"rank": rank, "phase": phase, "at": 3, "how": "kill"}
     found = met(ranks, _member_with, SPARSE, {"fault": fault}, size=3, errors=True)
     assert isinstance(found[rank], Lost)
@@ -107,9 +105,7 @@ def _reported(rank: int, size: int, address: str, options: Any) -> str:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_local_steps_continue_while_members_agree_and_one_is_killed(
-    ranks: Pool, phase: str
-) -> None:
+def test_local_steps_go_on_while_members_agree_and_one_is_killed(ranks: Pool, phase: str) -> None:
     fault = {"rank": 1, "phase": phase, "at": 3, "how": "kill"}
     config = CONFIGS["one bit, three steps late"]
     found = met(ranks, _member_with, config, {"fault": fault}, size=3, errors=True)
@@ -188,9 +184,7 @@ def _leaving(rank: int, size: int, address: str) -> Any:
 
 @pytest.mark.parametrize("leaves", [False, True])
 @pytest.mark.parametrize("call", [8, 9])
-def test_member_that_missed_an_agreement_takes_it_from_another(
-    ranks: Pool, call: int, leaves: bool
-) -> None:
+def test_member_that_missed_agreement_takes_another_s(ranks: Pool, call: int, leaves: bool) -> None:
     """Nobody is lost: one member gives the generation up just before it goes along."""
     found = met(ranks, _deaf, call, leaves, size=3)
     stay = [one for one in found if not one["left"]]
@@ -268,9 +262,7 @@ def test_one_that_was_stopped_finds_itself_evicted(ranks: Pool, tmp_path: Path) 
         ("left", "another"),
     ],
 )
-def test_a_run_of_which_nobody_is_left_begins_anew_from_the_last_copy(
-    ranks: Pool, tmp_path: Path, how: str, name: str
-) -> None:
+def test_empty_run_begins_from_a_copy(ranks: Pool, tmp_path: Path, how: str, name: str) -> None:
     """By the same command, also under its own name, with a joiner that comes later."""
     folder = str(tmp_path / "copies")
     with meeting_place(None) as address:
@@ -359,9 +351,7 @@ def _saving(rank: int, size: int, address: str, folder: str, run: str, flag: str
 
 
 @pytest.mark.parametrize("ends", ["done", "failed"])
-def test_one_may_hear_the_last_agreement_after_all_others_have_gone(
-    ranks: Pool, tmp_path: Path, ends: str
-) -> None:
+def test_one_may_hear_the_last_agreement_late(ranks: Pool, tmp_path: Path, ends: str) -> None:
     """Those who end by themselves are not lost, however many they are; those who fail are."""
     found = met(ranks, _last_to_hear, str(tmp_path), ends, size=3, errors=True)
     if ends == "done":
@@ -463,9 +453,7 @@ def _ending(rank: int, size: int, address: str, folder: str, case: str) -> tuple
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["admits", "lets go"])
-def test_a_break_at_the_agreement_that_changes_the_members(
-    ranks: Pool, tmp_path: Path, what: str
-) -> None:
+def test_break_at_an_agreement_that_changes_members(ranks: Pool, tmp_path: Path, what: str) -> None:
     """Nobody dies: one gives the generation up while the others still apply what was averaged."""
     found = met(ranks, _breaking, str(tmp_path / "go"), what, size=3)
     assert sum(broke for broke, *_ in found) == 1

@@ -78,9 +78,7 @@ def test_fewer_parameters_and_a_better_line_never_take_longer(data: st.DataObjec
         (1_611, 2_100, {"workers": 8, "link": "100kbit", "latency": "1ms"}),
     ],
 )
-def test_every_row_of_a_plan_grows_with_the_number(
-    fewer: int, more: int, line: dict[str, Any]
-) -> None:
+def test_all_rows_of_a_plan_grow_with_number(fewer: int, more: int, line: dict[str, Any]) -> None:
     small, large = (tw.plan(params=params, step_seconds=0.05, **line) for params in (fewer, more))
     for row in small.strategies:
         beside = large[row.name]

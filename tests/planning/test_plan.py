@@ -111,9 +111,7 @@ def test_shards_leave_two_sites_or_more(workers: int, shard: int) -> None:
         ({"step_seconds": 0.1}, {"step_seconds": 0.11}),
     ],
 )
-def test_less_to_do_is_never_predicted_to_take_longer(
-    easier: dict, harder: dict, workers: int
-) -> None:
+def test_less_to_do_is_never_predicted_longer(easier: dict, harder: dict, workers: int) -> None:
     shared = {**NUMBERS, "link": "50mbit", "latency": "5ms", "workers": workers, "device": "cpu"}
     fast, slow = (tw.plan(**{**shared, **change}) for change in (easier, harder))
     for row in fast.strategies:
@@ -220,9 +218,7 @@ def test_an_update_by_muon_takes_longer_as_the_probe_has_measured() -> None:
 
 @pytest.mark.parametrize("value_bits", [1, 4])
 @pytest.mark.parametrize(("ranks", "params", "rel"), [(64, 4_000_000, 0), (512, 40_000_000, 0.05)])
-def test_bytes_by_shares_are_dealt_once_and_passed_on_in_a_ring(
-    value_bits: int, ranks: int, params: int, rel: float
-) -> None:
+def test_shares_are_sent_on_in_a_ring(value_bits: int, ranks: int, params: int, rel: float) -> None:
     """Each rank of the ring passes on owners' rows; those between many follow from few."""
     sparse = {"sparse": {"sparsity": 0.9, "value_bits": value_bits}}
     work = Work(params, matrices(params), 0.1)

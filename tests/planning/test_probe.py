@@ -150,9 +150,7 @@ def on_machines(file: Path, hosts: str, inside: float, path: Path) -> Path:
     return path
 
 
-def test_ranks_of_a_machine_average_first_where_the_probe_saw_them(
-    file: Path, tmp_path: Path
-) -> None:
+def test_ranks_of_a_machine_average_first_where_probe_saw_them(file: Path, tmp_path: Path) -> None:
     assert json.loads(file.read_text())["hosts"] == [socket.gethostname()] * RANKS
     assert tw.plan(probe=file).link["node_size"] == 1
     near = tw.plan(probe=on_machines(file, "aaaabbbb", 1000, tmp_path / "near.json"))
@@ -249,9 +247,7 @@ def test_a_task_of_ones_own_is_measured_and_planned_with(tmp_path: Path) -> None
          "step 1 raised RuntimeError: no room (on rank 1)"),
     ],
 )  # fmt: skip
-def test_a_task_that_fails_on_one_rank_is_one_line_on_all(
-    tmp_path: Path, before: str, after: str, says: str
-) -> None:
+def test_task_that_fails_is_one_line(tmp_path: Path, before: str, after: str, says: str) -> None:
     said, told = failing(tmp_path, TASK.replace(before, after))
     assert set(told) == {f"thinwire: task={f'{tmp_path}/mine.py:task'!r}: {says}"}
     assert "exitcode: 2" in said.stderr or "exitcode  : 2" in said.stderr

@@ -42,9 +42,7 @@ def over(collective: object, lines: Lines, *, idle_s: float = 0.0, events: bool 
 @pytest.mark.parametrize("ranks", [2, 3, 16, 200])
 @pytest.mark.parametrize("latency_s", [0.0, 1e-4, 0.05])
 @pytest.mark.parametrize("nbytes", [24, 20_000, 3_000_000])
-def test_events_and_formulas_agree_where_all_are_alike(
-    ranks: int, latency_s: float, nbytes: int
-) -> None:
+def test_events_and_formulas_agree_if_all_alike(ranks: int, latency_s: float, nbytes: int) -> None:
     """1e-9: thousands of additions in another order."""
     lines, network = switch(ranks, 1e8, latency_s), Network(1e8, latency_s, ranks)
     each = nbytes // (ranks - 1)

@@ -122,9 +122,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=60, deadline=None)
 @given(strategy=strategies())
-def test_strategy_through_a_dictionary_json_and_a_file_is_equal(
-    folder: Path, strategy: tw.DistributedStrategy
-) -> None:
+def test_strategy_through_a_file_is_equal(folder: Path, strategy: tw.DistributedStrategy) -> None:
     path, document = folder / "strategy.yaml", strategy.to_dict()
     assert is_plain(document)
     assert tw.DistributedStrategy.from_dict(json.loads(json.dumps(document))) == strategy
@@ -200,9 +198,7 @@ UNKNOWN: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("document", "parts"), UNKNOWN, ids=str)
-def test_document_unknown_or_missing_keys_are_named(
-    document: dict[str, Any], parts: list[str]
-) -> None:
+def test_document_unknown_and_missing_are_named(document: dict[str, Any], parts: list[str]) -> None:
     with pytest.raises(tw.StrategyError) as error:
         tw.DistributedStrategy.from_dict(document)
     for part in parts:
@@ -245,9 +241,7 @@ WRONG: list[tuple[Any, type[Exception], list[str]]] = [
 
 
 @pytest.mark.parametrize(("document", "kind", "parts"), WRONG, ids=str)
-def test_document_wrong_values_are_named_by_path(
-    document: Any, kind: type[Exception], parts: list[str]
-) -> None:
+def test_wrong_values_have_a_path(document: Any, kind: type[Exception], parts: list[str]) -> None:
     with pytest.raises(kind) as error:
         tw.DistributedStrategy.from_dict(document)
     assert type(error.value) is kind
@@ -390,9 +384,7 @@ def test_file_saved_has_a_comment_on_every_key(tmp_path: Path) -> None:
         assert max(map(len, lines)) <= 100
 
 
-def test_save_makes_parents_and_replaces_the_whole_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_save_makes_parents_and_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a" / "b" / "plan.yaml"
     first, second = tw.DistributedStrategy(dgc=tw.DGC()), tw.DistributedStrategy(lars=tw.LARS())
     first.save(path)

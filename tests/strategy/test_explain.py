@@ -201,9 +201,7 @@ def explained(rank: int, size: int) -> list[str]:
     return [" ".join(text.split()) for text in texts]
 
 
-def test_explain_model_names_stages_and_recomputed_modules(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_explain_model_names_stages_and_recomputed(capsys: pytest.CaptureFixture[str]) -> None:
     fields = {
         "pipeline": tw.Pipeline(2, 2, split_points=("2",)),
         "recompute": tw.Recompute(("[02]",)),

@@ -163,9 +163,7 @@ def count(rank: int, size: int, exchange: str, width: int) -> list[tuple[int, ..
 
 @pytest.mark.parametrize("exchange", ["gather", "split"])
 @pytest.mark.parametrize(("size", "width"), [(2, 1), (3, 1), (4, 1), (4, 2)])
-def test_counted_bytes_equal_travelled_bytes(
-    ranks: Pool, exchange: str, size: int, width: int
-) -> None:
+def test_counted_bytes_equal_sent_ones(ranks: Pool, exchange: str, size: int, width: int) -> None:
     for found, counted in ranks.run(count, exchange, width, size=size):
         assert found == counted
 
