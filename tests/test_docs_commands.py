@@ -109,7 +109,9 @@ def test_the_commands_of_a_page_are_taken(app: App, path: Path) -> None:
         "pip install '.[quick]'",
     ],
 )
-def test_absent_command_is_found(app: App, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_there_is_not_is_found(
+    app: App, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises((Exception, SystemExit)) as caught:
         check(app, shlex.split(line))
     assert re.search(

@@ -12,7 +12,9 @@ CELL = lag.Cell(kind="tuning", variant="dense", workers=2, size="200k", steps=24
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "strategy"), [("dense", "dense"), ("0.1 %", "dgc")])
-def test_losses_equal_ranks(variant: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_equal_real_ranks(
+    variant: str, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(evidence, "EVALUATIONS", 3)
     cell = {**asdict(CELL), **as_it_is(strategy, "sgd")}
     del cell["variant"]

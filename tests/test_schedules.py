@@ -107,7 +107,9 @@ def test_a_schedule_is_a_value(schedule: Schedule) -> None:
     ("step", "error"), [(-1, ValueError), (True, TypeError), (1.0, TypeError), ("1", TypeError)]
 )
 @pytest.mark.parametrize("schedule", EVERY, ids=repr)
-def test_step_is_an_integer_or_0(schedule: Schedule, step: object, error: type[Exception]) -> None:
+def test_a_step_is_an_integer_from_zero(
+    schedule: Schedule, step: object, error: type[Exception]
+) -> None:
     with pytest.raises(error, match="step"):
         schedule(step)  # type: ignore[arg-type]
 

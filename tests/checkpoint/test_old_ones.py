@@ -66,7 +66,9 @@ def test_damage_does_not_pile_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_slow_save_keeps_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int) -> None:
+def test_a_save_that_stood_still_deletes_nothing_that_came_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int
+) -> None:
     """A machine was paused after it had named its checkpoint, and another run went on."""
     paused: list[Callable[[], object]] = []
     saved(tmp_path, 1, keep=keep)

@@ -322,7 +322,9 @@ def late_files(rank: int, size: int, root: str, blind: list[int]) -> None:
         ([0, 1], "did not see each other's files"),
     ],
 )
-def test_unlike_views_are_named(ranks: Pool, tmp_path: Path, blind: list[int], says: str) -> None:
+def test_ranks_that_see_different_things_in_one_directory_are_reported(
+    ranks: Pool, tmp_path: Path, blind: list[int], says: str
+) -> None:
     facts = [says, "network file system"]
     ranks.raise_alike("CheckpointError", facts, late_files, str(tmp_path), blind, size=2)
 

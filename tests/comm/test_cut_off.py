@@ -37,7 +37,9 @@ def test_the_host_of_the_store_is_stopped(kind: str) -> None:
 @pytest.mark.fault
 @pytest.mark.slow  # a time-out that a loaded machine keeps
 @pytest.mark.parametrize(("victim", "moment_s"), [(0, 0.5), (0, 7.0), (1, 7.0)])
-def test_busy_rank_stopped(victim: int, moment_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_rank_is_stopped(
+    victim: int, moment_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before and after the time-out of those who wait for it; the host of the store or not."""
     monkeypatch.setenv("BUSY_RANK", str(victim))
     with trainees("busy", 3, TIMEOUT_S) as job:

@@ -164,7 +164,9 @@ ONE_OF_MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
         ({"WORLD_SIZE": "2"}, None),
     ],
 )
-def test_process_of_a_launcher_is_warned(environment: dict[str, str], told: str | None) -> None:
+def test_a_process_of_a_launcher_is_warned_unless_it_is_alone(
+    environment: dict[str, str], told: str | None
+) -> None:
     with patch.dict(os.environ, environment), warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         assert Group().size == 1

@@ -63,7 +63,9 @@ def test_an_interface_that_is_not_there_names_the_closest() -> None:
         ("environment", {"environment": DEBUG}, "DETAIL", "unset it"),
     ],
 )
-def test_surprise_is_a_note(check: str, changes: dict[str, object], told: str, to_do: str) -> None:
+def test_surprising_setup_is_a_note(
+    check: str, changes: dict[str, object], told: str, to_do: str
+) -> None:
     (finding,) = (one for one in of(check, made_up(**changes)) if one.level != "ok")
     assert finding.level == "note"
     assert told in finding.found

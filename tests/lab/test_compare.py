@@ -195,7 +195,9 @@ def test_a_failing_worker_is_named_and_nothing_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("pooled")
-def test_measurements_before_it_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_before_a_failure_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_one = api.comparison._run
 
     def first_fails(config: api.RunConfig, *rest: Any) -> dict[str, Any]:

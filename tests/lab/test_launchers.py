@@ -32,7 +32,9 @@ def without(*names: str, **more: str) -> dict[str, str]:
         (without("RANK", "WORLD_SIZE"), None),
     ],
 )
-def test_process_of_several(environment: dict[str, str], place: tuple[int, int] | None) -> None:
+def test_process_is_one_of_several_ranks(
+    environment: dict[str, str], place: tuple[int, int] | None
+) -> None:
     assert launched_rank(environment) == place
 
 

@@ -101,7 +101,9 @@ def test_over_loopback_the_ranks_share_a_machine_as_under_torchrun(tmp_path: Pat
         (["--link", "loopback"], ["--", "--workers", "3"]),
     ],
 )
-def test_script_has_all_that_follows(tmp_path: Path, before: list[str], after: list[str]) -> None:
+def test_all_that_follows_the_script_is_the_script_s(
+    tmp_path: Path, before: list[str], after: list[str]
+) -> None:
     for place in places(run(tmp_path, *before, str(write(tmp_path, PLACE)), *after)):
         assert (place["WORLD_SIZE"], place["arguments"]) == ("2", after)
 

@@ -213,7 +213,9 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     "name", rows([name for name in SENDING if not name.endswith("mesh") and "amp" not in name])
 )
-def test_gradient_not_finite_on_one_rank_is_of_no_step(ranks: Pool, name: str, where: str) -> None:
+def test_a_gradient_that_is_not_finite_on_one_rank_drops_the_step_on_all(
+    ranks: Pool, name: str, where: str
+) -> None:
     row = SENDING[name]
     answers = ranks.run(poisoned, row, where, size=row.size)
     assert len({bits for *_, bits, _ in answers}) == 1

@@ -35,7 +35,9 @@ def words_of_a_step(step: Any) -> float:
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("state_dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_compressed_step_is_never_whole(grad_dtype: Any, state_dtype: Any, nesterov: bool) -> None:
+def test_a_compressed_step_makes_nothing_of_full_size(
+    grad_dtype: Any, state_dtype: Any, nesterov: bool
+) -> None:
     param = nn.Parameter(torch.randn(NUMEL).to(grad_dtype))
     optimizer = tw.optim.DGCMomentum([param], lr=0.1, nesterov=nesterov, state_dtype=state_dtype)
     param.grad = torch.randn(NUMEL).to(grad_dtype)

@@ -86,7 +86,9 @@ def expected(
 
 @pytest.mark.parametrize("tokens", [False, True])
 @pytest.mark.parametrize("outer", [{}, OUTER])
-def test_mean_is_weighted_by_rank_work(ranks: Pool, tokens: bool, outer: dict[str, Any]) -> None:
+def test_mean_is_weighted_by_the_work_of_every_rank(
+    ranks: Pool, tokens: bool, outer: dict[str, Any]
+) -> None:
     config = tw.LocalSGD(99, begin_step=0, round_seconds=LONG_S, **outer)
     found = ranks.run(follow, config, tokens, size=3)
     rule = (outer.get("outer_lr", 1.0), outer.get("outer_momentum", 0.0), bool(outer))

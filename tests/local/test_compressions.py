@@ -255,7 +255,9 @@ def steady(rank: int, size: int, config: Any, rounds: int) -> tuple[float, float
     ],
     ids=str,
 )
-def test_applied_is_near_estimate(ranks: Pool, compression: Any, low: float, high: float) -> None:
+def test_applied_share_is_near_its_estimate(
+    ranks: Pool, compression: Any, low: float, high: float
+) -> None:
     """Decay eats what is sent seldom; over senders, an entry that one rank sends counts whole."""
     for share, truth in ranks.run(
         steady, tw.LocalSGD(1, begin_step=0, compression=compression), 60, size=2

@@ -68,7 +68,9 @@ def test_an_interval_below_the_delay_applies_early_and_loses_nothing(ranks: Pool
         (tw.LocalSGD(4), 0, 0),
     ],
 )
-def test_the_last_averaging_is_of_the_rest(config: Any, steps: int, averagings: int) -> None:
+def test_the_last_averaging_is_made_where_something_is_left(
+    config: Any, steps: int, averagings: int
+) -> None:
     model, optimizer = bag()
     with tw.local_sgd(model, optimizer, config) as sync:
         assert sync.stats()["bytes_sent"] == 0, "what it takes to start does not count"

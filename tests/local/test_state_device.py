@@ -106,7 +106,9 @@ def on_one_rank(rank: int, size: int, name: str, options: Any, dtype: Any) -> li
         *(("1 bit", options, torch.bfloat16) for options in OPTIONS if options != "nodes"),
     ],
 )
-def test_state_on_host_gives_bits(ranks: Pool, name: str, options: str, dtype: torch.dtype) -> None:
+def test_state_on_the_host_gives_the_bits_of_state_on_the_device(
+    ranks: Pool, name: str, options: str, dtype: torch.dtype
+) -> None:
     [[there, here]] = ranks.run(on_one_rank, name, OPTIONS[options], dtype, size=0)
     assert there[0] == here[0]
     assert there[1] == {There} and here[1] == {Tensor}

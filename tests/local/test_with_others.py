@@ -124,7 +124,9 @@ def test_grad_scaler_that_may_omit_a_step_of_one_is_refused(ranks: Pool, k_steps
 
 
 @pytest.mark.parametrize(("how", "steps"), [("disabled", 8), ("fused", 8), ("agreeing", 7)])
-def test_grad_scaler_that_omits_no_lone_step_works(ranks: Pool, how: str, steps: int) -> None:
+def test_a_grad_scaler_that_leaves_out_no_step_of_one_rank_alone_works(
+    ranks: Pool, how: str, steps: int
+) -> None:
     """One that is off, one whose optimizer is called at an overflow too, one that all share."""
     assert ranks.run(scaled_by_torch, tw.LocalSGD(3), how) == [("", steps)] * 2
 

@@ -205,7 +205,9 @@ def test_relay_killed_and_back_costs_nothing(ranks: Pool, token_file: str, tmp_p
         ("before the last agreement", [0, 1, 2]),
     ],
 )
-def test_others_go_on_without(ranks: Pool, token_file: str, phase: str, relayed: list[int]) -> None:
+def test_the_others_go_on_without_a_member_that_dies(
+    ranks: Pool, token_file: str, phase: str, relayed: list[int]
+) -> None:
     fault = {"rank": 1, "phase": phase, "at": 3, "how": "kill"}
     options = {"fault": fault, "token_file": token_file}
     with relay_place() as address:
@@ -217,7 +219,9 @@ def test_others_go_on_without(ranks: Pool, token_file: str, phase: str, relayed:
 
 
 @pytest.mark.parametrize("relayed", [[0, 1, 2], [2], [0]])
-def test_state_is_relayed(ranks: Pool, token_file: str, tmp_path: Path, relayed: list[int]) -> None:
+def test_a_joiner_gets_the_state_through_the_relay(
+    ranks: Pool, token_file: str, tmp_path: Path, relayed: list[int]
+) -> None:
     options = {"founders": 2, "flag": str(tmp_path / "go"), "step_s": 0.02, "until_size": 3}
     options["token_file"] = token_file
     with relay_place() as address:

@@ -174,7 +174,9 @@ def _leaving(rank: int, size: int, address: str) -> Any:
 
 @pytest.mark.parametrize("leaves", [False, True])
 @pytest.mark.parametrize("call", [8, 9])
-def test_member_that_missed_agreement_takes_another_s(ranks: Pool, call: int, leaves: bool) -> None:
+def test_member_that_missed_an_agreement_takes_it_from_another(
+    ranks: Pool, call: int, leaves: bool
+) -> None:
     """Nobody is lost: one member gives the generation up just before it goes along."""
     found = met(ranks, _deaf, call, leaves, size=3)
     stay = [one for one in found if not one["left"]]
@@ -252,7 +254,9 @@ def test_one_that_was_stopped_finds_itself_evicted(ranks: Pool, tmp_path: Path) 
         ("left", "another"),
     ],
 )
-def test_empty_run_begins_from_a_copy(ranks: Pool, tmp_path: Path, how: str, name: str) -> None:
+def test_a_run_of_which_nobody_is_left_begins_anew_from_the_last_copy(
+    ranks: Pool, tmp_path: Path, how: str, name: str
+) -> None:
     """By the same command, also under its own name, with a joiner that comes later."""
     folder = str(tmp_path / "copies")
     with meeting_place(None) as address:

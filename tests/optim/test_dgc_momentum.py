@@ -62,7 +62,9 @@ NAN = float("nan")
         ),
     ],
 )
-def test_wrong_argument_named(options: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_a_wrong_argument_is_named_at_construction(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=text):
         DGCMomentum([nn.Parameter(torch.zeros(3))], **{"lr": 0.1, **options})
 

@@ -83,7 +83,9 @@ def through_dcp(rank: int, size: int, folder: str, way: str) -> tuple[list[str],
 
 
 @pytest.mark.parametrize("way", ["get_optimizer_state_dict", "state_dict"])
-def test_torch_checkpoint_is_noticed_and_goes_on(ranks: Pool, tmp_path: Path, way: str) -> None:
+def test_torch_distributed_checkpoint_is_noticed_and_the_position_kept(
+    ranks: Pool, tmp_path: Path, way: str
+) -> None:
     answers = ranks.run(through_dcp, str(tmp_path / "dcp"), way)
     for texts, position, same in answers:
         assert position == 6

@@ -82,7 +82,9 @@ def test_whoever_reads_from_a_pipe_gets_the_file(tmp_path: Path) -> None:
     assert text.startswith("# Written by thinwire plan")
 
 
-def test_lost_packets_fill_a_line_less_and_steps_last(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lost_packets_fill_less_of_a_line_and_make_a_step_longer(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     line, steps = {"params": "1M", "step_seconds": 0.5, "link": "50mbit", "latency": "40ms"}, []
     for loss in ("0", "0.2", "2", "20"):
         plan = tw.plan(**line, loss=f"{loss}%")  # type: ignore[arg-type]

@@ -135,7 +135,9 @@ def random_numbers(rank: int, size: int, folder: str, shards: int) -> list[float
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shards", [1, 4])
-def test_every_rank_goes_on_with_its_own_random(ranks: Pool, shards: int, tmp_path: Path) -> None:
+def test_every_rank_goes_on_with_its_own_random_numbers(
+    ranks: Pool, shards: int, tmp_path: Path
+) -> None:
     before = ranks.run(random_numbers, str(tmp_path), 2, size=4)
     assert ranks.run(random_numbers, str(tmp_path), shards, size=4) == before
 

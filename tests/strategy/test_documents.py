@@ -241,7 +241,9 @@ WRONG: list[tuple[Any, type[Exception], list[str]]] = [
 
 
 @pytest.mark.parametrize(("document", "kind", "parts"), WRONG, ids=str)
-def test_wrong_values_have_a_path(document: Any, kind: type[Exception], parts: list[str]) -> None:
+def test_document_wrong_values_are_named_by_path(
+    document: Any, kind: type[Exception], parts: list[str]
+) -> None:
     with pytest.raises(kind) as error:
         tw.DistributedStrategy.from_dict(document)
     assert type(error.value) is kind

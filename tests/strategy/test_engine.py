@@ -572,7 +572,9 @@ def destroyed(rank: int, size: int, fields: tuple[str, ...], steps: int) -> tupl
 
 
 @pytest.mark.parametrize(("fields", "steps"), [((), 0), ((), 3), (("dgc",), 3), (("amp",), 3)])
-def test_after_the_group_nothing_moves(fields: tuple[str, ...], steps: int, ranks: Pool) -> None:
+def test_after_the_end_of_the_process_group_nothing_moves(
+    fields: tuple[str, ...], steps: int, ranks: Pool
+) -> None:
     for same, told in ranks.run(destroyed, fields, steps, size=2):
         assert same
         for text in told:

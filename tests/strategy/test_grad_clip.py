@@ -72,7 +72,9 @@ def clipped(
         ("AdamW", "global", {"localsgd": tw.LocalSGD(100, begin_step=0)}),
     ],
 )
-def test_update_is_clipped_once(maker: str, clip: str, fields: dict[str, Any], ranks: Pool) -> None:
+def test_the_gradient_of_an_update_is_clipped_before_it(
+    maker: str, clip: str, fields: dict[str, Any], ranks: Pool
+) -> None:
     """The mean of all ranks and microsteps; under local updates that of this rank."""
     answers = ranks.run(clipped, maker, clip, fields)
     assert (answers[0][0] == answers[1][0]) == ("localsgd" not in fields)

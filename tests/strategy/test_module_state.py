@@ -171,7 +171,9 @@ def loading(rank: int, size: int, folder: str) -> tuple[list[float], int, str]:
     return train(engine, (), 3, 5), engine.model[1].calls, kept
 
 
-def test_it_is_of_every_rank_and_else_that_of_rank_0(ranks: Pool, tmp_path: Path) -> None:
+def test_it_is_of_every_rank_and_on_another_number_that_of_rank_0(
+    ranks: Pool, tmp_path: Path
+) -> None:
     expected = ranks.run(saving, str(tmp_path), size=2)
     found = ranks.run(loading, str(tmp_path), size=2)
     assert [row[:2] for row in found] == expected

@@ -61,7 +61,9 @@ def without_frozen(rank: int, size: int, folder: str, fields: tuple[str, ...]) -
 
 
 @pytest.mark.parametrize("fields", [(), ("localsgd",)], ids=str)
-def test_frozen_parameters_may_be_out(fields: tuple[str, ...], ranks: Pool, tmp_path: Path) -> None:
+def test_frozen_parameters_may_be_left_out(
+    fields: tuple[str, ...], ranks: Pool, tmp_path: Path
+) -> None:
     for first, second, whole, part in ranks.run(without_frozen, str(tmp_path), fields):
         assert first == second
         assert part < whole - 1500

@@ -144,7 +144,9 @@ def extra_of_each(rank: int, size: int, folder: str, saves: bool) -> Any:
     return engine.extra
 
 
-def test_every_rank_gets_its_own_and_other_numbers_rank_0_s(ranks: Pool, tmp_path: Path) -> None:
+def test_every_rank_gets_its_own_and_other_numbers_of_ranks_that_of_rank_0(
+    ranks: Pool, tmp_path: Path
+) -> None:
     answers = ranks.run(extra_of_each, str(tmp_path), True, size=2)
     assert answers == [{"rank": r, "order": [r] * (r + 1), "loss": float(r)} for r in range(2)]
     assert ranks.run(extra_of_each, str(tmp_path), False, size=3) == [answers[0]] * 3
