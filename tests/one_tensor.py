@@ -6,17 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.api import (
-    HEADER_BYTES,
-    Fold,
-    Layout,
-    Proposal,
-    Slot,
-    codes,
-    commit_list_,
-    position_bytes,
-    propose_list,
-)
+from tests import api
 
 
 class FoldRule(NamedTuple):
@@ -26,8 +16,8 @@ class FoldRule(NamedTuple):
 
 def propose(
     grad: Tensor, residual: Tensor, momentum_buffer: Tensor | None, k: int, rule: FoldRule
-) -> Proposal:
-    return propose_list([Fold(grad, residual, momentum_buffer, *rule)], [k])[0]
+) -> api.Proposal:
+    return api.propose_list([api.Fold(grad, residual, momentum_buffer, *rule)], [k])[0]
 
 
 def commit_(
@@ -40,17 +30,17 @@ def commit_(
     *,
     seed: int = 0,
 ) -> None:
-    commit_list_([Fold(grad, residual, momentum_buffer, *rule)], [(indices, sent)], [seed])
+    api.commit_list_([api.Fold(grad, residual, momentum_buffer, *rule)], [(indices, sent)], [seed])
 
 
-def room(numel: int, k: int, bits: int) -> tuple[Layout, np.ndarray, slice, slice]:
+def room(numel: int, k: int, bits: int) -> tuple[api.Layout, np.ndarray, slice, slice]:
     """Return the layout, zeros for its message, and where positions and values stand."""
-    layout = Layout((Slot(numel, k),), bits)
-    middle = HEADER_BYTES + position_bytes(numel, k)
+    layout = api.Layout((api.Slot(numel, k),), bits)
+    middle = api.HEADER_BYTES + api.position_bytes(numel, k)
     return (
         layout,
         np.zeros(layout.nbytes, np.uint8),
-        slice(HEADER_BYTES, middle),
+        slice(api.HEADER_BYTES, middle),
         slice(middle, None),
     )
 
@@ -58,20 +48,20 @@ def room(numel: int, k: int, bits: int) -> tuple[Layout, np.ndarray, slice, slic
 def encode_positions(indices: Tensor, numel: int, k: int) -> Tensor:
     layout, code, positions, _ = room(numel, k, 1)
     part = indices, torch.ones(indices.numel())
-    codes.encode_slots(layout.slot_table, [part], 1, np.array([k]), code)
+    api.codes.encode_slots(layout.slot_table, [part], 1, np.array([k]), code)
     return torch.from_numpy(code[positions])
 
 
 def decode_positions(code: Tensor, numel: int, k: int) -> Tensor:
     layout, raw, positions, _ = room(numel, k, 1)
     raw[positions] = code.numpy()
-    return codes.decode_slots(layout.slot_table, raw, 1)[0][0]
+    return api.codes.decode_slots(layout.slot_table, raw, 1)[0][0]
 
 
 def encode_values(values: Tensor, bits: int, k: int) -> tuple[Tensor, Tensor]:
     layout, code, _, at = room(k, k, bits)
     part = torch.arange(values.numel()), values
-    (sent,), _ = codes.encode_slots(layout.slot_table, [part], bits, np.array([k]), code)
+    (sent,), _ = api.codes.encode_slots(layout.slot_table, [part], bits, np.array([k]), code)
     return torch.from_numpy(code[at]), sent
 
 
@@ -79,4 +69,4 @@ def decode_values(code: Tensor, count: int, bits: int, k: int) -> Tensor:
     layout, raw, positions, at = room(k, k, bits)
     raw[positions] = encode_positions(torch.arange(count), k, k).numpy()
     raw[at] = code.numpy()
-    return codes.decode_slots(layout.slot_table, raw, bits)[0][1]
+    return api.codes.decode_slots(layout.slot_table, raw, bits)[0][1]

@@ -13,16 +13,7 @@ from benchmarks.structure import circles
 from tests.processes import ran_code
 
 ROOT = Path(thinwire.__file__).parent
-BASE = {
-    "errors",
-    "_version",
-    "_validate",
-    "_names",
-    "_watchdog",
-    "_wording",
-    "_launched",
-    "_files",
-}
+BASE = {"errors", "_version", "_validate", "_names", "_watchdog", "_wording", "_launched", "_files"}
 MATHS = BASE | {"layout", "schedules", "kernels", "core"}
 METHODS = MATHS | {"wire", "compress"}
 MAY_IMPORT = {

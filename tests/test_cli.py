@@ -143,9 +143,7 @@ def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> N
     assert "compare" in refusal(capsys, "frobnicate")
 
 
-def test_a_folder_without_text_is_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_folder_without_text_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "picture.bin").write_bytes(bytes(100_000))
     out = tmp_path / "out"
     words = ("compare", "--text", str(tmp_path), "--out", str(out))
@@ -210,9 +208,7 @@ def test_digits_need_a_package_that_is_named(
         ("explain plan.yaml", "plan.yaml"),
     ],
 )
-def test_input_is_checked_before_torch_and_digits_are_loaded(
-    arguments: str, fact: str, tmp_path: Path
-) -> None:
+def test_input_is_checked_before_modules_load(arguments: str, fact: str, tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text("dgc:\n", encoding="utf-8")
     code = f"""
 import sys
@@ -324,9 +320,7 @@ def test_only_near_words_are_suggested(
     assert (found and found[1]) == meant, line
 
 
-def test_a_strategy_file_that_cannot_be_read_is_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_unreadable_strategy_is_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "gone.yaml: No such file" in refusal(capsys, "explain", str(tmp_path / "gone.yaml"))
     assert "directory" in refusal(capsys, "explain", str(tmp_path))
     assert "FILE" in refusal(capsys, "explain")
@@ -342,9 +336,7 @@ def test_explain_prints_the_strategys_text(quiet: bool, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("module", ["cyclopts", "torch"])
-def test_an_interruption_while_modules_are_imported_is_one_line(
-    module: str, tmp_path: Path
-) -> None:
+def test_interruption_while_modules_are_imported_is_one_line(module: str, tmp_path: Path) -> None:
     (tmp_path / f"{module}.py").write_text(
         "import os, signal, time\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job\n"
@@ -376,9 +368,7 @@ def test_a_reader_that_leaves_ends_the_command_quietly(tmp_path: Path) -> None:
         ("2>&-", "explain missing.yaml", 2),
     ],
 )
-def test_closed_streams_change_no_status(
-    tmp_path: Path, closed: str, words: str, status: int
-) -> None:
+def test_closed_streams_keep_status(tmp_path: Path, closed: str, words: str, status: int) -> None:
     (tmp_path / "there.py").write_text("print('said')")
     line = f"{sys.executable} -m thinwire {words} {closed}"
     done = ran(["sh", "-c", line], cwd=tmp_path)

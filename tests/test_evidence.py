@@ -36,9 +36,7 @@ def test_a_cell_is_trained_on_real_ranks_and_not_twice(tmp_path: Path) -> None:
         (0.0015, {0.003, 0.006, 0.012, 0.0015, 0.00075}),
     ],
 )
-def test_the_grid_goes_on_until_the_best_has_neighbours(
-    best: float, tried: set[float], tmp_path: Path
-) -> None:
+def test_grid_goes_on_until_best_is_inside(best: float, tried: set[float], tmp_path: Path) -> None:
     seen = set()
 
     def lost(cell: Cell) -> dict[str, Any]:

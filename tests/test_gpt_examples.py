@@ -80,9 +80,7 @@ def test_page_shows_the_changes_in_the_files() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", *MOVED])
-def test_resumed_in_the_middle_it_ends_as_undisturbed(
-    ranks: Pool, tmp_path: Path, name: str
-) -> None:
+def test_resumed_in_the_middle_ends_as_undisturbed(ranks: Pool, tmp_path: Path, name: str) -> None:
     whole = losses(ranks, name, tmp_path / "whole")
     first = losses(ranks, name, tmp_path / "parts", steps=STEPS // 2)
     second = losses(ranks, name, tmp_path / "parts")

@@ -6,11 +6,7 @@ from random import Random
 
 import pytest
 
-from benchmarks.gaps import (
-    Cell,
-    Gap,
-    Law,
-)
+from benchmarks.gaps import Cell, Gap, Law
 
 CELL = Cell(
     part="held_out",

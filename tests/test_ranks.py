@@ -13,9 +13,7 @@ class Interrupted(BaseException):
     """As a test's time-out, which is no `Exception`."""
 
 
-def test_a_test_that_is_interrupted_leaves_no_answers_to_the_next(
-    ranks: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_test_leaves_no_answers(ranks: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(count: int, timeout_s: float) -> list[int]:
         raise Interrupted
 

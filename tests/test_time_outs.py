@@ -50,9 +50,7 @@ def unequal_speed(rank: int, size: int) -> tuple[float, str]:
 
 
 @pytest.mark.slow
-def test_a_slow_rank_may_fall_behind_by_the_time_out_between_two_averagings_and_not_in_all(
-    ranks: Pool,
-) -> None:
+def test_slow_rank_may_fall_behind_by_the_time_out_between_averagings_only(ranks: Pool) -> None:
     (seconds, first), (_, second) = ranks.run(unequal_speed)
     assert seconds > 6
     assert first == second
@@ -91,9 +89,7 @@ def rank_0_alone(
         ("engine", "evaluate", "gloo"),
     ],
 )
-def test_a_rank_that_says_that_it_is_busy_is_waited_for(
-    ranks: Pool, way: str, how: str, backend: str | None
-) -> None:
+def test_busy_rank_is_waited_for(ranks: Pool, way: str, how: str, backend: str | None) -> None:
     answers = ranks.run(rank_0_alone, way, 10.0, how, 6.0, backend=backend)
     (seconds, first), (waited, second) = answers
     assert min(seconds, waited) > 8  # longer than the time-out

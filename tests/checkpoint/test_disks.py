@@ -77,9 +77,7 @@ def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("a directory that is read-only, vanishes or hangs")
-def test_a_directory_that_vanishes_during_a_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directory_that_vanishes_in_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, group = tmp_path / "runs" / "first", Group()
     root.mkdir(parents=True)
 
@@ -96,9 +94,7 @@ def test_a_directory_that_vanishes_during_a_save(
     assert load(root, group=group).step == 2
 
 
-def test_an_older_checkpoint_that_cannot_be_deleted_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_older_one_that_stays_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = Group()
     for step in (1, 2):
         save(tmp_path, {"a": step}, step=step, group=group, facts={})

@@ -82,9 +82,7 @@ def test_the_file_has_the_names_and_the_bits_of_the_state_dict(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["localsgd", "pipeline", "dgc"])
-def test_state_of_two_ranks_equals_that_for_another_number(
-    ranks: Pool, tmp_path: Path, name: str
-) -> None:
+def test_state_of_two_ranks_is_that_for_any_number(ranks: Pool, tmp_path: Path, name: str) -> None:
     models = ranks.run(_trained_and_saved, name, str(tmp_path / "run"))
     made = tw.checkpoint.export(tmp_path / "run", tmp_path / "model.safetensors")
     state = load_file(made.file)
@@ -165,9 +163,7 @@ def test_file_not_saved_by_an_engine_is_refused(tmp_path: Path) -> None:
         tw.checkpoint.export(tmp_path, tmp_path / "model.safetensors")
 
 
-def test_command_names_the_device_and_its_particulars(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_names_the_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(tmp_path / "run", Tied(), steps=2)
     words = ("export", str(tmp_path / "run"), str(tmp_path / "model.safetensors"))
     first, second = answer(capsys, *words)[0].splitlines()

@@ -37,9 +37,7 @@ def test_link_to_a_checkpoint_in_another_folder_goes_as_a_link(tmp_path: Path) -
     assert (archive / "manifest.json").exists(), "what a link leads to is not ours to delete"
 
 
-def test_a_leftover_that_cannot_be_removed_does_not_keep_one_from_saving(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leftover_does_not_stop_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".step_0000000009.tmp-0123abcd").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", fail)
@@ -116,9 +114,7 @@ def test_last_checkpoint_loads_after_its_manifest_was_away(tmp_path: Path) -> No
         assert load(root, group=GROUP).step == 3
 
 
-def test_a_clock_that_went_back_does_not_make_an_older_one_the_newest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clock_set_back_keeps_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, 1)
     monkeypatch.setattr("time.time_ns", lambda: 10**9)
     for step in (2, 3):
@@ -126,9 +122,7 @@ def test_a_clock_that_went_back_does_not_make_an_older_one_the_newest(
         assert load(tmp_path, group=GROUP).step == step
 
 
-def test_missing_step_is_named_though_all_are_damaged(
-    tmp_path: Path,
-) -> None:
+def test_missing_step_is_named_though_all_are_damaged(tmp_path: Path) -> None:
     """It must not pass for a directory without any, with which a run begins anew."""
     damaged = saved(tmp_path, 1)
     flip(damaged / "manifest.json")

@@ -75,9 +75,7 @@ def saves(rank: int, size: int, root: str, *steps: int) -> list[str]:
 
 
 @pytest.mark.parametrize("harm", ["a file is damaged", "it was never named on one machine"])
-def test_checkpoint_not_whole_on_all_machines_counts_on_none(
-    ranks: Pool, tmp_path: Path, harm: str
-) -> None:
+def test_checkpoint_not_whole_on_all_counts_on_none(ranks: Pool, tmp_path: Path, harm: str) -> None:
     root = str(tmp_path)
     ranks.run(saves, root, 1, 2, size=2)
     second = home(root, 1, 2) / "step_0000000002"
@@ -100,9 +98,7 @@ def load_here(rank: int, size: int, root: str, machines: int) -> tuple[int, Any,
     return loaded.step, loaded.state, [str(w.message) for w in caught if w.category is UserWarning]
 
 
-def test_another_number_of_ranks_needs_the_files_of_all_machines(
-    ranks: Pool, tmp_path: Path
-) -> None:
+def test_another_number_of_ranks_needs_files_of_all_machines(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(save_and_load, str(tmp_path), 2, size=2)
     facts = ["step_0000000003/rank_00001.json is not there", "copy the folders step_0000000003"]
     for size in (1, 3):
@@ -165,9 +161,7 @@ def test_every_stage_gets_its_own_state_wherever_it_sits_now(ranks: Pool, tmp_pa
 
 
 @pytest.mark.parametrize("parts", [[0, 0], [0, 1, 2], [1, 2]])
-def test_another_number_of_stages_is_an_error(
-    ranks: Pool, tmp_path: Path, parts: list[int]
-) -> None:
+def test_another_stage_count_is_an_error(ranks: Pool, tmp_path: Path, parts: list[int]) -> None:
     ranks.run(save_with_parts, str(tmp_path), [0, 1], size=2)
     fact, args = "pipeline stages [0, 1], but", (load_with_parts, str(tmp_path), parts)
     ranks.raise_alike("CheckpointMismatch", fact, *args, size=len(parts))
@@ -247,9 +241,7 @@ CAUSES = {
 @pytest.mark.fault("a full disk")
 @pytest.mark.parametrize("where", BROKEN)
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_failure_on_one_rank_is_an_error_on_all_and_training_goes_on(
-    ranks: Pool, tmp_path: Path, victim: int, where: str
-) -> None:
+def test_failure_on_one_is_of_all(ranks: Pool, tmp_path: Path, victim: int, where: str) -> None:
     answers = ranks.run(fail_then_save, str(tmp_path), victim, where, size=3)
     assert len({text for text, *_ in answers}) == 1
     # ranks 0 and 2 share a directory
@@ -303,9 +295,7 @@ def hung(rank: int, size: int, root: str, where: str) -> tuple[str, bool]:
 
 @pytest.mark.fault("a directory that is read-only, vanishes or hangs")
 @pytest.mark.parametrize("where", ["fsync", "rename"])
-def test_a_disk_that_hangs_is_an_error_on_all_within_the_time_out(
-    ranks: Pool, tmp_path: Path, where: str
-) -> None:
+def test_disk_that_hangs_is_an_error_on_all(ranks: Pool, tmp_path: Path, where: str) -> None:
     for text, good in ranks.run(hung, str(tmp_path), where, size=2):
         assert f"failed on rank 1: it made no progress for {LIMIT_S:g} s" in text
         assert good

@@ -74,9 +74,7 @@ def test_the_network_of_a_rank_is_cut(
 @pytest.mark.slow  # a time-out that a loaded machine keeps
 @needs_netns
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_new_process_group_trains_on_in_the_same_processes_once_the_network_is_back(
-    victim: int,
-) -> None:
+def test_new_process_group_trains_on_in_the_same_processes_after_the_network(victim: int) -> None:
     with network(3, Link.parse("100mbit")) as net:
         there = net.namespace_fds
         with trainees("again", 3, TIMEOUT_S, address=net.addresses[0], namespaces=there) as job:

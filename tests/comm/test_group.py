@@ -30,9 +30,7 @@ def gather_bytes(rank: int, size: int, payloads: list[bytes]) -> tuple[list[byte
 
 
 @pytest.mark.parametrize("payloads", [[b"same", b"same", b"same"], [b"a", b"bbb", b""]])
-def test_gather_bytes_brings_every_payload_to_every_rank(
-    ranks: Pool, payloads: list[bytes]
-) -> None:
+def test_gather_bytes_brings_all_payloads_to_all_ranks(ranks: Pool, payloads: list[bytes]) -> None:
     assert [got for got, _ in ranks.run(gather_bytes, payloads, size=3)] == [payloads] * 3
 
 
@@ -134,9 +132,7 @@ def user_collectives_interleave(rank: int, size: int) -> list[bytes]:
         lambda model, sgd: tw.optim.DGCMomentum(model.parameters(), 0.1, min_numel=1).step(),
     ],
 )
-def test_ranks_that_train_every_for_itself_are_warned(
-    set_up: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_train_alone_are_warned(set_up: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that forgot init_process_group."""
     model = torch.nn.Linear(2, 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -202,9 +198,7 @@ def disagree(rank: int, size: int, facts: list[object]) -> None:
         ([1, True, 1], "settings differs: rank 0 has 1, rank 1 has True"),
     ],
 )
-def test_the_first_difference_is_named_on_every_rank(
-    ranks: Pool, facts: list[object], text: str
-) -> None:
+def test_first_difference_is_named_everywhere(ranks: Pool, facts: list[object], text: str) -> None:
     answers = ranks.run(disagree, facts, size=3, expect_errors=True)
     assert {(a.type_name, a.text) for a in answers} == {("Mismatch", answers[0].text)}
     assert text in answers[0].text
@@ -237,9 +231,7 @@ def die_or_join(rank: int, size: int, how: int) -> None:
 
 @pytest.mark.fault("a rank comes too late")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_rank_that_does_not_come_to_the_making_of_the_group_is_distinguished(
-    ranks: Pool, how: int
-) -> None:
+def test_rank_that_does_not_come_to_the_group_is_distinguished(ranks: Pool, how: int) -> None:
     answers = ranks.run(die_or_join, how, size=3, group_timeout_s=60, expect_errors=True)
     for answer in (answers[0], answers[2]):
         assert isinstance(answer, Raised)

@@ -30,7 +30,5 @@ def test_a_restart_that_is_likely_to_fail_is_warned_of_once(ranks: Pool) -> None
     "other",
     [{"RANK": "1"}, {"TORCHELASTIC_MAX_RESTARTS": "0"}, {"TORCHELASTIC_USE_AGENT_STORE": "False"}],
 )
-def test_nothing_is_reported_where_there_is_nothing_to_do(
-    ranks: Pool, other: dict[str, str]
-) -> None:
+def test_nothing_is_reported_where_nothing_is_to_do(ranks: Pool, other: dict[str, str]) -> None:
     assert ranks.run(texts_of, {**MAY_FAIL, **other}) == [[], []]

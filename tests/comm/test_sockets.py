@@ -56,9 +56,7 @@ def test_over_ipv6_too() -> None:
 
 
 @pytest.mark.usefixtures("usual_time_out")
-def test_time_out_of_a_script_changes_no_existing_socket(
-    pair: tuple[socket.socket, socket.socket],
-) -> None:
+def test_time_out_changes_no_existing_socket(pair: tuple[socket.socket, socket.socket]) -> None:
     for end in pair:
         end.setblocking(True)
     connections()

@@ -61,9 +61,7 @@ def averaged(rank: int, size: int, named: str) -> tuple[float, Counter[int]]:
 
 
 @pytest.mark.parametrize("named", ["", "other", "gloo"])
-def test_local_updates_travel_by_gloo_unless_the_user_names_a_group(
-    ranks: Pool, named: str
-) -> None:
+def test_local_updates_travel_by_gloo_unless_users_name_a_group(ranks: Pool, named: str) -> None:
     for mean, calls in ranks.run(averaged, named, backend="other"):
         assert mean == pytest.approx(-1.0)
         assert bool(calls) == (named == "other")
@@ -127,9 +125,7 @@ def stops(rank: int, size: int, how: int) -> None:
         pytest.param(signal.SIGSTOP, "PeerStalled", marks=pytest.mark.slow),
     ],
 )
-def test_a_busy_rank_is_awaited_and_a_dead_one_named_whatever_the_backend_is(
-    ranks: Pool, how: int, kind: str
-) -> None:
+def test_busy_rank_is_awaited_and_a_dead_one_named(ranks: Pool, how: int, kind: str) -> None:
     answers = ranks.run(stops, how, size=3, expect_errors=True, backend="other")
     assert isinstance(answers[1], Lost | None)
     for answer in (answers[0], answers[2]):

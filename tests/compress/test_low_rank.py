@@ -154,9 +154,7 @@ def long_training(rank: int, size: int, steps: int, buckets: int) -> tuple[float
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("steps", "buckets"), [(500, 1), (100, 10)])
-def test_four_ranks_have_the_same_bits_after_many_steps(
-    ranks: Pool, steps: int, buckets: int
-) -> None:
+def test_four_ranks_have_same_bits_after_many_steps(ranks: Pool, steps: int, buckets: int) -> None:
     answers = ranks.run(long_training, steps, buckets, size=4, timeout_s=300)
     assert len({answer[2] for answer in answers}) == 1
     assert all(last < 0.5 * first for first, last, _ in answers)

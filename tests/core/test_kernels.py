@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.api import (
-    Fold,
-    commit_list_,
-    numba_body,
-    propose_list,
-    reference,
-    threads,
-)
+from tests.api import Fold, commit_list_, numba_body, propose_list, reference, threads
 from tests.precision import assert_same_bits
 from thinwire import kernels
 

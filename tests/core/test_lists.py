@@ -5,28 +5,7 @@ import inspect
 import pytest
 import torch
 
-from tests.api import (
-    HEADER_BYTES,
-    VALUE_BITS,
-    Fold,
-    FoldRule,
-    Kernels,
-    Layout,
-    Slot,
-    codes,
-    commit_,
-    commit_list_,
-    has_address,
-    message_pack,
-    message_unpack,
-    numba_body,
-    propose,
-    propose_list,
-    reference,
-    share_memory,
-    sum_sparse,
-    threads,
-)
+from tests import api
 from tests.precision import same_bits
 from thinwire.errors import PayloadCorrupt
 
@@ -37,8 +16,8 @@ SIZES = [1, 2, 63, 64, 65, 129, 1000, 8193, 29_000, 70_000]
 @pytest.fixture(params=[1, 3])
 def few_threads(request, monkeypatch):
     """Small parts, so that small tensors are cut and shared out as large ones are."""
-    monkeypatch.setattr(threads, "SMALLEST", 64)
-    monkeypatch.setattr(numba_body, "_SMALLEST_ROOM", 1)
+    monkeypatch.setattr(api.threads, "SMALLEST", 64)
+    monkeypatch.setattr(api.numba_body, "_SMALLEST_ROOM", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
 
 
@@ -59,7 +38,7 @@ def folds_of(state_dtype, grad_dtype, *, momentum, nesterov, seed=0):
         if place % 7 == 3:
             grad[numel // 2] = float("nan") if place % 2 else float("inf")
         folds.append(
-            Fold(
+            api.Fold(
                 grad, residual, buffer if momentum is not None else None, momentum or 0.0, nesterov
             )
         )
@@ -77,7 +56,7 @@ def copies(folds):
 
 
 def rule(fold):
-    return FoldRule(fold.momentum, fold.nesterov)
+    return api.FoldRule(fold.momentum, fold.nesterov)
 
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, False), (0.9, True), (None, False)])
@@ -92,12 +71,10 @@ def rule(fold):
     ],
 )
 @pytest.mark.usefixtures("few_threads")
-def test_a_list_is_proposed_and_committed_as_its_tensors_are(
-    state_dtype, grad_dtype, momentum, nesterov
-):
+def test_list_is_proposed_and_committed_as_its_tensors(state_dtype, grad_dtype, momentum, nesterov):
     folds, ks = folds_of(state_dtype, grad_dtype, momentum=momentum, nesterov=nesterov)
-    many = propose_list(folds, ks)
-    one_by_one = [propose(*fold[:3], k, rule(fold)) for fold, k in zip(folds, ks, strict=True)]
+    many = api.propose_list(folds, ks)
+    one_by_one = [api.propose(*fold[:3], k, rule(fold)) for fold, k in zip(folds, ks, strict=True)]
     for mine, other in zip(many, one_by_one, strict=True):
         assert mine.finite == other.finite
         assert same_bits(mine.indices, other.indices)
@@ -107,9 +84,9 @@ def test_a_list_is_proposed_and_committed_as_its_tensors_are(
     folds = [folds[place] for place in places]
     sent = [(many[place].indices, many[place].values.float() * 1.01) for place in places]
     twins = copies(folds)
-    commit_list_(folds, sent, [77 * place for place in places])
+    api.commit_list_(folds, sent, [77 * place for place in places])
     for twin, part, place in zip(twins, sent, places, strict=True):
-        commit_(*twin[:3], *part, rule(twin), seed=77 * place)
+        api.commit_(*twin[:3], *part, rule(twin), seed=77 * place)
     for fold, twin in zip(folds, twins, strict=True):
         assert same_bits(fold.residual, twin.residual)
         assert fold[2] is None or same_bits(fold[2], twin[2])
@@ -130,8 +107,8 @@ def test_tensors_of_all_kinds_may_stand_in_one_list():
         for fold, k in pair
     ]
     folds, ks = map(list, zip(*mixed, strict=True))
-    for proposal, fold, k in zip(propose_list(folds, ks), folds, ks, strict=True):
-        other = propose(*fold[:3], k, rule(fold))
+    for proposal, fold, k in zip(api.propose_list(folds, ks), folds, ks, strict=True):
+        other = api.propose(*fold[:3], k, rule(fold))
         assert (proposal.finite, proposal.indices.tolist()) == (
             other.finite,
             other.indices.tolist(),
@@ -156,17 +133,17 @@ def test_steps_along_the_mean_equal_the_sparse_sum(dtype, sources):
     rates = [0.1 * (place + 1) for place in range(len(params))]
     expected = [param.clone() for param in params]
     for param, own, rate in zip(expected, parts, rates, strict=True):
-        touched, total = sum_sparse(own, dtype)
+        touched, total = api.sum_sparse(own, dtype)
         param[touched] -= total.div_(sources).mul_(rate)
-    numba_body.step_along_list_(params, parts, rates, sources)
+    api.numba_body.step_along_list_(params, parts, rates, sources)
     for param, other in zip(params, expected, strict=True):
         assert same_bits(param, other)
 
 
-@pytest.mark.parametrize("name", [name for name in vars(Kernels) if not name.startswith("_")])
+@pytest.mark.parametrize("name", [name for name in vars(api.Kernels) if not name.startswith("_")])
 def test_bodies_have_one_signature(name):
-    wanted = list(inspect.signature(getattr(Kernels, name)).parameters)[1:]
-    for body in (numba_body, reference):
+    wanted = list(inspect.signature(getattr(api.Kernels, name)).parameters)[1:]
+    for body in (api.numba_body, api.reference):
         assert list(inspect.signature(getattr(body, name)).parameters) == wanted
 
 
@@ -185,36 +162,38 @@ def parts_of(layout, generator, *, zeros):
 
 
 @pytest.mark.parametrize("part", ["", "a share"])
-@pytest.mark.parametrize("bits", VALUE_BITS)
+@pytest.mark.parametrize("bits", api.VALUE_BITS)
 @pytest.mark.usefixtures("few_threads")
 def test_numba_and_numpy_code_a_message_with_the_same_bits(bits, part, monkeypatch):
     slots = tuple(
-        Slot(numel, max(1, numel // divisor)) for numel in SIZES for divisor in (1, 3, 100)
+        api.Slot(numel, max(1, numel // divisor)) for numel in SIZES for divisor in (1, 3, 100)
     )
-    layout = Layout(slots, bits, part)
+    layout = api.Layout(slots, bits, part)
     for zeros in (False, True):
         parts, found = parts_of(layout, torch.Generator().manual_seed(bits), zeros=zeros), []
         for body in ("auto", "reference"):
             monkeypatch.setenv("THINWIRE_KERNELS", body)
-            message, sent = message_pack(layout, 3, 1, parts)
-            read = message_unpack(layout, message, step=3, bucket=1, source=0).parts
+            message, sent = api.message_pack(layout, 3, 1, parts)
+            read = api.message_unpack(layout, message, step=3, bucket=1, source=0).parts
             found.append([message, *sent, *(x for pair in read for x in pair)])
         assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("bits", [1, 4, 32])
 def test_numba_refuses_the_damaged_codes_that_numpy_refuses(bits):
-    layout = Layout(tuple(Slot(numel, max(1, numel // 50)) for numel in (60, 700, 3000)), bits)
+    layout = api.Layout(
+        tuple(api.Slot(numel, max(1, numel // 50)) for numel in (60, 700, 3000)), bits
+    )
     generator = torch.Generator().manual_seed(bits)
-    message, _ = message_pack(layout, 0, 0, parts_of(layout, generator, zeros=False))
+    message, _ = api.message_pack(layout, 0, 0, parts_of(layout, generator, zeros=False))
     refused = 0
     for _ in range(400):
-        at = int(torch.randint(HEADER_BYTES, layout.nbytes, (), generator=generator))
+        at = int(torch.randint(api.HEADER_BYTES, layout.nbytes, (), generator=generator))
         damaged = message.clone()
         damaged[at] = torch.randint(0, 256, (), generator=generator)
-        fast = numba_body.decode_slots(layout.slot_table, damaged.numpy(), bits)
+        fast = api.numba_body.decode_slots(layout.slot_table, damaged.numpy(), bits)
         try:
-            slow = codes.decode_slots(layout.slot_table, damaged.numpy(), bits)
+            slow = api.codes.decode_slots(layout.slot_table, damaged.numpy(), bits)
         except PayloadCorrupt:
             assert fast is None
             refused += 1
@@ -228,9 +207,9 @@ def test_numba_refuses_the_damaged_codes_that_numpy_refuses(bits):
 
 
 def test_parts_longer_than_their_slots_are_refused():
-    layout = Layout((Slot(9, 1),), 1)
+    layout = api.Layout((api.Slot(9, 1),), 1)
     with pytest.raises(ValueError, match="more entries than its slot"):
-        message_pack(layout, 0, 0, [(torch.tensor([1, 2]), torch.ones(2))])
+        api.message_pack(layout, 0, 0, [(torch.tensor([1, 2]), torch.ones(2))])
 
 
 def test_autograd_is_informed_of_hidden_changes():
@@ -238,27 +217,27 @@ def test_autograd_is_informed_of_hidden_changes():
     chosen = [(fold, k) for fold, k in zip(folds, ks, strict=True) if fold.grad.isfinite().all()]
     folds, ks = map(list, zip(*chosen, strict=True))
     before = [fold.residual._version for fold in folds]
-    proposals = propose_list(folds, ks)
-    commit_list_(folds, [(p.indices, p.values) for p in proposals], [0] * len(folds))
+    proposals = api.propose_list(folds, ks)
+    api.commit_list_(folds, [(p.indices, p.values) for p in proposals], [0] * len(folds))
     assert all(
         fold.residual._version > version for fold, version in zip(folds, before, strict=True)
     )
     params = [torch.zeros(fold.residual.numel()) for fold in folds]
-    numba_body.step_along_list_(
+    api.numba_body.step_along_list_(
         params, [[(p.indices, p.values)] for p in proposals], [0.1] * len(params), 1
     )
     assert all(param._version > 0 for param in params)
     assert all(fold.grad._version == 0 for fold in folds)
     target = torch.zeros(100, dtype=torch.bfloat16)
-    numba_body.store_(target, torch.ones(100), 0)
+    api.numba_body.store_(target, torch.ones(100), 0)
     assert target._version == 1
 
 
 def test_tensors_without_memory_or_in_the_memory_of_others_are_distinguished():
     whole = torch.zeros(10)
-    assert share_memory([whole[:6], whole[5:]])
-    assert not share_memory([whole[:5], whole[5:], torch.zeros(0)])
+    assert api.share_memory([whole[:6], whole[5:]])
+    assert not api.share_memory([whole[:5], whole[5:], torch.zeros(0)])
     freed = torch.zeros(10)
     freed.untyped_storage().resize_(0)
-    assert has_address(whole, torch.float32)
-    assert not has_address(freed, torch.float32)
+    assert api.has_address(whole, torch.float32)
+    assert not api.has_address(freed, torch.float32)

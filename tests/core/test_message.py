@@ -98,10 +98,7 @@ def test_ten_thousand_single_bit_flips_are_all_found(bits):
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
-    [
-        ({"step": 13}, "step 12 came, expected 13"),
-        ({"bucket": 4}, "bucket 3 came, expected 4"),
-    ],
+    [({"step": 13}, "step 12 came, expected 13"), ({"bucket": 4}, "bucket 3 came, expected 4")],
 )
 def test_message_of_another_sender_is_refused_with_the_expected_one(change, complaint):
     layout, _, message, _ = example()

@@ -15,9 +15,7 @@ def columns_of(rows: int, seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("rows", [[3], [1000, 3], [128, 70_001, 129, 4]])
-def test_columns_are_orthonormal_and_the_same_bits_on_any_number_of_threads(
-    rows: list[int],
-) -> None:
+def test_columns_are_orthonormal_and_same_bits_on_any_number_of_threads(rows: list[int]) -> None:
     given = [columns_of(n, seed) for seed, n in enumerate(rows)]
     before = torch.get_num_threads()
     found = []

@@ -24,9 +24,7 @@ def layout_of(slots: list[tuple[int, int]], bits: int = 32) -> Layout:
 
 @settings(max_examples=60, deadline=None)
 @given(SLOTS, st.integers(1, 40))
-def test_shares_cover_everything_once_and_have_room_enough(
-    slots: list[tuple[int, int]], sources: int
-) -> None:
+def test_shares_cover_everything_once_with_room(slots: list[tuple[int, int]], sources: int) -> None:
     plan = split_plan(layout_of(slots), sources)
     owners = {}
     for owner, (mine, first, second) in enumerate(

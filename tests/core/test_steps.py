@@ -8,18 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.api import (
-    LambRule,
-    LarsRule,
-    OuterRule,
-    TrustRule,
-    compiled_steps,
-    lamb_,
-    lars_,
-    numba_body,
-    outer_step_,
-    threads,
-)
+from tests import api
 from tests.precision import assert_same_bits
 from thinwire import optim
 
@@ -132,19 +121,21 @@ def assert_the_way_changes_nothing(on_threads, work, lists):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("decay", "trust"), [(0.01, TrustRule()), (0.0, TrustRule(low=0.9, high=1.1))]
+    ("decay", "trust"), [(0.01, api.TrustRule()), (0.0, api.TrustRule(low=0.9, high=1.1))]
 )
 def test_lamb(kind, dtype, decay, trust, on_threads):
-    rule = LambRule(0.1, 0.9, 0.99, 1e-6, decay, 3, trust)
+    rule = api.LambRule(0.1, 0.9, 0.99, 1e-6, decay, 3, trust)
     lists = [
         tensors(kind, dtype, 0),
         tensors(kind, dtype, 1),
         tensors(kind, dtype, 2),
         squares(kind, dtype, 3),
     ]
-    assert_the_way_changes_nothing(on_threads, lambda *each: numba_body.lamb_(*each, rule), lists)
+    assert_the_way_changes_nothing(
+        on_threads, lambda *each: api.numba_body.lamb_(*each, rule), lists
+    )
     moved = clones(lists)
-    ratios = numba_body.lamb_(*moved, rule)
+    ratios = api.numba_body.lamb_(*moved, rule)
     assert_lamb(lists, moved, ratios, decay, trust)
 
 
@@ -155,11 +146,11 @@ def test_lamb(kind, dtype, decay, trust, on_threads):
     [("none", 0.01, 0.0), ("plain", 0.01, 0.5), ("nesterov", 0.01, 0.0), ("plain", 0.0, 0.0)],
 )
 def test_lars(kind, dtype, momentum, decay, eps, on_threads):
-    rule = LarsRule(0.1, 0.9, momentum == "nesterov", TrustRule(0.02, decay, eps))
+    rule = api.LarsRule(0.1, 0.9, momentum == "nesterov", api.TrustRule(0.02, decay, eps))
     lists = [tensors(kind, dtype, seed) for seed in range(3)]
 
     def work(p, g, b):
-        return numba_body.lars_(p, g, None if momentum == "none" else b, rule)
+        return api.numba_body.lars_(p, g, None if momentum == "none" else b, rule)
 
     assert_the_way_changes_nothing(on_threads, work, lists)
     moved = clones(lists)
@@ -169,7 +160,7 @@ def test_lars(kind, dtype, momentum, decay, eps, on_threads):
 
 def test_a_plain_outer_step_is_the_change_itself():
     change = torch.ones(2)
-    assert outer_step_(change, None, OuterRule()) is change
+    assert api.outer_step_(change, None, api.OuterRule()) is change
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -180,12 +171,12 @@ def test_the_readable_twins_agree(dtype):
     v = [t.square() for t in b]
     tolerance = 1e-5 if dtype == torch.float32 else 1e-13
     lamb, lars = (
-        LambRule(0.1, 0.9, 0.99, 1e-6, 0.01, 3, TrustRule()),
-        LarsRule(0.1, 0.9, True, TrustRule(0.02, 0.01)),
+        api.LambRule(0.1, 0.9, 0.99, 1e-6, 0.01, 3, api.TrustRule()),
+        api.LarsRule(0.1, 0.9, True, api.TrustRule(0.02, 0.01)),
     )
     for fast_, slow_, lists, rule in (
-        (numba_body.lamb_, lamb_, (p, g, m, v), lamb),
-        (numba_body.lars_, lars_, (p, g, b), lars),
+        (api.numba_body.lamb_, api.lamb_, (p, g, m, v), lamb),
+        (api.numba_body.lars_, api.lars_, (p, g, b), lars),
     ):
         fast, slow = clones(lists), clones(lists)
         ratios = fast_(*fast, rule)
@@ -203,7 +194,9 @@ def test_norms_that_float32_cannot_have_give_the_right_ratio():
             [torch.zeros(2000)],
             [torch.zeros(2000)],
         )
-        ratio = numba_body.lamb_(p, g, m, v, LambRule(0.0, 0.9, 0.99, 1e-6, 0.0, 1, TrustRule()))
+        ratio = api.numba_body.lamb_(
+            p, g, m, v, api.LambRule(0.0, 0.9, 0.99, 1e-6, 0.0, 1, api.TrustRule())
+        )
         assert float(ratio) == pytest.approx(size, rel=1e-5)
 
 
@@ -211,9 +204,9 @@ def test_a_nan_stays_in_its_tensor_and_its_ratio_is_one():
     lists = [tensors("random", torch.float32, seed, [40, 40]) for seed in range(3)]
     lists[1][0][7] = math.nan
     twins = clones(lists)
-    rule = LarsRule(0.1, 0.9, False, TrustRule(0.02, 0.01))
-    ratios = numba_body.lars_(*lists, rule)
-    slow = [lars_(*each, rule) for each in zip(*twins, strict=True)]
+    rule = api.LarsRule(0.1, 0.9, False, api.TrustRule(0.02, 0.01))
+    ratios = api.numba_body.lars_(*lists, rule)
+    slow = [api.lars_(*each, rule) for each in zip(*twins, strict=True)]
     assert float(ratios[0]) == float(slow[0]) == 1.0
     for a, b in zip(itertools.chain(*lists), itertools.chain(*twins), strict=True):
         assert torch.equal(a.isnan(), b.isnan())
@@ -237,11 +230,11 @@ class Strange(torch.Tensor):
 )
 def test_tensors_without_plain_addresses_are_left_to_torch(other, monkeypatch):
     plain = torch.zeros(4)
-    assert compiled_steps([plain], [torch.nn.Parameter(plain)]) is numba_body
-    assert compiled_steps([other], [plain]) is None
-    assert compiled_steps([plain, plain], [plain, other]) is None
+    assert api.compiled_steps([plain], [torch.nn.Parameter(plain)]) is api.numba_body
+    assert api.compiled_steps([other], [plain]) is None
+    assert api.compiled_steps([plain, plain], [plain, other]) is None
     monkeypatch.setenv("THINWIRE_KERNELS", "reference")
-    assert compiled_steps([plain]) is None
+    assert api.compiled_steps([plain]) is None
 
 
 @pytest.mark.parametrize("make", [optim.Lamb, lambda params: optim.Lars(params, lr=0.1)])
@@ -282,12 +275,12 @@ def test_works_one_after_another_all_run_and_errors_come_last(monkeypatch):
             if i == 4:
                 raise ValueError("number four")
 
-        threads.run_all([lambda i=i: work(i) for i in range(4)])
+        api.threads.run_all([lambda i=i: work(i) for i in range(4)])
         assert sorted(done) == [0, 1, 2, 3]
         with pytest.raises(ValueError, match="number four"):
-            threads.run_all([lambda i=i: work(i) for i in range(9)])
+            api.threads.run_all([lambda i=i: work(i) for i in range(9)])
         seen = len(done)
-        threads.run_all([])
+        api.threads.run_all([])
         assert len(done) == seen
 
 
@@ -311,5 +304,5 @@ def test_state_of_another_size_is_refused_before_anything_is_written(make):
 def test_parameters_in_one_memory_are_left_to_torch():
     whole = torch.zeros(100)
     apart = [torch.zeros(50), torch.zeros(50)]
-    assert compiled_steps(apart, apart) is not None
-    assert compiled_steps([whole[:60], whole[40:]], apart) is None
+    assert api.compiled_steps(apart, apart) is not None
+    assert api.compiled_steps([whole[:60], whole[40:]], apart) is None

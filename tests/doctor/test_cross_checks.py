@@ -102,9 +102,7 @@ def test_path_of_a_machine_with_unseen_interfaces() -> None:
     ("one", "several", "control", "level"),
     [(1e6, 5e6, "cubic", "note"), (1e6, 5e6, "bbr", "ok"), (4e6, 5e6, "cubic", "ok")],
 )
-def test_a_line_that_one_connection_leaves_free_is_a_note_with_advice(
-    one: float, several: float, control: str, level: str
-) -> None:
+def test_line_not_filled_is_a_note(one: float, several: float, control: str, level: str) -> None:
     line, other = Line(one, several, 16, 0.002, control), Line(9e6, 9e6, 16, 0.0, control)
     reports = replace(reports_of(rank_of(0), rank_of(1)), lines=((0, 1, other), (1, 0, line)))
     (finding,) = (one for one in cross_findings(reports) if one.check == "line")

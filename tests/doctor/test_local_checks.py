@@ -6,31 +6,19 @@ from dataclasses import asdict
 
 import pytest
 
-from tests.api import (
-    Finding,
-    Interface,
-    Machine,
-    as_text,
-    document,
-    has_remote_ranks,
-    machine_findings,
-    meeting_point,
-    note,
-    ok,
-    wrong,
-)
+from tests import api
 from tests.doctor.machines import LOOPBACK, made_up
 
 DEBUG = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-DOCKER = Interface("docker0", 1500, True, ("172.17.0.1",))
+DOCKER = api.Interface("docker0", 1500, True, ("172.17.0.1",))
 
 
-def of(check: str, machine: Machine, **where: object) -> list[Finding]:
-    return [one for one in machine_findings(machine, **where) if one.check == check]  # type: ignore[arg-type]
+def of(check: str, machine: api.Machine, **where: object) -> list[api.Finding]:
+    return [one for one in api.machine_findings(machine, **where) if one.check == check]  # type: ignore[arg-type]
 
 
 def test_nothing_is_wrong_on_a_machine_that_is_right() -> None:
-    assert {one.level for one in machine_findings(made_up(), others=True)} == {"ok"}
+    assert {one.level for one in api.machine_findings(made_up(), others=True)} == {"ok"}
 
 
 @pytest.mark.parametrize(("others", "level"), [(None, "note"), (True, "wrong"), (False, "ok")])
@@ -86,42 +74,44 @@ def test_surprising_setup_is_a_note(
 
 def test_listening_addresses_are_reported() -> None:
     told = ("10.0.0.1:29400: pid 7 (thinwire host)", "[fd00::1]:29400: pid 8 (x)")
-    assert of("listeners", made_up(outward=told))[1] == ok(
+    assert of("listeners", made_up(outward=told))[1] == api.ok(
         "listeners", f"on one address: {'; '.join(told)}"
     )
 
 
 def test_time_outs_in_the_environment_are_reported() -> None:
     machine = made_up(environment={"NCCL_IB_TIMEOUT": "22"})
-    assert of("time-outs", machine) == [ok("time-outs", "NCCL_IB_TIMEOUT=22")]
+    assert of("time-outs", machine) == [api.ok("time-outs", "NCCL_IB_TIMEOUT=22")]
 
 
 def test_a_machine_travels_as_json() -> None:
-    machine = Machine.look()
-    assert Machine.of_row(json.loads(json.dumps(asdict(machine)))) == machine
+    machine = api.Machine.look()
+    assert api.Machine.of_row(json.loads(json.dumps(asdict(machine)))) == machine
     with pytest.raises(TypeError):
-        Machine.of_row({"host": "vm"})
+        api.Machine.of_row({"host": "vm"})
 
 
 def test_torch_is_asked_which_address_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    machine = Machine.look()
+    machine = api.Machine.look()
     assert (machine.gloo, machine.gloo_error) == (("127.0.0.1",), "")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such")
-    machine = Machine.look()
+    machine = api.Machine.look()
     assert machine.gloo == ()
     assert machine.gloo_error == "Unable to find address for: no-such"
 
 
-def meeting(host: str, port: object, *, started: bool = False) -> Finding:
+def meeting(host: str, port: object, *, started: bool = False) -> api.Finding:
     environment = {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
-    return meeting_point(environment, ("127.0.0.1",), 0.3, started=started)
+    return api.meeting_point(environment, ("127.0.0.1",), 0.3, started=started)
 
 
 def test_the_meeting_point_is_tried() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert meeting("127.0.0.1", port, started=True) == ok("store", f"127.0.0.1:{port} answers")
+        assert meeting("127.0.0.1", port, started=True) == api.ok(
+            "store", f"127.0.0.1:{port} answers"
+        )
     free = meeting("127.0.0.1", port)
     assert free.level == "ok"
     assert "the port is free" in free.found
@@ -154,17 +144,21 @@ def test_one_that_is_on_another_machine_may_not_be_there_yet() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     environment = {"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": str(port)}
-    assert meeting_point(environment, (), 0.3, started=False).level == "ok"
-    assert has_remote_ranks("127.0.0.2", ()) is None
-    assert has_remote_ranks("10.9.8.7", ("10.9.8.6",)) is True
-    assert has_remote_ranks("10.9.8.7", ("10.9.8.7",)) is None
-    assert has_remote_ranks("", ()) is None
+    assert api.meeting_point(environment, (), 0.3, started=False).level == "ok"
+    assert api.has_remote_ranks("127.0.0.2", ()) is None
+    assert api.has_remote_ranks("10.9.8.7", ("10.9.8.6",)) is True
+    assert api.has_remote_ranks("10.9.8.7", ("10.9.8.7",)) is None
+    assert api.has_remote_ranks("", ()) is None
 
 
 def test_text_has_the_errors_and_data_has_everything() -> None:
-    found = [ok("one", "fine"), note("two", "x " * 80, "do this"), wrong("three", "bad", "mend")]
-    assert as_text(found, quiet=True).split() == ["wrong", "three", "bad", "->", "mend"]
-    told = document("title", found, 1.234)
+    found = [
+        api.ok("one", "fine"),
+        api.note("two", "x " * 80, "do this"),
+        api.wrong("three", "bad", "mend"),
+    ]
+    assert api.as_text(found, quiet=True).split() == ["wrong", "three", "bad", "->", "mend"]
+    told = api.document("title", found, 1.234)
     assert (told["title"], told["status"], told["seconds"]) == ("title", 1, 1.23)
     assert list(told["findings"][2].values()) == ["wrong", "three", "bad", "mend"]
-    assert document("title", found[:2], 0)["status"] == 0
+    assert api.document("title", found[:2], 0)["status"] == 0

@@ -23,16 +23,7 @@ from tests.ranks import Pool
 from tests.toys import engine_of
 from tests.waiting import time_out, until
 
-__all__ = [
-    "TIMEOUT_S",
-    "alike",
-    "blackhole",
-    "over_lines",
-    "state",
-    "traffic",
-    "trained",
-    "wide",
-]
+__all__ = ["TIMEOUT_S", "alike", "blackhole", "over_lines", "state", "traffic", "trained", "wide"]
 
 TIMEOUT_S = time_out(6.0)
 

@@ -25,12 +25,7 @@ NEVER = {("dense", "second sending"), ("local", "second sending")}
 
 
 def train(
-    rank: int,
-    size: int,
-    way: str,
-    fault: Fault | None,
-    port: int = 0,
-    timeout: float = TIMEOUT_S,
+    rank: int, size: int, way: str, fault: Fault | None, port: int = 0, timeout: float = TIMEOUT_S
 ) -> Seen:
     """Train to step `LAST` or to the first error; `port`: over a store that rank 0 hosts there."""
     if port:
@@ -180,9 +175,7 @@ def flipped(rank: int, size: int, bit: int) -> Seen:
 
 @pytest.mark.fault("one bit flipped in a message")
 @pytest.mark.parametrize("bit", [0, 31, 32, 42, 63, 100, 191])
-def test_a_bit_that_flips_in_the_header_of_an_agreement_is_refused_at_once(
-    ranks: Pool, bit: int
-) -> None:
+def test_bit_that_flips_in_the_header_of_an_agreement_is_refused(ranks: Pool, bit: int) -> None:
     """Nobody waits for the time-out. Ranks that have this vote make the update before the error."""
     answers = ranks.run(flipped, bit, size=3, expect_errors=True)
     for answer in answers:

@@ -83,9 +83,7 @@ def test_two_halves_without_a_way_between_them_both_stop(ranks: Pool, tmp_path: 
 @pytest.mark.fault("two halves without a way between them")
 @needs_netns
 @pytest.mark.parametrize("later_s", [n / 500 for n in range(12)])
-def test_two_halves_that_part_in_mid_step_both_stop(
-    ranks: Pool, tmp_path: Path, later_s: float
-) -> None:
+def test_halves_that_part_in_a_step_both_stop(ranks: Pool, tmp_path: Path, later_s: float) -> None:
     """If one half heard the last agreement, they stop an update apart; each says what moved."""
 
     def later(net: Network) -> None:
@@ -117,9 +115,7 @@ def test_line_fifty_times_slower_counts_bytes_on_the_wire(ranks: Pool, tmp_path:
 @pytest.mark.slow
 @pytest.mark.fault("50 ms one way")
 @needs_netns
-def test_a_step_over_a_late_line_takes_as_many_round_trips_as_it_has_exchanges(
-    ranks: Pool, tmp_path: Path
-) -> None:
+def test_step_over_a_late_line_takes_a_round_trip_an_exchange(ranks: Pool, tmp_path: Path) -> None:
     """50 ms one way: one message a bucket and two agreements, and a part for the work."""
     link = Link.parse("100mbit", latency="50ms")
     strategy = {"dgc": tw.DGC(sparsity=(0.999,))}

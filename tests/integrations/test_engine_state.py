@@ -59,9 +59,7 @@ def goes_on(rank: int, size: int, folder: Path, state: dict[str, Any] | None) ->
     return begun, part.state_dict()
 
 
-def test_a_framework_that_was_killed_before_it_wrote_goes_on_where_it_was(
-    ranks: Pool, tmp_path: Path
-) -> None:
+def test_framework_killed_before_it_wrote_goes_on_where_it_was(ranks: Pool, tmp_path: Path) -> None:
     begun, first = ranks.run(goes_on, tmp_path, None)[0]
     assert begun == 0
     begun, lost = ranks.run(goes_on, tmp_path, first)[0]

@@ -10,16 +10,7 @@ import pytest
 import thinwire as tw
 from tests.integrations.frameworks import FRAMEWORKS
 from tests.integrations.packages import needs
-from tests.integrations.task import (
-    STRATEGIES,
-    Plan,
-    Trained,
-    adamw,
-    dgc,
-    equal,
-    lamb,
-    sgd,
-)
+from tests.integrations.task import STRATEGIES, Plan, Trained, adamw, dgc, equal, lamb, sgd
 from tests.ranks import Pool
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(240)]
@@ -92,9 +83,7 @@ def own(rank: int, size: int, framework: str, plan: Plan, folder: Path) -> Train
 
 
 @pytest.mark.parametrize(("framework", "plan"), rows(PLANS))
-def test_training_in_a_framework_equals_a_plain_loop(
-    ranks: Pool, tmp_path: Path, framework: str, plan: Plan
-) -> None:
+def test_framework_is_a_plain_loop(ranks: Pool, tmp_path: Path, framework: str, plan: Plan) -> None:
     first, second = ranks.run(trained, framework, plan, tmp_path, timeout_s=120)
     plain, _ = ranks.run(own, framework, plan, tmp_path, timeout_s=120)
     assert equal(first.parameters, second.parameters)
@@ -111,9 +100,7 @@ def test_training_in_a_framework_equals_a_plain_loop(
 
 
 @pytest.mark.parametrize(("framework", "plan"), rows(OF_RESUMED))
-def test_training_that_resumes_in_a_framework_equals_the_uninterrupted(
-    ranks: Pool, tmp_path: Path, framework: str, plan: Plan
-) -> None:
+def test_training_resumes_alike(ranks: Pool, tmp_path: Path, framework: str, plan: Plan) -> None:
     whole = ranks.run(trained, framework, plan, tmp_path, timeout_s=120)
     again = ranks.run(trained, framework, replace(plan, seed=7), tmp_path, True, timeout_s=120)
     for one, other in zip(whole, again, strict=True):
@@ -145,9 +132,7 @@ def test_training_that_resumes_in_a_framework_equals_the_uninterrupted(
         if advice
     ],
 )
-def test_setting_of_the_trainer_itself_is_refused(
-    framework: str, field: str, config: Any, advice: str
-) -> None:
+def test_trainer_setting_is_refused(framework: str, field: str, config: Any, advice: str) -> None:
     callback = import_module(f"thinwire.integrations.{framework}").ThinwireCallback
     with pytest.raises(tw.StrategyError, match=rf"{field}: use .*{advice}"):
         callback(tw.DistributedStrategy(**{field: config}))

@@ -150,9 +150,7 @@ def after_an_exception(rank: int, size: int, folder: Path, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["local", "low_rank", "localsgd"])
-def test_a_checkpoint_of_an_exception_is_no_beginning(
-    ranks: Pool, tmp_path: Path, method: str
-) -> None:
+def test_checkpoint_of_an_exception_is_no_start(ranks: Pool, tmp_path: Path, method: str) -> None:
     ranks.raise_alike(
         "CheckpointMissing", "saved after an exception", after_an_exception, tmp_path, method
     )
@@ -220,9 +218,7 @@ def after_the_fit(rank: int, size: int, folder: Path) -> tuple[int, int, bool]:
         return end, seen[0], bool(list(folder.glob("final.ckpt.0.*")))
 
 
-def test_local_updates_go_on_from_a_checkpoint_of_after_the_fit(
-    ranks: Pool, tmp_path: Path
-) -> None:
+def test_local_updates_go_on_from_a_checkpoint_after_the_fit(ranks: Pool, tmp_path: Path) -> None:
     assert ranks.run(after_the_fit, tmp_path) == [(4 * STEPS, 4 * STEPS, True)] * 2
 
 
@@ -240,9 +236,7 @@ def fits_again(rank: int, size: int, folder: Path) -> list[int]:
         return [len(student.losses), part.engine.step]
 
 
-def test_a_fit_after_a_validation_of_a_checkpoint_is_none_that_resumes(
-    ranks: Pool, tmp_path: Path
-) -> None:
+def test_fit_after_validation_of_a_checkpoint_does_not_resume(ranks: Pool, tmp_path: Path) -> None:
     for losses, engine_step in ranks.run(fits_again, tmp_path):
         assert losses == 5 * STEPS
         assert engine_step == STEPS

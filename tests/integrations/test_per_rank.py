@@ -69,9 +69,7 @@ def on_fewer(rank: int, size: int, saved: dict[str, Any], folder: str) -> list[t
 
 
 @pytest.mark.parametrize("size", [0, 1, 3])
-def test_another_number_of_ranks_keeps_the_mean_of_the_residuals(
-    ranks: Pool, size: int, tmp_path: Path
-) -> None:
+def test_another_number_of_ranks_keeps_the_mean(ranks: Pool, size: int, tmp_path: Path) -> None:
     """And so the update that was still pending; the same number gets its own back."""
     folder = str(tmp_path / "new" / "folder")
     first, second = ranks.run(there_and_back, folder)
@@ -112,9 +110,7 @@ def test_values_without_a_mean_are_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", ["missing", "damaged", "of another save"])
-def test_a_file_that_does_not_belong_to_the_checkpoint_is_an_error(
-    tmp_path: Path, harm: str
-) -> None:
+def test_file_that_is_not_of_the_checkpoint_is_an_error(tmp_path: Path, harm: str) -> None:
     part = PerRankState(Box({"x": torch.ones(3)}), folder=tmp_path)
     saved = part.state_dict()
     [file] = tmp_path.iterdir()
@@ -135,9 +131,7 @@ def test_a_file_that_does_not_belong_to_the_checkpoint_is_an_error(
     assert box.value == "before"
 
 
-def test_a_framework_that_was_killed_before_it_wrote_goes_on_from_the_save_before(
-    tmp_path: Path,
-) -> None:
+def test_framework_killed_before_it_wrote_goes_on_from_the_save_before(tmp_path: Path) -> None:
     def begun(saved: dict[str, Any] | None = None) -> tuple[Box, PerRankState]:
         box = Box({"x": torch.zeros(3)})
         part = PerRankState(box, folder=tmp_path)

@@ -64,9 +64,7 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_pretraining_of_ranks_killed_and_restarted_ends_as_undisturbed(
-    data: Path, trained: Path, tmp_path: Path
-) -> None:
+def test_killed_pretraining_ends_as_undisturbed(data: Path, trained: Path, tmp_path: Path) -> None:
     command = torchrun(str(FOLDER / "train.py"), *arguments(data, tmp_path))
     with running(command, stdout=-1, text=True) as process:
         until(process, "step 8: ")
@@ -76,9 +74,7 @@ def test_pretraining_of_ranks_killed_and_restarted_ends_as_undisturbed(
     assert [parts[at]["validation"] for at in whole] == [at["validation"] for at in whole.values()]
 
 
-def test_pretraining_continues_as_one_member_joins_and_another_leaves(
-    data: Path, tmp_path: Path
-) -> None:
+def test_pretraining_continues_as_one_joins_and_another_leaves(data: Path, tmp_path: Path) -> None:
     words = ["--bfloat16", *arguments(data, tmp_path, steps=10_000, token=token_in(tmp_path))]
     with meeting_place() as address:
         command = [sys.executable, str(FOLDER / "train.py"), "--join", address, *words]

@@ -59,9 +59,7 @@ def on_fewer(rank: int, size: int, folder: Path, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["dgc", "localsgd"])
-def test_a_checkpoint_resumes_on_another_number_of_ranks(
-    ranks: Pool, tmp_path: Path, name: str
-) -> None:
+def test_checkpoint_resumes_on_another_number(ranks: Pool, tmp_path: Path, name: str) -> None:
     ranks.run(saved, tmp_path, name, {"save_strategy": "steps", "save_steps": 8}, timeout_s=120)
     [(found, steps)] = ranks.run(on_fewer, tmp_path, name, size=1)
     assert steps == len(found) == STEPS
@@ -108,9 +106,7 @@ EVALUATED = {
 
 
 @pytest.mark.parametrize("name", ["dgc", "localsgd"])
-def test_evaluation_and_last_checkpoint_see_the_final_parameters(
-    ranks: Pool, tmp_path: Path, name: str
-) -> None:
+def test_evaluation_sees_the_final_parameters(ranks: Pool, tmp_path: Path, name: str) -> None:
     first, second = ranks.run(saved, tmp_path, name, EVALUATED, timeout_s=120)
     assert first["noted"] == second["noted"]
     assert first["evaluations"] == second["evaluations"]
@@ -178,9 +174,7 @@ def interrupted(rank: int, size: int, folder: Path) -> Any:
     return losses(trainer), losses(undisturbed), trainer.args.max_grad_norm
 
 
-def test_a_training_after_one_that_ended_by_an_error_is_as_if_it_had_not_been(
-    ranks: Pool, tmp_path: Path
-) -> None:
+def test_training_after_a_failed_one_is_as_if_it_were_first(ranks: Pool, tmp_path: Path) -> None:
     for again, undisturbed, limit in ranks.run(interrupted, tmp_path, timeout_s=120):
         assert again == undisturbed
         assert limit == 0.05
@@ -230,9 +224,7 @@ def elsewhere(rank: int, size: int, folder: Path, how: str) -> None:
         ("without", "CheckpointMissing", "written with this callback"),
     ],
 )
-def test_a_checkpoint_without_this_state_is_an_error(
-    ranks: Pool, tmp_path: Path, how: str, kind: str, text: str
-) -> None:
+def test_absent_state_is_error(ranks: Pool, tmp_path: Path, how: str, kind: str, text: str) -> None:
     ranks.raise_alike(kind, text, elsewhere, tmp_path, how, timeout_s=120)
 
 

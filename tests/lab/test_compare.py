@@ -13,22 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.api import (
-    Bar,
-    Corpus,
-    Display,
-    Failure,
-    Job,
-    Recipe,
-    Results,
-    RunConfig,
-    Settings,
-    WorkerError,
-    choose,
-    compare,
-    comparison,
-    netns,
-)
+from tests import api
 from tests.lab.namespaces import namespace_of, needs_netns, processes_in
 from tests.lab.pooled import run_workers_in
 from tests.processes import alive, descendants, kill_all, ran
@@ -39,7 +24,7 @@ BAD = ("Raises", "Diverges", "Dies")
 Start = Callable[[list[str]], "subprocess.Popen[str]"]
 
 
-def settings(out: Path, **changes: Any) -> Settings:
+def settings(out: Path, **changes: Any) -> api.Settings:
     typed: dict[str, Any] = {
         "workers": 2,
         "link": "100mbit",
@@ -57,12 +42,12 @@ def settings(out: Path, **changes: Any) -> Settings:
     }
     if "task" in changes:  # which has a model and data of its own
         typed |= {"size": None, "batch": None}
-    return Settings.check(**{**typed, **changes})
+    return api.Settings.check(**{**typed, **changes})
 
 
-def compared(out: Path, **changes: Any) -> Results:
+def compared(out: Path, **changes: Any) -> api.Results:
     """What comes of a comparison on this machine, where nothing limits a link."""
-    return compare(settings(out, **{"link": "loopback", **changes}), Display())
+    return api.compare(settings(out, **{"link": "loopback", **changes}), api.Display())
 
 
 def command(out: Path, *more: str) -> list[str]:
@@ -138,13 +123,11 @@ def test_strategies_for_whole_models_are_refused_before_training(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("pooled")
-def test_without_permission_the_first_line_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_permission_a_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> int:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(netns, "new_namespace", refuse)
+    monkeypatch.setattr(api.netns, "new_namespace", refuse)
     results = compared(tmp_path, link="20mbit", steps=6)
     assert "NOT emulated" in results.headline
     assert "Operation not permitted" in results.headline
@@ -193,9 +176,9 @@ def test_strategy_files_take_part(tmp_path: Path) -> None:
 
 
 def test_settings_are_chosen_on_other_text_than_is_reported_on(tmp_path: Path) -> None:
-    corpus = Corpus(b"train", b"valid", b"held", 1, "a test")
+    corpus = api.Corpus(b"train", b"valid", b"held", 1, "a test")
     for tune, text in ((True, b"valid"), (False, b"held")):
-        files = comparison._write_corpus(corpus, tmp_path, tune=tune)
+        files = api.comparison._write_corpus(corpus, tmp_path, tune=tune)
         assert Path(files["held_out_file"]).read_bytes() == text
         assert Path(files["train_file"]).read_bytes() == b"train"
 
@@ -215,17 +198,17 @@ def test_a_failing_worker_is_named_and_nothing_is_left(tmp_path: Path) -> None:
 def test_measurements_before_a_failure_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_one = comparison._run
+    run_one = api.comparison._run
 
-    def first_fails(config: RunConfig, *rest: Any) -> dict[str, Any]:
+    def first_fails(config: api.RunConfig, *rest: Any) -> dict[str, Any]:
         if config.recipe.name == "dgc":
-            raise WorkerError("worker 1 failed: it was a test")
+            raise api.WorkerError("worker 1 failed: it was a test")
         return run_one(config, *rest)
 
-    monkeypatch.setattr(comparison, "_run", first_fails)
+    monkeypatch.setattr(api.comparison, "_run", first_fails)
     results = compared(tmp_path, strategies=["dgc", "dense"], steps=5)
     assert [run.strategy for run in results.strategies] == ["dense"]
-    assert results.failed == Failure("dgc", "worker 1 failed: it was a test")
+    assert results.failed == api.Failure("dgc", "worker 1 failed: it was a test")
     assert results.interrupted is None
 
 
@@ -234,21 +217,23 @@ def test_measurements_before_a_failure_are_kept(
 def test_a_strategy_that_raises_diverges_or_dies_does_not_stop_the_others(
     tmp_path: Path, ranks: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, in_pool = comparison.run_workers, run_workers_in(ranks)
+    real, in_pool = api.comparison.run_workers, run_workers_in(ranks)
 
-    def run_workers(job: Job, *rest: Any) -> Iterator[dict[str, Any]]:
+    def run_workers(job: api.Job, *rest: Any) -> Iterator[dict[str, Any]]:
         dies = job.config["recipe"]["name"] == "Dies"  # which a process can alone
         return (real if dies else in_pool)(job, *rest)
 
-    monkeypatch.setattr(comparison, "run_workers", run_workers)
-    (good,) = choose(["dense"])
+    monkeypatch.setattr(api.comparison, "run_workers", run_workers)
+    (good,) = api.choose(["dense"])
     bad = [
-        Recipe(name, "of the tests", f"tests.lab.bad_trainers:{name}", {"adamw": 0.01}, "nobody")
+        api.Recipe(
+            name, "of the tests", f"tests.lab.bad_trainers:{name}", {"adamw": 0.01}, "nobody"
+        )
         for name in BAD
     ]
     asked = replace(settings(tmp_path, link="loopback", steps=12), strategies=(*bad, good))
     kept: list[dict[str, Any]] = []
-    results = compare(asked, Display(), kept.append)
+    results = api.compare(asked, api.Display(), kept.append)
     assert kept == []  # nothing had finished before the last one
     assert [run.strategy for run in results.strategies] == ["dense"]
     why = {failure.strategy: failure.error for failure in results.failures}
@@ -259,9 +244,7 @@ def test_a_strategy_that_raises_diverges_or_dies_does_not_stop_the_others(
 
 
 @pytest.mark.slow
-def test_a_file_that_does_not_go_with_the_model_is_refused_before_anything_trains(
-    tmp_path: Path,
-) -> None:
+def test_file_that_does_not_go_with_the_model_is_refused_before_training(tmp_path: Path) -> None:
     bad, good = tmp_path / "bad.yaml", tmp_path / "good.yaml"
     bad.write_text('lamb: {exclude_from_weight_decay: ["*.bias"]}\n')
     good.write_text("gradient_merge: {k_steps: 2}\n")
@@ -380,7 +363,7 @@ class Running:
 @pytest.mark.usefixtures("pooled")
 def test_two_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:
     second = command(tmp_path, "--link", "loopback", "--strategies", "dense", "--steps", "4")
-    with comparison._work_folder(settings(tmp_path)) as work:
+    with api.comparison._work_folder(settings(tmp_path)) as work:
         (work / "mine").touch()
         refused = ran(second)
         assert refused.returncode == 2
@@ -417,10 +400,8 @@ def test_nothing_survives_a_command_that_is_ended(
 
 @pytest.mark.slow
 @pytest.mark.fault
-def test_a_silent_worker_is_not_waited_for_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(comparison, "_SHORTEST_TIMEOUT_S", 3.0)
+def test_silent_worker_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api.comparison, "_SHORTEST_TIMEOUT_S", 3.0)
     stopped: list[int] = []
 
     def stop_one(*_: object) -> None:
@@ -428,8 +409,8 @@ def test_a_silent_worker_is_not_waited_for_for_ever(
             stopped.append(workers_below(os.getpid())[-1])
             os.kill(stopped[0], signal.SIGSTOP)
 
-    monkeypatch.setattr(Bar, "update", stop_one)
-    with pytest.raises(WorkerError, match=r"worker \d failed: .*\n?.*Timed out"):
+    monkeypatch.setattr(api.Bar, "update", stop_one)
+    with pytest.raises(api.WorkerError, match=r"worker \d failed: .*\n?.*Timed out"):
         compared(tmp_path, steps=100_000)
     until(lambda: not alive(stopped[0]))
 

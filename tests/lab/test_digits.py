@@ -9,19 +9,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from tests.api import (
-    ConvolutionalNet,
-    ConvolutionSize,
-    RunConfig,
-    Setup,
-    build_trainer,
-    choose,
-    comparison,
-    read_digits,
-    rehearse,
-    size_of,
-    work_of,
-)
+from tests import api
 from tests.api import page_render as render
 from tests.lab.configs import config
 from tests.lab.test_compare import compared
@@ -35,14 +23,14 @@ def records(part: bytes) -> list[bytes]:
     return [part[i : i + RECORD] for i in range(0, len(part), RECORD)]
 
 
-def run_config(folder: Path, **fields: Any) -> RunConfig:
-    files = comparison._write_corpus(read_digits(), folder, tune=False)
-    return config(model=ConvolutionSize(4), batch=6, **files, **fields)
+def run_config(folder: Path, **fields: Any) -> api.RunConfig:
+    files = api.comparison._write_corpus(api.read_digits(), folder, tune=False)
+    return config(model=api.ConvolutionSize(4), batch=6, **files, **fields)
 
 
 def test_parts_are_fixed_and_have_every_digit_once() -> None:
-    found = read_digits()
-    assert found == read_digits()
+    found = api.read_digits()
+    assert found == api.read_digits()
     parts = [records(part) for part in (found.train, found.validation, found.held_out)]
     assert [len(part) for part in parts] == [1285, 256, 256]
     digits = load_digits()
@@ -62,16 +50,16 @@ def test_parts_are_fixed_and_have_every_digit_once() -> None:
     ("size", "wanted"), [("tiny", 1e5), ("small", 9e5), ("medium", 3.3e6), ("60k", 6e4)]
 )
 def test_sizes_mean_as_many_parameters_as_for_the_transformer(size: str, wanted: float) -> None:
-    shape = size_of("convolution", size)
-    assert isinstance(shape, ConvolutionSize)
-    parameters = sum(p.numel() for p in ConvolutionalNet(shape).parameters())
+    shape = api.size_of("convolution", size)
+    assert isinstance(shape, api.ConvolutionSize)
+    parameters = sum(p.numel() for p in api.ConvolutionalNet(shape).parameters())
     assert 0.85 * wanted < parameters < 1.15 * wanted
     assert 0.85 * parameters < shape.about_parameters < parameters
 
 
-def drawn(rank: int, size: int, run: RunConfig) -> tuple[list[list[int]], float, list[Any]]:
+def drawn(rank: int, size: int, run: api.RunConfig) -> tuple[list[list[int]], float, list[Any]]:
     """Classes of two batches, the loss of evaluation, and the first image with its class."""
-    work = work_of(run)
+    work = api.work_of(run)
     batches = [work.next_batch() for _ in range(2)]
     images, classes = batches[0]
     assert images.shape == (run.batch, 1, 8, 8)
@@ -86,29 +74,29 @@ def test_ranks_draw_their_own_digits_and_evaluate_together(ranks: Pool, tmp_path
     one, other = ranks.run(drawn, run, size=2)
     assert [one, other] == ranks.run(drawn, run, size=2)
     assert one[0] != other[0] != ranks.run(drawn, config_of_seed(run, 1), size=2)[1][0]
-    assert bytes(one[2]) in records(read_digits().train)
+    assert bytes(one[2]) in records(api.read_digits().train)
     # the whole held-out part, once, in one batch
-    held_out = torch.frombuffer(bytearray(read_digits().held_out), dtype=torch.uint8)
+    held_out = torch.frombuffer(bytearray(api.read_digits().held_out), dtype=torch.uint8)
     held_out = held_out.view(-1, RECORD)
     torch.manual_seed(run.seed)
-    model = ConvolutionalNet(ConvolutionSize(4)).eval()
+    model = api.ConvolutionalNet(api.ConvolutionSize(4)).eval()
     logits = model(held_out[:, :64].float().view(-1, 1, 8, 8) / 16)
     expected = torch.nn.functional.cross_entropy(logits, held_out[:, 64].long())
     assert one[1] == other[1] == pytest.approx(expected.item(), rel=1e-5)
 
 
-def config_of_seed(run: RunConfig, seed: int) -> RunConfig:
-    return RunConfig.from_dict({**asdict(run), "seed": seed})
+def config_of_seed(run: api.RunConfig, seed: int) -> api.RunConfig:
+    return api.RunConfig.from_dict({**asdict(run), "seed": seed})
 
 
-def statistics(rank: int, size: int, run: RunConfig) -> list[tuple[bool, list[float]]]:
+def statistics(rank: int, size: int, run: api.RunConfig) -> list[tuple[bool, list[float]]]:
     """After each step, whether ranks agree, and this rank's running means and variances."""
-    work = work_of(run)
+    work = api.work_of(run)
     before = {name: value.clone() for name, value in work.model.state_dict().items()}
-    rehearse(run, work)
+    api.rehearse(run, work)
     assert all(torch.equal(before[name], v) for name, v in work.model.state_dict().items())
-    setup = Setup(run.optimizer, work.loss_fn)
-    trainer = build_trainer(run.recipe.trainer, run.recipe.arguments(10), work.model, setup)
+    setup = api.Setup(run.optimizer, work.loss_fn)
+    trainer = api.build_trainer(run.recipe.trainer, run.recipe.arguments(10), work.model, setup)
     found = []
     for _ in range(18):  # one more than the interval, after the first averaging
         for group in trainer.optimizer.param_groups:
@@ -122,10 +110,8 @@ def statistics(rank: int, size: int, run: RunConfig) -> list[tuple[bool, list[fl
 
 
 @pytest.mark.parametrize("name", ["quantized-local", "sparse-local", "diloco"])
-def test_batch_statistics_are_equal_wherever_the_loss_is_taken(
-    name: str, ranks: Pool, tmp_path: Path
-) -> None:
-    one, other = ranks.run(statistics, run_config(tmp_path, recipe=choose([name])[0]), size=2)
+def test_batch_statistics_are_equal_for_any_loss(name: str, ranks: Pool, tmp_path: Path) -> None:
+    one, other = ranks.run(statistics, run_config(tmp_path, recipe=api.choose([name])[0]), size=2)
     assert [agreed for agreed, _ in one] == [agreed for agreed, _ in other]
     assert {agreed for agreed, _ in one} == {True, False}
     for (agreed, mine), (_, others) in zip(one, other, strict=True):
@@ -133,8 +119,8 @@ def test_batch_statistics_are_equal_wherever_the_loss_is_taken(
 
 
 def test_muon_trains_the_kernels_of_the_net_as_matrices() -> None:
-    model = ConvolutionalNet(ConvolutionSize(4))
-    hidden, rest = Setup("muon").optimizer_of(model).param_groups
+    model = api.ConvolutionalNet(api.ConvolutionSize(4))
+    hidden, rest = api.Setup("muon").optimizer_of(model).param_groups
     kernels = {id(p) for p in model.features.parameters() if p.ndim == 4}
     assert hidden["muon"] and hidden["conv"]
     assert kernels <= {id(p) for p in hidden["params"]}

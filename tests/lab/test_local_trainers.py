@@ -39,9 +39,7 @@ def run(rank: int, size: int, name: str, steps: int) -> list[tuple[bool, list[fl
 
 
 @pytest.mark.parametrize("name", LOCAL)
-def test_agreed_is_where_all_ranks_are_equal_and_bytes_grow_there_alone(
-    name: str, ranks: Pool
-) -> None:
+def test_agreed_is_where_ranks_are_equal_and_bytes_grow_there_alone(name: str, ranks: Pool) -> None:
     first, second = ranks.run(run, name, 40, size=2)
     assert sum(agreed for agreed, _, _ in first) >= 3
     for step, ((agreed, mine, sent), (_, other, _)) in enumerate(zip(first, second, strict=True)):

@@ -5,17 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.api import (
-    STRATEGIES,
-    ModelSize,
-    RunConfig,
-    Setup,
-    build_trainer,
-    choose,
-    rehearse,
-    shortened,
-    work_of,
-)
+from tests import api
 from tests.lab.configs import config
 from tests.ranks import Pool
 
@@ -27,18 +17,18 @@ def test_intervals_become_short_and_nothing_else_changes() -> None:
     local = {"k_steps": 64, "begin_step": 200, "fragments": 8, "delay": 5}
     local |= {"outer_lr": 0.7, "average_state": True}
     short = {**local, "k_steps": 4, "begin_step": 1, "fragments": 2, "delay": 1}
-    assert shortened({"document": {"localsgd": local}}) == {"document": {"localsgd": short}}
+    assert api.shortened({"document": {"localsgd": local}}) == {"document": {"localsgd": short}}
     dgc = {"rampup_begin_step": 0, "rampup_step": 800, "sparsity": [0.75, 0.999]}
-    assert shortened(dgc) == {**dgc, "rampup_step": 5}
-    assert shortened({"k_steps": 2, "begin_step": 0}) == {"k_steps": 2, "begin_step": 0}
-    assert shortened({"loss_scale": {"dynamic": {"init_loss_scale": 65536.0}}})["loss_scale"][
+    assert api.shortened(dgc) == {**dgc, "rampup_step": 5}
+    assert api.shortened({"k_steps": 2, "begin_step": 0}) == {"k_steps": 2, "begin_step": 0}
+    assert api.shortened({"loss_scale": {"dynamic": {"init_loss_scale": 65536.0}}})["loss_scale"][
         "dynamic"
     ] == {"init_loss_scale": 1024.0}
 
 
-def config_of(word: str) -> RunConfig:
-    (recipe,) = choose([word])
-    return config(recipe=recipe, model=ModelSize(64, 2, context=16), batch=1)
+def config_of(word: str) -> api.RunConfig:
+    (recipe,) = api.choose([word])
+    return config(recipe=recipe, model=api.ModelSize(64, 2, context=16), batch=1)
 
 
 def losses(
@@ -46,14 +36,14 @@ def losses(
 ) -> tuple[list[float], list[float], float]:
     """Of a few steps on each rank, the parameters after them, and the bytes counted."""
     run = config_of(word)
-    work = work_of(run)
+    work = api.work_of(run)
     random = torch.get_rng_state()
     if rehearsed:
-        rehearse(run, work)
+        api.rehearse(run, work)
         assert torch.equal(torch.get_rng_state(), random)
         assert all(p.grad is None for p in work.model.parameters())
-    setup = Setup(run.optimizer)
-    trainer = build_trainer(run.recipe.trainer, run.recipe.arguments(10), work.model, setup)
+    setup = api.Setup(run.optimizer)
+    trainer = api.build_trainer(run.recipe.trainer, run.recipe.arguments(10), work.model, setup)
     text = torch.Generator().manual_seed(rank)
     found = []
     for _ in range(STEPS):
@@ -71,7 +61,7 @@ def losses(
 
 
 @pytest.mark.parametrize(
-    "word", [*STRATEGIES, *map(str, EXAMPLES)], ids=lambda word: Path(word).stem
+    "word", [*api.STRATEGIES, *map(str, EXAMPLES)], ids=lambda word: Path(word).stem
 )
 def test_a_rehearsal_changes_no_bit_of_the_training(word: str, ranks: Pool) -> None:
     assert ranks.run(losses, word, True, size=2) == ranks.run(losses, word, False, size=2)

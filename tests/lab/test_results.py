@@ -8,31 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.api import (
-    BEST,
-    DGC,
-    KEYS,
-    STRATEGIES,
-    Column,
-    Corpus,
-    DistributedStrategy,
-    Failure,
-    Ledger,
-    Results,
-    Run,
-    Settings,
-    first_reached,
-    loss_text,
-    print_table,
-    summary,
-    tables,
-    write_best,
-)
+from tests import api
 from tests.api import page_render as render
 from tests.api import page_write as write
 
 
-def run(strategy: str, losses: list[float], step_s: float, sent: float) -> Run:
+def run(strategy: str, losses: list[float], step_s: float, sent: float) -> api.Run:
     points = [
         {
             "step": 10 * i,
@@ -62,7 +43,7 @@ def run(strategy: str, losses: list[float], step_s: float, sent: float) -> Run:
         "preparation_seconds": 5.1,
         "settings": {"lr": 0.1, "sparsity": [0.75, 0.999]},
     }
-    return Run.of(0, told)
+    return api.Run.of(0, told)
 
 
 def results(
@@ -71,7 +52,7 @@ def results(
     failed: dict[str, str] | None = None,
     tune: bool = False,
     **line: str | None,
-) -> Results:
+) -> api.Results:
     typed: dict[str, Any] = {
         "link": "100mbit",
         "latency": "0ms",
@@ -86,19 +67,19 @@ def results(
         "batch": 2,
         "seed": 0,
     }
-    settings = Settings.check(**typed, **rest, out=Path("out"), lr=None, tune=tune)
+    settings = api.Settings.check(**typed, **rest, out=Path("out"), lr=None, tune=tune)
     runs = [run("dense", [5.0, 4.0, 3.0], 1.0, 4000), run("dgc", [5.0, 4.5, 3.5], 0.3, 10)]
     if not emulated:
         for one in runs:
             one.kernel_sent_bytes_per_step = None
-    ledger = Ledger(
+    ledger = api.Ledger(
         runs=runs,
         settings=settings,
-        corpus=Corpus(b"train", b"valid", b"held", 1, "a <test>"),
+        corpus=api.Corpus(b"train", b"valid", b"held", 1, "a <test>"),
         machine={"cores": 2},
         emulated=emulated,
         reason=None if emulated else "needs root",
-        failures=[Failure(**failed)] if failed else [],
+        failures=[api.Failure(**failed)] if failed else [],
         started_s=0.0,
         common={"ramp_steps": 20},
     )
@@ -124,27 +105,20 @@ def test_derived_figures() -> None:
 
 def test_a_loss_that_is_never_reached_has_no_time() -> None:
     points = [(0.0, 5.0), (1.0, 4.0), (2.0, 4.5)]
-    assert first_reached(points, 3.9) is None
-    assert first_reached(points, 4.25) == pytest.approx(0.75)
-    assert first_reached(points, 6.0) == 0.0
+    assert api.first_reached(points, 3.9) is None
+    assert api.first_reached(points, 4.25) == pytest.approx(0.75)
+    assert api.first_reached(points, 6.0) == 0.0
 
 
 def test_every_key_is_described_and_every_description_has_its_key() -> None:
     measured = results(emulated=False).to_dict()
-    described = {re.sub(r".*\.|\[\]", "", key) for key in KEYS}
+    described = {re.sub(r".*\.|\[\]", "", key) for key in api.KEYS}
     for key in measured.keys() - {"thinwire", "started", "keys"}:
         assert key in described
     for entry in measured["strategies"]:
         raw = {
-            "strategy",
-            "steps",
-            "parameters",
-            "gradient_bytes",
-            "steady_from_step",
-            "summary",
-            "seed",
-            "bare_step_ms",
-            "bytes_to_common_loss",
+            *("strategy", "steps", "parameters", "gradient_bytes", "steady_from_step", "summary"),
+            *("seed", "bare_step_ms", "bytes_to_common_loss"),
         }
         assert entry.keys() - raw <= described
         assert described - set(measured) <= entry.keys() | {"strategies", "seconds_on_asked_link"}
@@ -156,11 +130,11 @@ def test_json_comes_back_as_it_was(tmp_path: Path) -> None:
         json.dumps(results().to_dict())
     )
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == sorted([BEST, "report.html", "results.json"])
+    assert names == sorted([api.BEST, "report.html", "results.json"])
 
 
-def columns(measured: Results) -> dict[str, Column]:
-    return {column.whole_label: column for _, group in tables(measured) for column in group}
+def columns(measured: api.Results) -> dict[str, api.Column]:
+    return {column.whole_label: column for _, group in api.tables(measured) for column in group}
 
 
 def test_columns_that_were_not_measured_are_not_shown() -> None:
@@ -197,7 +171,7 @@ def test_small_losses_are_distinguished() -> None:
     assert found["held-out loss at the end, nats per byte"].texts == ("0.00212", "0.00231")
     assert found["held-out loss at the end, nats per byte"].best == {0}
     assert "time to dense's loss (0.00212), s" in found
-    texts = [loss_text(loss) for loss in (12.5, 0.125, 0.044512, 4.2e-5, 0.0, -0.0213)]
+    texts = [api.loss_text(loss) for loss in (12.5, 0.125, 0.044512, 4.2e-5, 0.0, -0.0213)]
     assert texts == ["12.500", "0.125", "0.0445", "0.0000420", "0.000", "-0.0213"]
 
 
@@ -212,24 +186,22 @@ def test_the_loss_that_all_reached_is_shown_where_it_says_something() -> None:
     assert label not in columns(replace(measured, strategies=reached))
 
 
-def test_the_command_prints_the_verdict_and_one_table_of_80_characters(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_command_prints_verdict_and_a_narrow_table(capsys: pytest.CaptureFixture[str]) -> None:
     measured = results(failed={"strategy": "powersgd", "error": "it [broke]"})
     long = [
         replace(run, strategy=run.strategy + "-with-a-long-name" * 2) for run in measured.strategies
     ]
     for strategies in (measured.strategies, long):
-        print_table(replace(measured, strategies=strategies))
+        api.print_table(replace(measured, strategies=strategies))
         printed = capsys.readouterr().out
         assert " ".join(printed.split()).startswith(measured.verdict)
         assert max(map(len, printed.splitlines())) <= 80
         assert printed.count("─ \n") == 1
         assert "powersgd failed: it [broke]" in printed
-    first, second = zip(*(column.texts for column in summary(measured)), strict=True)
+    first, second = zip(*(column.texts for column in api.summary(measured)), strict=True)
     assert first == ("3.000", "20.0", "1,000", "75", "4,000", "1.0", "5.1")
     assert second == ("3.500", "-", "300", "17", "10", "400.0", "5.1")
-    print_table(measured, every=True)
+    api.print_table(measured, every=True)
     printed = capsys.readouterr().out
     assert all(label in printed for label in columns(measured))
 
@@ -251,29 +223,31 @@ def test_report_has_commands_to_repeat_and_to_use_the_winner(tmp_path: Path) -> 
     page = render(measured)
     assert measured.command in page
     assert "sparsity: [0.75, 0.9375, 0.984375, 0.996, 0.999]" in page
-    assert write_best(measured, "dgc", tmp_path) == tmp_path / BEST
-    strategy = DistributedStrategy.load(tmp_path / BEST)
-    assert strategy.dgc == DGC(
+    assert api.write_best(measured, "dgc", tmp_path) == tmp_path / api.BEST
+    strategy = api.DistributedStrategy.load(tmp_path / api.BEST)
+    assert strategy.dgc == api.DGC(
         rampup_step=20, sparsity=(0.75, 0.9375, 0.984375, 0.996, 0.999), value_bits=1
     )
-    text = (tmp_path / BEST).read_text()
+    text = (tmp_path / api.BEST).read_text()
     assert "# It trained with AdamW (betas 0.9 and 0.95, weight decay 0.1) and a peak " in text
-    assert write_best(measured, None, tmp_path) is None  # a file of an earlier winner would mislead
+    assert (
+        api.write_best(measured, None, tmp_path) is None
+    )  # a file of an earlier winner would mislead
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / BEST).write_text("dgc: {}\n")  # not ours
-    assert write_best(measured, None, tmp_path) is None
-    assert (tmp_path / BEST).exists()
+    (tmp_path / api.BEST).write_text("dgc: {}\n")  # not ours
+    assert api.write_best(measured, None, tmp_path) is None
+    assert (tmp_path / api.BEST).exists()
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", api.STRATEGIES)
 def test_every_strategy_can_be_used_in_another_folder(name: str) -> None:
-    recipe = STRATEGIES[name]
+    recipe = api.STRATEGIES[name]
     document = recipe.document(20)
     if document is None:
         assert recipe.code is not None
         compile(recipe.code, name, "exec")
     else:
-        fields = DistributedStrategy.from_dict(document).on
+        fields = api.DistributedStrategy.from_dict(document).on
         assert list(fields) == (
             [recipe.field] if recipe.field else list(recipe.options.get("document", {}))
         )
@@ -311,7 +285,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     """A folder for reports may be one where others can write."""
     measured, other = results(), tmp_path / "other"
     other.write_text("as it was")
-    for name in ("results.json", "report.html", BEST):
+    for name in ("results.json", "report.html", api.BEST):
         for planted in (name, f"{name}.tmp"):
             (tmp_path / planted).symlink_to(other)
     measured.winner = "dgc"

@@ -162,9 +162,7 @@ def test_torch_trains_over_the_link_and_its_bytes_are_counted(tmp_path: Path, la
         ("os.kill(os.getpid(), 9)", 137, "rank 1 was killed by signal 9"),
     ],
 )
-def test_the_first_rank_that_fails_ends_the_others(
-    tmp_path: Path, end: str, status: int, told: str
-) -> None:
+def test_first_rank_that_fails_ends_all(tmp_path: Path, end: str, status: int, told: str) -> None:
     script = str(write(tmp_path, WAITING.replace("END", end)))
     done = run(tmp_path, "--link", "20mbit", "--", script)
     assert (done.returncode, done.stderr.count("\n")) == (status, 1)
@@ -178,9 +176,7 @@ def test_the_first_rank_that_fails_ends_the_others(
 @pytest.mark.slow
 @needs_netns
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_ctrl_c_ends_all_and_leaves_nothing(
-    tmp_path: Path, number: signal.Signals, status: int
-) -> None:
+def test_ctrl_c_ends_all_of_it(tmp_path: Path, number: signal.Signals, status: int) -> None:
     script = str(write(tmp_path, WAITING.replace("END", "pass")))
     with running(
         command("--link", "20mbit", "--", script),
@@ -212,9 +208,7 @@ if os.waitpid(-1, os.WNOHANG) == (0, 0):  # there is no other child
 
 
 @pytest.mark.parametrize("link", ["loopback", pytest.param("20mbit", marks=NETNS)])
-def test_ranks_and_their_children_end_with_a_command_that_is_killed(
-    tmp_path: Path, link: str
-) -> None:
+def test_ranks_and_children_end_with_a_command_that_is_killed(tmp_path: Path, link: str) -> None:
     script = str(write(tmp_path, WITH_A_CHILD))
     with running(
         command("--link", link, "--", script), cwd=tmp_path, stdout=subprocess.PIPE, text=True

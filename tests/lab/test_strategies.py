@@ -2,11 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.api import (
-    STRATEGIES,
-    DistributedStrategy,
-    choose,
-)
+from tests.api import STRATEGIES, DistributedStrategy, choose
 
 
 def file(folder: Path, text: str, name: str = "plan.yaml") -> str:
@@ -30,9 +26,7 @@ def test_a_file_is_called_by_its_stem_and_carries_the_whole_strategy(tmp_path: P
 @pytest.mark.parametrize(
     "name", ["dense", "dgc", "low-rank", "sparse-local", "quantized-local", "muon-local"]
 )
-def test_a_file_trains_at_the_rates_of_the_strategy_that_it_holds(
-    name: str, tmp_path: Path
-) -> None:
+def test_file_trains_at_the_rates_of_the_strategy_it_holds(name: str, tmp_path: Path) -> None:
     document = STRATEGIES[name].document(20)
     assert document is not None
     DistributedStrategy.from_dict(document).save(tmp_path / "winner.yaml")

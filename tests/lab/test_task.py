@@ -7,17 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.api import (
-    BareStep,
-    Setup,
-    TaskRefused,
-    called,
-    comparison,
-    rehearse,
-    seed_of,
-    to_use,
-    work_of,
-)
+from tests import api
 from tests.lab.configs import config
 from tests.lab.test_compare import compared, settings
 from tests.processes import ran, torchrun
@@ -69,9 +59,7 @@ def file(folder: Path, *changes: tuple[str, str]) -> str:
 
 
 @pytest.mark.usefixtures("pooled")
-def test_it_trains_under_several_strategies_with_its_own_optimizer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trains_with_its_own_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log"
     monkeypatch.setenv("TASK_LOG", str(log))
     names = ["dense", "low-rank", "sparse-local", "dgc"]
@@ -84,7 +72,7 @@ def test_it_trains_under_several_strategies_with_its_own_optimizer(
     assert results.model["task"] == task
     assert results.settings.optimizer.startswith("the task's own")
     for name in names:
-        use = to_use(results, name)
+        use = api.to_use(results, name)
         assert use is not None
         assert use.how.endswith("trained with the task's AdamW and a peak learning rate of 0.02.")
     # once per rank and strategy, with the seed
@@ -129,7 +117,7 @@ WRONG: dict[str, tuple[str, str, str]] = {
 def test_wrong_task_is_one_line_and_nothing_trains(case: str, tmp_path: Path) -> None:
     before, after, told = WRONG[case]
     task = file(tmp_path, (before, after))
-    with pytest.raises(TaskRefused) as refused:
+    with pytest.raises(api.TaskRefused) as refused:
         compared(tmp_path / "out", strategies=["dense", "dgc"], task=task, steps=6)
     text = str(refused.value)
     assert told in text
@@ -148,9 +136,9 @@ def test_muon_is_compared_only_where_it_has_hidden_matrices(tmp_path: Path) -> N
 
 
 def shapes(rank: int, size: int, word: str) -> list[Any]:
-    work = work_of(config(task=word))
+    work = api.work_of(config(task=word))
     inputs, _ = work.next_batch()
-    return [list(called(work.model, inputs).shape), work.evaluate(work.model)]
+    return [list(api.called(work.model, inputs).shape), work.evaluate(work.model)]
 
 
 def test_inputs_may_be_a_tuple_or_a_mapping(ranks: Pool, tmp_path: Path) -> None:
@@ -161,9 +149,7 @@ def test_inputs_may_be_a_tuple_or_a_mapping(ranks: Pool, tmp_path: Path) -> None
     assert plain[0][1] == plain[1][1]
 
 
-def test_a_gpu_that_is_not_there_is_one_line_before_anything_is_prepared(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_gpu_is_refused_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     words = ("compare", "--link", "loopback", "--device", "cuda", "--out", str(tmp_path / "o"))
@@ -196,7 +182,7 @@ def test_bytes_equal_trained_parameters(kind: str, tmp_path: Path) -> None:
 
 
 def modes(rank: int, size: int, word: str) -> tuple[list[bool], str]:
-    work = work_of(config(task=word))
+    work = api.work_of(config(task=word))
     work.evaluate(work.model)
     inputs, _ = work.next_batch()
     return [module.training for module in work.model], type(inputs).__name__
@@ -244,8 +230,8 @@ def test_the_example_learns_its_digits(tmp_path: Path) -> None:
 
 def buffers_of(rank: int, size: int, word: str) -> tuple[list[float], int]:
     """The running mean, and the state of torch's random numbers, where a task has been made."""
-    work = work_of(config(task=word))
-    own = torch.Generator().manual_seed(seed_of(config(task=word).seed, rank))
+    work = api.work_of(config(task=word))
+    own = torch.Generator().manual_seed(api.seed_of(config(task=word).seed, rank))
     assert torch.equal(torch.get_rng_state(), own.get_state())  # as its batches find them
     return work.model[1].running_mean.tolist(), int(work.model[1].num_batches_tracked)
 
@@ -265,14 +251,12 @@ DRAWN = ("generator=random)\n        yield", ")\n        yield")
 
 
 def drawn(rank: int, size: int, word: str) -> tuple[list[float], bool]:
-    work = work_of(config(task=word))
+    work = api.work_of(config(task=word))
     inputs, _ = work.next_batch()
     return inputs[0].tolist(), work.alike
 
 
-def test_ranks_draw_batches_of_their_own_where_a_task_seeds_nothing(
-    ranks: Pool, tmp_path: Path
-) -> None:
+def test_ranks_draw_own_batches_where_a_task_seeds_nothing(ranks: Pool, tmp_path: Path) -> None:
     (first, alike), (second, _) = ranks.run(drawn, file(tmp_path, DRAWN), size=2)
     assert first != second
     assert not alike
@@ -301,15 +285,13 @@ PENALTY = (
 
 def prepared(rank: int, size: int, word: str) -> list[bool]:
     settled = config(task=word)
-    work = work_of(settled)
-    BareStep(Setup.of(settled, work), work).measure(2)
-    rehearse(settled, work)
+    work = api.work_of(settled)
+    api.BareStep(api.Setup.of(settled, work), work).measure(2)
+    api.rehearse(settled, work)
     return [p.grad is None and p.requires_grad for p in work.model.parameters()]
 
 
-def test_a_loss_that_reads_the_model_leaves_no_gradient_of_steps_that_do_not_count(
-    ranks: Pool, tmp_path: Path
-) -> None:
+def test_loss_that_reads_the_model_leaves_no_gradient_behind(ranks: Pool, tmp_path: Path) -> None:
     assert ranks.run(prepared, file(tmp_path, PENALTY), size=2) == [[True, True]] * 2
 
 
@@ -331,7 +313,7 @@ def test_muon_that_would_train_nothing_fails_alone(tmp_path: Path) -> None:
 
 def test_a_task_has_more_time_and_timeout_says_how_much(tmp_path: Path) -> None:
     built_in, task, given = (
-        comparison._timeout_s(settings(tmp_path, link="loopback", **more))
+        api.comparison._timeout_s(settings(tmp_path, link="loopback", **more))
         for more in ({}, {"task": file(tmp_path)}, {"task": file(tmp_path), "timeout": 7200.0})
     )
     assert built_in < 100

@@ -62,9 +62,7 @@ DIFFER = ["initial parameters differ"]
         ([FP16, dgc([5.0, 5.5, 5.5], 1.0)], None, ["dgc learned nothing"]),
     ],
 )
-def test_verdict_has_the_winner_and_its_figures(
-    runs: list[Run], winner: str | None, facts: list[str]
-) -> None:
+def test_verdict_has_its_figures(runs: list[Run], winner: str | None, facts: list[str]) -> None:
     found = judged(*runs)
     assert found.winner == winner
     assert all(fact in found.text for fact in facts), found.text

@@ -180,13 +180,7 @@ def conserve(rank: int, size: int, bits: int, exchange: str) -> list[tuple[Tenso
     """Per step (accumulated before sending, residual after it, update of the parameters)."""
     p = nn.Parameter(torch.zeros(500))
     optimizer = tw.optim.DGCMomentum(
-        [p],
-        lr=1.0,
-        momentum=0.9,
-        sparsity=(0.98,),
-        min_numel=1,
-        value_bits=bits,
-        exchange=exchange,
+        [p], lr=1.0, momentum=0.9, sparsity=(0.98,), min_numel=1, value_bits=bits, exchange=exchange
     )
     u, v, history = torch.zeros(500), torch.zeros(500), []
     for step in range(50):
@@ -251,9 +245,7 @@ def test_replicas_stay_bit_identical_for_500_steps_on_4_ranks(ranks: Pool) -> No
     ],
     ids=str,
 )
-def test_attached_or_not_the_numbers_are_the_same(
-    ranks: Pool, dgc: dict[str, Any], ddp: dict[str, Any]
-) -> None:
+def test_attached_or_not_is_the_same(ranks: Pool, dgc: dict[str, Any], ddp: dict[str, Any]) -> None:
     attached = ranks.run(trained, AttachedStep, Case(dgc=dgc, ddp=ddp))
     stepped = ranks.run(trained, OwnStep, Case(dgc=dgc))
     assert [(each.bits, each.held) for each in attached] == [(e.bits, e.held) for e in stepped]

@@ -36,9 +36,7 @@ def step(model: nn.Module, optimizer: DGCMomentum, number: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("choice", [None, "float32", "bfloat16", torch.bfloat16])
 @pytest.mark.parametrize("begin", [0, 9])
-def test_compressed_tensors_have_the_type_that_is_asked_for(
-    dtype: torch.dtype, choice: Any, begin: int
-) -> None:
+def test_compressed_tensors_have_a_given_type(dtype: torch.dtype, choice: Any, begin: int) -> None:
     model = net(dtype)
     optimizer = optimizer_of(model, state_dtype=choice, rampup_begin_step=begin)
     step(model, optimizer, 0)
@@ -97,8 +95,7 @@ def test_other_types_are_refused(choice: Any, error: type[Exception], text: str)
 def test_kept_values_of_an_averaging_are_not_narrowed() -> None:
     dgc = tw.DGC(state_dtype="bfloat16")
     with pytest.raises(
-        tw.StrategyError,
-        match=r"dgc\.state_dtype='bfloat16' and localsgd: .* omit state_dtype",
+        tw.StrategyError, match=r"dgc\.state_dtype='bfloat16' and localsgd: .* omit state_dtype"
     ):
         tw.DistributedStrategy(dgc=dgc, localsgd=tw.LocalSGD(2))
     assert tw.DistributedStrategy(dgc=tw.DGC(state_dtype="float32"), localsgd=tw.LocalSGD(2))

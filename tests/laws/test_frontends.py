@@ -177,9 +177,7 @@ def with_empty_tensors(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_tensor_without_entries_changes_nothing(
-    ranks: Pool, method: str, dtype: torch.dtype
-) -> None:
+def test_empty_tensor_changes_nothing(ranks: Pool, method: str, dtype: torch.dtype) -> None:
     some = ranks.run(with_empty_tensors, method, dtype, EMPTY)
     none = ranks.run(with_empty_tensors, method, dtype, ())
     assert len({*some, *none}) == 1

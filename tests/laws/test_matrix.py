@@ -54,10 +54,7 @@ DGC = {
         OwnStep,
         Case(lr=tw.schedules.ExponentialDecay(0.1, 0.5, 4), dgc={"local_grad_clip_norm": 0.5}),
     ),
-    "ramp": Row(
-        OwnStep,
-        Case(dgc={"sparsity": (0.5, 0.75, 0.9), "rampup_step": 6}, merge=2),
-    ),
+    "ramp": Row(OwnStep, Case(dgc={"sparsity": (0.5, 0.75, 0.9), "rampup_step": 6}, merge=2)),
 }
 COMPRESSED = tw.DGC(rampup_begin_step=2, sparsity=(0.75,), min_numel=64)
 AMP = tw.AMP("bfloat16", tw.DynamicLossScale(init_loss_scale=2.0**10, scale_window=4))
@@ -160,9 +157,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(ranks: Pool, name: str, at: 
 
 @pytest.mark.parametrize("late", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", ["quantized", "with state"])
-def test_a_run_that_was_stopped_with_a_result_in_flight_goes_on_bit_for_bit(
-    ranks: Pool, name: str, late: int
-) -> None:
+def test_run_stopped_with_a_result_in_flight_is_exact(ranks: Pool, name: str, late: int) -> None:
     """Wherever the result is, up to the step that takes it."""
     told = {"compression": tw.Quantized(1)} if name == "quantized" else {"average_state": True}
     config = tw.LocalSGD(8, delay=3, outer_lr=0.7, outer_momentum=0.9, **told)
@@ -409,9 +404,7 @@ def set_apart(rank: int, size: int, row: Row, what: Set, good: int) -> tuple[str
         ("WithEngine, dense, adam", "betas"),
     ],
 )
-def test_a_setting_of_one_rank_is_a_mismatch_on_all_and_nothing_is_applied(
-    ranks: Pool, name: str, setting: str, good: int
-) -> None:
+def test_unlike_setting_changes_nothing(ranks: Pool, name: str, setting: str, good: int) -> None:
     """In mid-training, before and after buckets leave during the backward pass."""
     what = SETTINGS[setting]
     answers = ranks.run(set_apart, SENDING[name], what, good)

@@ -143,9 +143,7 @@ def started(rank: int, size: int, name: str, way: type[Frontend]) -> None:
 @pytest.mark.parametrize(
     ("name", "way"), [(name, way) for name, unlike in UNLIKE.items() for way in unlike.ways]
 )
-def test_another_setting_on_one_rank_is_a_mismatch_on_all(
-    ranks: Pool, name: str, way: type[Frontend]
-) -> None:
+def test_setting_of_one_rank_is_a_mismatch(ranks: Pool, name: str, way: type[Frontend]) -> None:
     ranks.raise_alike("Mismatch", UNLIKE[name].says, started, name, way)
 
 
@@ -155,8 +153,6 @@ def of_three(rank: int, size: int, way: type[Frontend]) -> None:
 
 @pytest.mark.fault
 @pytest.mark.parametrize("way", ALL)
-def test_sizes_of_nodes_that_do_not_divide_the_ranks_are_refused(
-    ranks: Pool, way: type[Frontend]
-) -> None:
+def test_sizes_of_nodes_that_do_not_divide_are_refused(ranks: Pool, way: type[Frontend]) -> None:
     says = "node_size=3 does not divide the 4 ranks"
     ranks.raise_alike("ValueError", says, of_three, way, size=4)

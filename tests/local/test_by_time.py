@@ -198,9 +198,7 @@ def equally_often(rank: int, size: int, others: dict[str, Any]) -> tuple[float, 
 @pytest.mark.parametrize(
     "others", [{}, {"delay": 300}, {"compression": tw.Quantized(8)}, {"begin_step": 3}], ids=str
 )
-def test_equal_loops_of_unequal_ranks_end_together_and_lose_no_step(
-    ranks: Pool, others: dict[str, Any]
-) -> None:
+def test_loops_of_unequal_ranks_end_together(ranks: Pool, others: dict[str, Any]) -> None:
     """Rank 1 makes 16 steps in a round, and waits for rank 0 at the flush and at the end."""
     first, second = ranks.run(equally_often, others)
     assert first == second
@@ -288,9 +286,7 @@ def telling(rank: int, size: int, case: str) -> None:
         ("state", "save right after an averaging"),
     ],
 )
-def test_settings_that_do_not_go_together_are_an_error_on_all(
-    ranks: Pool, case: str, text: str
-) -> None:
+def test_settings_that_do_not_fit_are_an_error_on_all(ranks: Pool, case: str, text: str) -> None:
     for answer in ranks.run(telling, case, expect_errors=True):
         assert isinstance(answer, Raised)
         assert text in answer.text

@@ -10,16 +10,7 @@ import torch
 from torch import Tensor
 
 import thinwire as tw
-from tests.api import (
-    CHANGE_COMPRESSIONS,
-    ERRORS,
-    SKETCH_NUMEL,
-    AllGather,
-    AllReduce,
-    Context,
-    Group,
-    compression_of,
-)
+from tests import api
 from tests.local.test_laws import BITS, SHAPES, Bag, bag, digest, set_gradients
 from tests.ranks import Pool
 from tests.reference import whole_codes
@@ -88,9 +79,7 @@ def test_sums_waiting_at_owners_are_applied_once(ranks: Pool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("mean_over", ["senders", "all"])
-def test_shares_with_room_for_everything_are_gathered_messages(
-    ranks: Pool, mean_over: str, own: bool
-) -> None:
+def test_shares_with_room_are_gathered_messages(ranks: Pool, mean_over: str, own: bool) -> None:
     gathered, shared = (
         ranks.run(
             by_shares,
@@ -125,7 +114,7 @@ def sent_in_turns(rank: int, size: int, compression: Any, dgc: Any) -> list[tupl
     """Per averaging what went over the wire in messages of changes, and what was predicted."""
     gathered: list[int] = []
 
-    class Counting(Group):
+    class Counting(api.Group):
         def all_gather(self, message: Tensor, *, action: str):  # type: ignore[no-untyped-def]
             gathered.append(message.numel() if "changes" in action else 0)
             return super().all_gather(message, action=action)
@@ -138,7 +127,7 @@ def sent_in_turns(rank: int, size: int, compression: Any, dgc: Any) -> list[tupl
 
     with patch.object(ranks, "Group", Counting):
         model, optimizer = bag()
-        told = compression_of(compression, dgc)
+        told = api.compression_of(compression, dgc)
         assert told is not None
         pairs = []
         with updates.LocalUpdates(
@@ -195,8 +184,8 @@ def test_stats_count_the_message_and_the_scalars_that_ride_along(ranks: Pool) ->
     """Two agreements of 24 bytes; 64 float32 for the share, none at decay 1 with all ranks."""
     for compression, riders in [
         (tw.Quantized(4), 0),
-        (tw.Quantized(4, decay=0.9), 4 * SKETCH_NUMEL),
-        (tw.Sparse(0.5), 4 * SKETCH_NUMEL),
+        (tw.Quantized(4, decay=0.9), 4 * api.SKETCH_NUMEL),
+        (tw.Sparse(0.5), 4 * api.SKETCH_NUMEL),
         (tw.Sparse(0.5, decay=1.0, mean_over="all"), 0),
     ]:
         [sent] = ranks.run(counted, compression, size=1)
@@ -278,9 +267,7 @@ def test_applied_share_is_near_its_estimate(
 
 
 @pytest.mark.parametrize(("sparsity", "decay"), [(0.9, 0.95), (0.97, 0.95), (0.9, 0.5)])
-def test_of_a_repeated_change_a_little_more_is_applied_than_is_reported(
-    sparsity: float, decay: float
-) -> None:
+def test_of_a_repeated_change_more_is_applied_than_reported(sparsity: float, decay: float) -> None:
     """Entries of one size take turns, which is better than chance, and is the sum of a geometric
     series: what waits T = 1 / p averagings is (1 - decay^T) / (1 - decay) of T changes."""
     compression = tw.Sparse(sparsity, value_bits=32, decay=decay, mean_over="all")
@@ -303,38 +290,38 @@ def test_of_a_repeated_change_a_little_more_is_applied_than_is_reported(
     assert estimate == pytest.approx(applied, abs=0.02)
 
 
-@pytest.mark.parametrize("tag", CHANGE_COMPRESSIONS)
+@pytest.mark.parametrize("tag", api.CHANGE_COMPRESSIONS)
 def test_every_compression_is_pure(tag: str) -> None:
     """`send` changes neither what it is given nor what is kept; `take_mean_` only the error."""
     given: dict[str, Any] = {"sparse": {"sparsity": 0.5}, "low_rank": {"rank": 2}}
-    compression: Any = CHANGE_COMPRESSIONS[tag](**given.get(tag, {}))
+    compression: Any = api.CHANGE_COMPRESSIONS[tag](**given.get(tag, {}))
     folded = {"a": torch.randn(4, 5), "b": torch.randn(3, 3)}
     kept: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, value in folded.items():
         for kind, entry in compression.begin(value).items():
             kept[kind][name] = entry
-        kept[ERRORS][name].fill_(1.0)
+        kept[api.ERRORS][name].fill_(1.0)
     copies = [
-        {name: value.clone() for name, value in each.items()} for each in (folded, kept[ERRORS])
+        {name: value.clone() for name, value in each.items()} for each in (folded, kept[api.ERRORS])
     ]
-    sending = compression.send(Context(1, 0, 0, 2), folded, kept)
+    sending = compression.send(api.Context(1, 0, 0, 2), folded, kept)
     answers, nbytes = None, 0
     with pytest.raises(StopIteration) as end:
         while True:
             requests = next(sending) if answers is None else sending.send(answers)
             answers = []
             for request in requests:
-                assert isinstance(request, AllGather | AllReduce)
-                sent = request.message if isinstance(request, AllGather) else request.buffer
+                assert isinstance(request, api.AllGather | api.AllReduce)
+                sent = request.message if isinstance(request, api.AllGather) else request.buffer
                 nbytes += sent.nbytes
                 answers.append(
-                    torch.stack([sent, sent]) if isinstance(request, AllGather) else 2 * sent
+                    torch.stack([sent, sent]) if isinstance(request, api.AllGather) else 2 * sent
                 )
     assert nbytes == compression.sent_bytes(1, [value.shape for value in folded.values()])
-    for each, copy in zip((folded, kept[ERRORS]), copies, strict=True):
+    for each, copy in zip((folded, kept[api.ERRORS]), copies, strict=True):
         assert all(torch.equal(each[name], copy[name]) for name in copy)
     for name, value in folded.items():
         mean = end.value.value.take_mean_(name, value, kept)
         assert torch.equal(value, copies[0][name])
         # two ranks that send the same: the mean is what was sent
-        torch.testing.assert_close(mean + kept[ERRORS][name], value, rtol=0, atol=1e-6)
+        torch.testing.assert_close(mean + kept[api.ERRORS][name], value, rtol=0, atol=1e-6)

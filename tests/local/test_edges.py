@@ -322,9 +322,7 @@ def test_a_round_by_time_without_a_step_leaves_no_plan() -> None:
 
 
 @pytest.mark.parametrize("by_time", [False, True])
-def test_a_failed_averaging_counts_the_steps_once(
-    by_time: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_averaging_counts_steps_once(by_time: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tw.LocalSGD(2, begin_step=0, round_seconds=1e6 if by_time else None)
     engine = engine_of(nn.Linear(4, 1), localsgd=config)
     x, y = torch.ones(3, 4), torch.ones(3, 1)
@@ -572,9 +570,7 @@ def load_on(rank: int, size: int, which: list[int], shift: float) -> str:
 
 
 @pytest.mark.parametrize(("which", "shift", "says"), [([1], 0.0, "some"), ([0, 1], 1.0, "0 and 1")])
-def test_weights_that_only_some_ranks_load_are_refused_on_all(
-    ranks: Pool, which: list[int], shift: float, says: str
-) -> None:
+def test_loading_on_some_is_refused(ranks: Pool, which: list[int], shift: float, says: str) -> None:
     for text in ranks.run(load_on, which, shift, size=2):
         assert f"{says}" in text
         assert "Load or change weights in the same way on all ranks" in text

@@ -109,11 +109,7 @@ CASES: dict[str, tuple[tw.LocalSGD, dict[str, Any]]] = {
     ),
     "all at once": (
         tw.LocalSGD(
-            6,
-            fragments=2,
-            delay=1,
-            outer_momentum=0.5,
-            compression=tw.Sparse(0.8, 32, 1.0, "all"),
+            6, fragments=2, delay=1, outer_momentum=0.5, compression=tw.Sparse(0.8, 32, 1.0, "all")
         ),
         {
             "k": 6,
@@ -276,9 +272,7 @@ def synchronous(rank: int, size: int, momentum: float, nesterov: bool) -> float:
 
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
-def test_interval_1_with_sgd_is_synchronous_sgd(
-    ranks: Pool, momentum: float, nesterov: bool
-) -> None:
+def test_interval_1_with_sgd_is_synchronous(ranks: Pool, momentum: float, nesterov: bool) -> None:
     assert max(ranks.run(synchronous, momentum, nesterov, size=4)) < 1e-12
 
 
@@ -317,9 +311,7 @@ def many_steps(rank: int, size: int, config: Any, steps: int) -> list[tuple[bool
     ],
     ids=["plain", "outer", "sparse", "adaptive", "shares", "one bit", "dealt bits"],
 )
-def test_ranks_are_bit_identical_after_every_averaging_and_only_then(
-    ranks: Pool, config: Any
-) -> None:
+def test_ranks_are_bit_identical_after_every_averaging_alone(ranks: Pool, config: Any) -> None:
     steps = 500 if config == tw.LocalSGD(7) else 150
     found = ranks.run(many_steps, config, steps, size=4)
     for step, views in enumerate(zip(*found, strict=True)):

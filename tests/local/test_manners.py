@@ -185,9 +185,7 @@ def drawn_apart(rank: int, size: int, by_engine: bool) -> tuple[dict[str, Any], 
 
 
 @pytest.mark.parametrize("by_engine", [False, True])
-def test_integers_and_masks_start_as_on_rank_0_and_a_later_difference_is_named_once(
-    ranks: Pool, by_engine: bool
-) -> None:
+def test_integers_start_as_on_rank_0_and_a_change_is_named(ranks: Pool, by_engine: bool) -> None:
     expected = {name: buffer.tolist() for name, buffer in Shuffled(0).named_buffers()}
     for start, said in ranks.run(drawn_apart, by_engine):
         assert start == expected

@@ -53,9 +53,7 @@ def one_rank_moves(rank: int, size: int, config: tw.LocalSGD, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_small_changes_of_bfloat16_weights_arrive_at_any_number_of_bits(
-    ranks: Pool, name: str
-) -> None:
+def test_small_changes_of_bfloat16_weights_arrive_at_any_bits(ranks: Pool, name: str) -> None:
     """0.02: the steps of one rank after the last averaging, and half a unit in the last place."""
     size = 4 if name == "nodes" else 3
     narrow = ranks.run(one_rank_moves, CONFIGS[name], torch.bfloat16, size=size)
@@ -83,9 +81,7 @@ def resumed(rank: int, size: int, folder: str, halves: int) -> tuple[list[float]
     return model.w.detach().flatten().tolist(), values
 
 
-def test_bfloat16_part_below_a_weights_precision_survives_a_checkpoint(
-    ranks: Pool, tmp_path: Path
-) -> None:
+def test_bfloat16_part_below_a_weight_survives_a_checkpoint(ranks: Pool, tmp_path: Path) -> None:
     straight = ranks.run(resumed, str(tmp_path / "one"), 1, size=3)
     stopped = ranks.run(resumed, str(tmp_path / "two"), 2, size=3)
     assert straight == stopped
@@ -181,9 +177,7 @@ MASTERED = {
 
 @pytest.mark.parametrize("config", [tw.LocalSGD(4), tw.LocalSGD(4, delay=2), None], ids=str)
 @pytest.mark.parametrize("kept", MASTERED)
-def test_float32_masters_of_an_optimizer_start_from_the_mean(
-    ranks: Pool, config: Any, kept: str
-) -> None:
+def test_float32_masters_start_from_the_mean(ranks: Pool, config: Any, kept: str) -> None:
     """Steps of a quarter unit, which bfloat16 alone would not hold. 0.03: ten steps and a half."""
     first, second = ranks.run(own_weights, kept, config or MASTERED[kept], SMALL / 4)
     assert first[-1] == pytest.approx(1 + 40 * SMALL / 4 / 2, abs=0.03)

@@ -50,9 +50,7 @@ def ahead_of_the_others(rank: int, size: int, config: Any, after: int) -> str:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_no_step_waits_for_a_rank_that_is_one_step_behind(
-    ranks: Pool, name: str, size: int
-) -> None:
+def test_no_step_waits_for_a_rank_one_step_behind(ranks: Pool, name: str, size: int) -> None:
     """Neither where it is measured nor at its last agreement; the bits are the same."""
     found = [
         ranks.run(ahead_of_the_others, CONFIGS[name], after, size=size)
@@ -127,9 +125,7 @@ FAULTS = {
         ("one bit", "damage"),
     ],
 )
-def test_an_averaging_that_fails_on_one_rank_raises_on_all_and_changes_nothing(
-    ranks: Pool, name: str, way: str
-) -> None:
+def test_averaging_that_fails_on_one_changes_nothing(ranks: Pool, name: str, way: str) -> None:
     steps, text = FAULTS[way]
     found = ranks.run(with_a_fault, CONFIGS[name], way, size=3)
     raised, texts, untouched = zip(*found, strict=True)

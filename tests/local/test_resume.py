@@ -98,9 +98,7 @@ def with_a_longer_begin(rank: int, size: int) -> list[float]:
     return found
 
 
-def test_a_result_on_its_way_is_applied_once_where_a_loaded_run_averages_in_every_step(
-    ranks: Pool,
-) -> None:
+def test_result_on_its_way_is_applied_once_where_a_loaded_run_always_averages(ranks: Pool) -> None:
     assert ranks.run(with_a_longer_begin) == [[-30.0, -30.0]] * 2
 
 

@@ -136,9 +136,7 @@ EXACT = ("dense", "largest, owners", "8 bits")
 
 @pytest.mark.parametrize("options", ["at once", "in parts", "nodes"])
 @pytest.mark.parametrize("name", EXACT)
-def test_ranks_with_state_on_the_host_get_the_bits_of_a_cpu(
-    ranks: Pool, name: str, options: str
-) -> None:
+def test_ranks_with_state_on_a_host_get_bits_of_cpu(ranks: Pool, name: str, options: str) -> None:
     found = ranks.run(trained_alike, name, OPTIONS[options], size=4 if options == "nodes" else 2)
     assert len({text for both in found for text in both}) == 1
 
@@ -162,9 +160,7 @@ def engines(rank: int, size: int, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_an_engine_with_state_on_the_host_trains_to_the_bits_of_a_cpu(
-    ranks: Pool, name: str
-) -> None:
+def test_engine_with_state_on_the_host_trains_to_bits_of_a_cpu(ranks: Pool, name: str) -> None:
     for found in ranks.run(engines, name, size=2):
         assert len(set(found)) == 1
 
@@ -190,9 +186,7 @@ def members(rank: int, size: int, address: str, name: str, flag: str) -> dict[in
 
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
-def test_a_joiner_with_state_on_the_host_gets_the_bits_of_the_member(
-    ranks: Pool, name: str, tmp_path: Path
-) -> None:
+def test_joiner_with_state_on_the_host_gets_bits(ranks: Pool, name: str, tmp_path: Path) -> None:
     member, joiner = met(ranks, members, name, str(tmp_path / "go"), size=2)
     assert len(joiner) > 1
     assert joiner.items() <= member.items()
@@ -223,9 +217,7 @@ def peaks_of_averagings(rank: int, size: int, name: str) -> list[tuple[int, int]
 
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
-def test_an_averaging_holds_a_byte_a_parameter_and_one_tensor_on_the_device(
-    ranks: Pool, name: str
-) -> None:
+def test_averaging_holds_a_byte_a_parameter_and_a_tensor_on_device(ranks: Pool, name: str) -> None:
     """The selection of the largest entries holds magnitudes of a tensor and its mask, too."""
     tensors = 2 if name.startswith("largest") else 1
     for peak, after in itertools.chain(*ranks.run(peaks_of_averagings, name, size=2)):

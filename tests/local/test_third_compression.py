@@ -9,26 +9,13 @@ import torch
 from torch import Tensor
 
 import thinwire as tw
-from tests.api import (
-    ERRORS,
-    AllReduce,
-    ChangeCompression,
-    Context,
-    Group,
-    Kept,
-    MeanChange,
-    Round,
-    Sending,
-    checked_mean_,
-    combined,
-    updates,
-)
+from tests import api
 from tests.local.test_laws import bag, digest, one_step
 from tests.ranks import Pool
 from tests.toys import arriving
 
 
-class OneFactor(ChangeCompression):
+class OneFactor(api.ChangeCompression):
     """Rank 1 of PowerSGD (arXiv 1905.13727) for matrices; all else travels whole."""
 
     def begin(self, anchor: Tensor) -> dict[str, Tensor]:
@@ -37,14 +24,16 @@ class OneFactor(ChangeCompression):
     def compresses(self, param: Tensor) -> bool:
         return param.dim() == 2
 
-    def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
+    def send(
+        self, context: api.Context, folded: Mapping[str, Tensor], kept: api.Kept
+    ) -> api.Sending:
         left = torch.cat([m @ kept["factors"][n] for n, m in folded.items()])
-        [left] = yield [AllReduce(left, "adding up left factors")]
-        sums = [checked_mean_(left, context.sources, bits=context.read_sums)]
+        [left] = yield [api.AllReduce(left, "adding up left factors")]
+        sums = [api.checked_mean_(left, context.sources, bits=context.read_sums)]
         columns = [p / p.norm() for p in left.split([m.shape[0] for m in folded.values()])]
         right = torch.cat([m.T @ p for m, p in zip(folded.values(), columns, strict=True)])
-        [right] = yield [AllReduce(right, "adding up right factors")]
-        sums.append(checked_mean_(right, context.sources, bits=context.read_sums))
+        [right] = yield [api.AllReduce(right, "adding up right factors")]
+        sums.append(api.checked_mean_(right, context.sources, bits=context.read_sums))
         rows = right.split([m.shape[1] for m in folded.values()])
         arrived = Factors(context, list(folded))
         arrived.factors = dict(zip(folded, zip(columns, rows, strict=True), strict=True))
@@ -52,13 +41,13 @@ class OneFactor(ChangeCompression):
         return arrived
 
 
-class Factors(MeanChange):
+class Factors(api.MeanChange):
     factors: dict[str, tuple[Tensor, Tensor]]
 
-    def take_mean_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
+    def take_mean_(self, name: str, folded: Tensor, kept: api.Kept) -> Tensor:
         column, row = self.factors[name]
         mean = torch.outer(column, row)
-        torch.sub(folded, mean, out=kept[ERRORS][name])
+        torch.sub(folded, mean, out=kept[api.ERRORS][name])
         kept["factors"][name].copy_(row)
         return mean
 
@@ -67,8 +56,8 @@ def trained(rank: int, size: int, stop: int, state: Any, last: int) -> dict[str,
     model, optimizer = bag()
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
     changed = {n: torch.zeros_like(p) for n, p in start.items()}
-    with patch.object(updates, "compression_of", lambda *_: OneFactor()):
-        sync = updates.LocalUpdates(model, optimizer, tw.LocalSGD(2, 0, delay=1)).__enter__()
+    with patch.object(api.updates, "compression_of", lambda *_: OneFactor()):
+        sync = api.updates.LocalUpdates(model, optimizer, tw.LocalSGD(2, 0, delay=1)).__enter__()
         if state is not None:
             sync.load_state_dict(state[rank])
         saved = None
@@ -112,9 +101,11 @@ def summed(rank: int, size: int, flipped: bool) -> int:
         return total
 
     folded = {"m": torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))}
-    one_round, kept = Round(Group(), 1), {"factors": {"m": torch.ones(4)}}
-    with arriving(Group, "all_reduce_", hurt):
-        one_round.launch(folded, combined([OneFactor().send(one_round.context(0), folded, kept)]))
+    one_round, kept = api.Round(api.Group(), 1), {"factors": {"m": torch.ones(4)}}
+    with arriving(api.Group, "all_reduce_", hurt):
+        one_round.launch(
+            folded, api.combined([OneFactor().send(one_round.context(0), folded, kept)])
+        )
         one_round.finish()
     return one_round.sums_digest
 

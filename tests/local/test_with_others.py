@@ -117,9 +117,7 @@ def scaled_by_torch(rank: int, size: int, config: Any, how: str) -> tuple[str, i
 
 
 @pytest.mark.parametrize("k_steps", [1, 4])
-def test_a_grad_scaler_that_may_leave_out_the_step_of_one_rank_is_refused(
-    ranks: Pool, k_steps: int
-) -> None:
+def test_grad_scaler_that_may_omit_a_step_of_one_is_refused(ranks: Pool, k_steps: int) -> None:
     for text, step in ranks.run(scaled_by_torch, tw.LocalSGD(k_steps), "plain"):
         assert "amp=AMP(...)" in text and text.endswith("True")
         assert step == 1

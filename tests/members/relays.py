@@ -8,15 +8,7 @@ import ssl
 import struct
 from collections.abc import Iterator
 
-from tests.api import (
-    GREETING,
-    NONCE_BYTES,
-    Answer,
-    RelayEndpoint,
-    hello_mac,
-    relay_key,
-    relaying,
-)
+from tests.api import GREETING, NONCE_BYTES, Answer, RelayEndpoint, hello_mac, relay_key, relaying
 from tests.members.places import TOKEN, hosted
 from tests.waiting import PATIENCE_S
 

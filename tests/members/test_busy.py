@@ -59,9 +59,7 @@ def test_a_member_that_says_that_it_is_busy_stays_one(ranks: Pool) -> None:
 
 @pytest.mark.fault
 @pytest.mark.slow  # time-outs that a loaded machine keeps
-def test_one_that_does_not_say_so_stays_too_since_it_is_alive_and_the_others_meet_anew(
-    ranks: Pool,
-) -> None:
+def test_one_that_does_not_say_so_stays_since_it_lives_and_others_meet_anew(ranks: Pool) -> None:
     found = met(ranks, member, False, False, size=3)
     assert [one["sizes"][-1] for one in found] == [3] * 3
     assert len({one["digest"] for one in found}) == 1

@@ -11,24 +11,14 @@ from zlib import crc32
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from tests.api import (
-    ALL_RANKS,
-    GREETING,
-    HEAD,
-    NONCE_BYTES,
-    Group,
-    Kind,
-    MemberGroups,
-    MessageMacs,
-    RelayEndpoint,
-)
+from tests import api
 from tests.waiting import PATIENCE_S
 from thinwire.errors import PayloadCorrupt
 
 TRIES = 10_000
 KEY, OLD_KEY = b"k" * 32, b"o" * 32
 SIZE, CONTENT_BYTES = 3, 40
-CHANNELS = {Kind.DATA: "messages", Kind.CONTROL: "agreements"}
+CHANNELS = {api.Kind.DATA: "messages", api.Kind.CONTROL: "agreements"}
 
 
 def content_of(number: int, rank: int) -> bytes:
@@ -40,61 +30,61 @@ class Honest:
 
     def __init__(self, key: bytes = KEY) -> None:
         self._macs = {
-            (kind, rank): MessageMacs(key, name, rank)
+            (kind, rank): api.MessageMacs(key, name, rank)
             for kind, name in CHANNELS.items()
             for rank in range(SIZE)
         }
 
-    def __call__(self, kind: Kind, number: int, rank: int) -> bytes:
+    def __call__(self, kind: api.Kind, number: int, rank: int) -> bytes:
         content = content_of(number, rank)
-        checksum = crc32(content).to_bytes(4, "little") if kind == Kind.CONTROL else b""
+        checksum = crc32(content).to_bytes(4, "little") if kind == api.Kind.CONTROL else b""
         message = torch.frombuffer(bytearray(content + checksum), dtype=torch.uint8)
         return self._macs[kind, rank].with_mac(message, number).numpy().tobytes()
 
 
 HONEST, EARLIER_RUN = Honest(), Honest(OLD_KEY)
-Forgery = Callable[[random.Random, Kind, int], bytes]
+Forgery = Callable[[random.Random, api.Kind, int], bytes]
 
 
-def altered(rng: random.Random, kind: Kind, number: int) -> bytes:
+def altered(rng: random.Random, kind: api.Kind, number: int) -> bytes:
     made = bytearray(HONEST(kind, number, 1))
     for at in rng.sample(range(len(made)), rng.randint(1, 3)):
         made[at] ^= 1 << rng.randrange(8)
     return bytes(made)
 
 
-def made_up(rng: random.Random, kind: Kind, number: int) -> bytes:
+def made_up(rng: random.Random, kind: api.Kind, number: int) -> bytes:
     return content_of(number, 1) + rng.randbytes(len(HONEST(kind, number, 1)) - CONTENT_BYTES)
 
 
-def of_another_number(rng: random.Random, kind: Kind, number: int) -> bytes:
+def of_another_number(rng: random.Random, kind: api.Kind, number: int) -> bytes:
     return HONEST(kind, number + rng.choice([-1, 1, 7]) if number else 1, 1)
 
 
-def of_another_rank(rng: random.Random, kind: Kind, number: int) -> bytes:
+def of_another_rank(rng: random.Random, kind: api.Kind, number: int) -> bytes:
     """The third member's, or the receiver's own."""
     return HONEST(kind, number, rng.choice([0, 2]))
 
 
-def of_the_other_channel(rng: random.Random, kind: Kind, number: int) -> bytes:
-    return HONEST(Kind.CONTROL if kind == Kind.DATA else Kind.DATA, number, 1)
+def of_the_other_channel(rng: random.Random, kind: api.Kind, number: int) -> bytes:
+    return HONEST(api.Kind.CONTROL if kind == api.Kind.DATA else api.Kind.DATA, number, 1)
 
 
-def of_an_earlier_run(rng: random.Random, kind: Kind, number: int) -> bytes:
+def of_an_earlier_run(rng: random.Random, kind: api.Kind, number: int) -> bytes:
     return EARLIER_RUN(kind, number, 1)
 
 
-def joined(rng: random.Random, kind: Kind, number: int) -> bytes:
+def joined(rng: random.Random, kind: api.Kind, number: int) -> bytes:
     """The beginning of one message and the end of another one."""
     at, other = rng.randrange(1, CONTENT_BYTES), HONEST(kind, number + 1, 1)
     return HONEST(kind, number, 1)[:at] + other[at:]
 
 
-def cut(rng: random.Random, kind: Kind, number: int) -> bytes:
+def cut(rng: random.Random, kind: api.Kind, number: int) -> bytes:
     return HONEST(kind, number, 1)[: rng.randrange(CONTENT_BYTES)]
 
 
-def longer(rng: random.Random, kind: Kind, number: int) -> bytes:
+def longer(rng: random.Random, kind: api.Kind, number: int) -> bytes:
     return HONEST(kind, number, 1) + rng.randbytes(rng.randint(1, 9))
 
 
@@ -115,10 +105,10 @@ def frame(
     kind: int, number: int, rank: int, content: bytes, offset: int = 0, full: int = -1
 ) -> bytes:
     full = len(content) if full < 0 else full
-    return HEAD.pack(len(content), 0, rank, kind, number, offset, full) + content
+    return api.HEAD.pack(len(content), 0, rank, kind, number, offset, full) + content
 
 
-def misplaced(rng: random.Random, kind: Kind, number: int) -> bytes:
+def misplaced(rng: random.Random, kind: api.Kind, number: int) -> bytes:
     """A forged message in a frame with a wrong head, which no member of the room sends there."""
     content, place = made_up(rng, kind, number), (kind, number, 1)
     return rng.choice(
@@ -129,18 +119,18 @@ def misplaced(rng: random.Random, kind: Kind, number: int) -> bytes:
             frame(kind, number, 0, content),
             frame(rng.randint(7, 250), number, 1, content),
             frame(*place, content[:10], offset=rng.randint(1, 30), full=len(content)),
-            frame(Kind.ALIVE, number, 1, content),
+            frame(api.Kind.ALIVE, number, 1, content),
         ]
     )
 
 
-def sent(turns: list[tuple[Kind, int, bytes]]) -> Iterator[bytes]:
+def sent(turns: list[tuple[api.Kind, int, bytes]]) -> Iterator[bytes]:
     """What the relay gives to member 0: the forged frames for each turn, and those of member 2."""
     for kind, number, frames in turns:
         yield frames + frame(kind, number, 2, HONEST(kind, number, 2))
         done = number + 1
         for rank in (1, 2):
-            yield frame(kind + Kind.DATA_DONE, done, rank, b"")
+            yield frame(kind + api.Kind.DATA_DONE, done, rank, b"")
 
 
 class Liar:
@@ -148,26 +138,26 @@ class Liar:
 
     def __init__(self, frames: bytes) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = RelayEndpoint(*self.listener.getsockname(), b"")
+        self.endpoint = api.RelayEndpoint(*self.listener.getsockname(), b"")
         self._frames = frames
         self.thread = threading.Thread(target=self._serve)
         self.thread.start()
 
     def _serve(self) -> None:
         with self.listener, self.listener.accept()[0] as member:
-            assert member.recv(len(GREETING), socket.MSG_WAITALL) == GREETING
-            member.sendall(b"+" + bytes(NONCE_BYTES))
+            assert member.recv(len(api.GREETING), socket.MSG_WAITALL) == api.GREETING
+            member.sendall(b"+" + bytes(api.NONCE_BYTES))
             length = int.from_bytes(member.recv(2, socket.MSG_WAITALL), "little")
             member.recv(length + 16, socket.MSG_WAITALL)
             member.sendall(b"+")
             for rank in range(1, SIZE):
-                member.sendall(frame(Kind.CONNECTED, 0, rank, b""))
+                member.sendall(frame(api.Kind.CONNECTED, 0, rank, b""))
             drain = threading.Thread(target=self._drain, args=(member,))
             drain.start()
             with contextlib.suppress(ConnectionError):  # the member hangs up
                 member.sendall(self._frames)
                 while drain.is_alive():
-                    member.sendall(frame(Kind.ALIVE, 0, 0, b""))
+                    member.sendall(frame(api.Kind.ALIVE, 0, 0, b""))
                     drain.join(1.0)
             drain.join()
 
@@ -177,14 +167,14 @@ class Liar:
                 pass
 
 
-class OnCpu(Group):
+class OnCpu(api.Group):
     """Group of a member, whose process groups torch does not know."""
 
     device = torch.device("cpu")  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
-def member(turns: list[tuple[Kind, int, bytes]]) -> Iterator[Group]:
+def member(turns: list[tuple[api.Kind, int, bytes]]) -> Iterator[api.Group]:
     """Member 0 of three, with a key, whose messages go through a relay that lies in these turns.
 
     The relay has all that it will send before the member connects: one that waits for messages to
@@ -192,7 +182,7 @@ def member(turns: list[tuple[Kind, int, bytes]]) -> Iterator[Group]:
     relay, store = Liar(b"".join(sent(turns))), HashStore()
     for rank in range(1, SIZE):
         store.set(f"endpoint/{rank}", "null")  # nobody listens
-    groups = MemberGroups(store, 0, SIZE, PATIENCE_S, relay.endpoint)
+    groups = api.MemberGroups(store, 0, SIZE, PATIENCE_S, relay.endpoint)
     group = OnCpu.alone(PATIENCE_S)
     group.rank, group.size, group.relayed = 0, SIZE, True
     group._shared = groups
@@ -204,10 +194,10 @@ def member(turns: list[tuple[Kind, int, bytes]]) -> Iterator[Group]:
         relay.thread.join()
 
 
-def received(group: Group, kind: Kind, number: int) -> tuple[list[Any], list[int]]:
+def received(group: api.Group, kind: api.Kind, number: int) -> tuple[list[Any], list[int]]:
     """What came of all ranks, and of which ranks it was refused."""
     own = content_of(number, 0)
-    if kind == Kind.CONTROL:
+    if kind == api.Kind.CONTROL:
         try:
             return group.gather_now(own, "agreeing"), []
         except PayloadCorrupt as error:
@@ -222,15 +212,15 @@ def received(group: Group, kind: Kind, number: int) -> tuple[list[Any], list[int
 
 
 def turns_of(
-    tries: int, make: Callable[[random.Random, int, Kind, int], bytes]
-) -> list[tuple[Kind, int, bytes]]:
+    tries: int, make: Callable[[random.Random, int, api.Kind, int], bytes]
+) -> list[tuple[api.Kind, int, bytes]]:
     rng = random.Random(5)
     places = ((list(CHANNELS)[turn % 2], turn // 2) for turn in range(tries))
     return [(*place, make(rng, turn, *place)) for turn, place in enumerate(places)]
 
 
 def test_ten_thousand_forged_messages_are_refused() -> None:
-    def forged(rng: random.Random, turn: int, kind: Kind, number: int) -> bytes:
+    def forged(rng: random.Random, turn: int, kind: api.Kind, number: int) -> bytes:
         content = FORGERIES[turn // 2 % len(FORGERIES)](rng, kind, number)
         assert content != HONEST(kind, number, 1)
         return frame(kind, number, 1, content)
@@ -247,7 +237,7 @@ def test_ten_thousand_forged_messages_are_refused() -> None:
 def test_frames_of_nobody_reach_nobody() -> None:
     """They come before the honest ones, which are taken all the same."""
 
-    def beside(rng: random.Random, turn: int, kind: Kind, number: int) -> bytes:
+    def beside(rng: random.Random, turn: int, kind: api.Kind, number: int) -> bytes:
         return misplaced(rng, kind, number) + frame(kind, number, 1, HONEST(kind, number, 1))
 
     turns = turns_of(TRIES // 10, beside)
@@ -259,7 +249,7 @@ def test_frames_of_nobody_reach_nobody() -> None:
 
 
 def test_a_message_is_for_the_rank_that_it_was_sent_to() -> None:
-    sender, receiver = MessageMacs(KEY, "messages", 1), MessageMacs(KEY, "messages", 0)
+    sender, receiver = api.MessageMacs(KEY, "messages", 1), api.MessageMacs(KEY, "messages", 0)
     lengths = [8, 8, 5, 0]
     content = torch.arange(sum(lengths), dtype=torch.uint8)
     given, longer = sender.with_macs(content, lengths, sender.next())
@@ -269,4 +259,4 @@ def test_a_message_is_for_the_rank_that_it_was_sent_to() -> None:
         rows = torch.stack([part, part])
         assert receiver.verified(rows, 0, to)[1] == [0]  # row 0 is from rank 0 by its place
         assert receiver.verified(rows, 0, 1 - to)[1] == [0, 1]
-        assert receiver.verified(rows, 0, ALL_RANKS)[1] == [0, 1]
+        assert receiver.verified(rows, 0, api.ALL_RANKS)[1] == [0, 1]

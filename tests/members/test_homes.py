@@ -71,9 +71,7 @@ def unjoined(rank: int, size: int, address: str, token_file: str) -> str:
 
 @pytest.mark.slow
 @needs_netns
-def test_members_that_cannot_reach_one_another_are_reported_of_the_relay(
-    ranks: Pool, token_file: str
-) -> None:
+def test_members_that_cannot_connect_are_reported_by_relay(ranks: Pool, token_file: str) -> None:
     with walled(2, Link.parse("1gbit")) as (net, namespaces):
         address = f"{net.addresses[0]}:{PORT}"
         bind = ["--bind", address, "--token-file", token_file]

@@ -17,15 +17,7 @@ import thinwire as tw
 from tests.api import Channel, Download, JoinerState, StateMessage, next_identity
 from tests.members.places import TOKEN, meeting_place, met
 from tests.members.test_transfer import both_ends
-from tests.members.training import (
-    MOST_STEPS,
-    TIMEOUT_S,
-    digest,
-    faulty,
-    in_run,
-    member,
-    wait_for,
-)
+from tests.members.training import MOST_STEPS, TIMEOUT_S, digest, faulty, in_run, member, wait_for
 from tests.ranks import Pool
 from tests.toys import descend
 from tests.waiting import PATIENCE_S, time_out, until
@@ -243,9 +235,7 @@ def coming_back(rank: int, size: int, address: str, flag: str, path: str) -> Any
             return state_bytes(sync), sync.stats()["joining_bytes"], rounds
 
 
-def test_a_joiner_with_an_earlier_state_receives_the_difference(
-    ranks: Pool, tmp_path: Path
-) -> None:
+def test_joiner_with_an_earlier_state_receives_difference(ranks: Pool, tmp_path: Path) -> None:
     found = met(ranks, coming_back, str(tmp_path / "go"), str(tmp_path / "state"), size=3)
     state, received, rounds = found[2]
     assert 0 < received < 0.2 * state

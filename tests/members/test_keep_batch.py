@@ -59,9 +59,7 @@ def trained(rank: int, size: int, address: str, folder: str, keep: bool, merged:
     ("keep", "merged"),
     [(True, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((True, 1), (False, 1)))],
 )
-def test_batch_of_members_that_leave_and_join_stays_or_its_share_is_known(
-    ranks: Pool, tmp_path: Path, keep: bool, merged: int
-) -> None:
+def test_batch_stays_or_is_reported(ranks: Pool, tmp_path: Path, keep: bool, merged: int) -> None:
     found = met(ranks, trained, str(tmp_path), keep, merged, size=6)
     of_two, of_three = (2 * merged, -(-4 * merged // 3)) if keep else (merged, merged)
     share = of_three * 3 / (4 * merged)

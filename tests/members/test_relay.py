@@ -18,26 +18,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 import thinwire as tw
-from tests.api import (
-    ALL,
-    FRAME_BYTES,
-    GREETING,
-    HEAD,
-    AuthenticatedStore,
-    Donor,
-    KeyValueView,
-    Kind,
-    Part,
-    Recipient,
-    RelayClient,
-    StateMessage,
-    TransferContext,
-    _Relay,
-    certificate,
-    relay,
-    relay_key,
-    require_relay,
-)
+from tests import api
 from tests.members.places import TOKEN, host_command, meeting_place
 from tests.members.relays import listening, listens, rank_by_hand, relay_alone, relay_place
 from tests.members.training import TIMEOUT_S, digest, in_run, member, model
@@ -134,14 +115,14 @@ class Tapped:
 @contextlib.contextmanager
 def tapped(tap: Callable[[int, bytes], bytes]) -> Iterator[dict[int, set[int]]]:
     """Yield, by rank, the ranks for which its messages are not."""
-    hand_on, reached = _Relay._hand_on, {}
+    hand_on, reached = api._Relay._hand_on, {}
 
     async def handed(self: Any, room: Any, rank: int, reader: Any, direct: set[int]) -> None:
         reached[rank] = direct
         await hand_on(self, room, rank, Tapped(reader, rank, tap), direct)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Relay, "_hand_on", handed)
+        patch.setattr(api._Relay, "_hand_on", handed)
         yield reached
 
 
@@ -160,9 +141,7 @@ def wide(rank: int, size: int, address: str, token_file: str, reaching: int) -> 
 
 
 @pytest.mark.parametrize(("size", "reaching"), [(2, 0), (4, 0), (4, 2)])
-def test_member_uploads_a_message_once(
-    ranks: Pool, token_file: str, size: int, reaching: int
-) -> None:
+def test_a_message_is_uploaded_once(ranks: Pool, token_file: str, size: int, reaching: int) -> None:
     """300 kB each round, and half a percent of heads and signs; nothing that goes directly."""
     uploaded = dict.fromkeys(range(size), 0)
 
@@ -195,9 +174,7 @@ def hold_host(port: int, token_file: str, flag: Path, kills: int, over: threadin
         over.wait()
 
 
-def test_a_relay_that_is_killed_and_comes_back_costs_nothing(
-    ranks: Pool, token_file: str, tmp_path: Path
-) -> None:
+def test_relay_killed_and_back_costs_nothing(ranks: Pool, token_file: str, tmp_path: Path) -> None:
     """Members wait, send again what was on its way, and have the bits of an undisturbed run."""
     with listening() as free:
         port = free.getsockname()[1]
@@ -266,14 +243,14 @@ def test_without_a_relay_at_the_host_no_member_can_ask_for_it(token_file: str) -
 
 def test_the_wrong_token_is_refused_by_the_relay_too(token_file: str) -> None:
     with relay_alone(TOKEN) as place:
-        other = place._replace(key=relay_key(TOKEN[::-1]))
+        other = place._replace(key=api.relay_key(TOKEN[::-1]))
         with pytest.raises(Mismatch, match="another token"):
-            require_relay(other, TIMEOUT_S)
-        client = RelayClient(other, "room", 0, 2)
+            api.require_relay(other, TIMEOUT_S)
+        client = api.RelayClient(other, "room", 0, 2)
         assert not client.wait_for_all(PATIENCE_S)
         assert isinstance(client.refusal, Mismatch)
         client.close(PATIENCE_S)
-        require_relay(place, TIMEOUT_S)
+        api.require_relay(place, TIMEOUT_S)
 
 
 @pytest.fixture(scope="session")
@@ -289,11 +266,9 @@ def cert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return both
 
 
-def test_with_a_certificate_the_traffic_is_encrypted(
-    ranks: Pool, token_file: str, cert: Path
-) -> None:
+def test_with_a_certificate_traffic_is_encrypted(ranks: Pool, token_file: str, cert: Path) -> None:
     options = {"token_file": token_file, "ca": str(cert)}
-    with relay_place(tls=certificate(cert, None)) as address:
+    with relay_place(tls=api.certificate(cert, None)) as address:
         found = ranks.run(in_order, address, CONFIGS["sparse"], options, size=2, group=False)
         with pytest.raises(Mismatch, match="has a certificate"):
             tw.join(address, run="b", token_file=token_file, relay=True, timeout=TIMEOUT_S)
@@ -302,14 +277,12 @@ def test_with_a_certificate_the_traffic_is_encrypted(
         tw.join(address, run="a", timeout=TIMEOUT_S, relay=True, **options)
 
 
-def test_a_certificate_of_somebody_else_is_refused(
-    token_file: str, cert: Path, tmp_path: Path
-) -> None:
+def test_another_certificate_is_refused(token_file: str, cert: Path, tmp_path: Path) -> None:
     system = ssl.get_default_verify_paths().cafile
     if system is None:
         pytest.skip("no authorities on this machine")
     with (
-        relay_place(tls=certificate(cert, None)) as address,
+        relay_place(tls=api.certificate(cert, None)) as address,
         pytest.raises(Mismatch, match="the certificate of the relay at tls://"),
     ):
         tw.join(address, run="a", token_file=token_file, relay=True, ca=system)
@@ -340,9 +313,11 @@ def altered(rank: int, size: int, address: str, token_file: str) -> tuple[str, i
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("kind", [Kind.DATA, Kind.CONTROL])
+@pytest.mark.parametrize("kind", [api.Kind.DATA, api.Kind.CONTROL])
 @pytest.mark.parametrize("how", ["altered", "repeated"])
-def test_a_relay_that_lies_is_found_out(ranks: Pool, token_file: str, kind: Kind, how: str) -> None:
+def test_a_relay_that_lies_is_found_out(
+    ranks: Pool, token_file: str, kind: api.Kind, how: str
+) -> None:
     """A message of member 1 arrives as another one; a vote says so, or in a vote they end."""
     sent: list[bytes] = []
     lies: list[bytes] = []
@@ -351,8 +326,8 @@ def test_a_relay_that_lies_is_found_out(ranks: Pool, token_file: str, kind: Kind
     def lie(rank: int, content: bytes) -> bytes:
         if rank != 1:
             return content
-        if len(content) == HEAD.size and len(head[0]) == 0:
-            head[0] = HEAD.unpack(content)
+        if len(content) == api.HEAD.size and len(head[0]) == 0:
+            head[0] = api.HEAD.unpack(content)
             return content
         (length, _, _, what, *_), head[0] = head[0], ()
         if what != kind or length < 30 or len(lies) == 1:
@@ -369,17 +344,17 @@ def test_a_relay_that_lies_is_found_out(ranks: Pool, token_file: str, kind: Kind
     assert len(lies) == 1
     ended = [one for one in found if not isinstance(one, Raised)]
     refused = [averagings for told, averagings in ended if "its MAC is wrong" in told]
-    assert refused == (3 if kind == Kind.DATA else 2) * [refused[0]]
+    assert refused == (3 if kind == api.Kind.DATA else 2) * [refused[0]]
     assert refused[0] < 20
 
 
 def test_stranger_with_a_malformed_message_is_disconnected() -> None:
     """And only on that one: the room goes on."""
     with relay_alone() as place:
-        clients = [RelayClient(place, "room", rank, 2) for rank in range(2)]
+        clients = [api.RelayClient(place, "room", rank, 2) for rank in range(2)]
         assert all(client.wait_for_all(PATIENCE_S) for client in clients)
-        frame = HEAD.pack(FRAME_BYTES + 1, ALL, 0, Kind.DATA, 0, 0, 0)
-        fake = HEAD.pack(0, ALL, 0, Kind.DISCONNECTED, 0, 0, 0)
+        frame = api.HEAD.pack(api.FRAME_BYTES + 1, api.ALL, 0, api.Kind.DATA, 0, 0, 0)
+        fake = api.HEAD.pack(0, api.ALL, 0, api.Kind.DISCONNECTED, 0, 0, 0)
         connected = partial(socket.create_connection, place[:2], PATIENCE_S)
         admitted = partial(rank_by_hand, place, "other", 0)
         admitted().close()  # one that goes by itself
@@ -394,14 +369,14 @@ def test_stranger_with_a_malformed_message_is_disconnected() -> None:
                 stranger.sendall(words)
                 while stranger.recv(4096):
                     pass
-        clients[0].send(Kind.DATA, b"x" * 200_000)
-        number = clients[1].claim(Kind.DATA, 0)
+        clients[0].send(api.Kind.DATA, b"x" * 200_000)
+        number = clients[1].claim(api.Kind.DATA, 0)
         with clients[1].changed:
             arrived = clients[1].changed.wait_for(
-                lambda: clients[1].arrived(Kind.DATA, {0: number}), PATIENCE_S
+                lambda: clients[1].arrived(api.Kind.DATA, {0: number}), PATIENCE_S
             )
         assert arrived
-        assert clients[1].pop(Kind.DATA, {0: number}) == {0: b"x" * 200_000}
+        assert clients[1].pop(api.Kind.DATA, {0: number}) == {0: b"x" * 200_000}
         for client in clients:
             client.close(PATIENCE_S)
 
@@ -410,11 +385,11 @@ def test_receiver_that_reads_nothing_delays_its_senders() -> None:
     """The relay keeps no more than some parts of a message for it."""
     size = 64 << 20
     with relay_alone() as place:
-        client = RelayClient(place, "room", 0, 2)
+        client = api.RelayClient(place, "room", 0, 2)
         with rank_by_hand(place, "room", 1) as slow:
             assert client.wait_for_all(PATIENCE_S)
             before = resident_bytes()
-            client.send(Kind.DATA, bytes(size))
+            client.send(api.Kind.DATA, bytes(size))
             time.sleep(1.0)
             assert resident_bytes() - before < size + (24 << 20)
             taken = 0
@@ -430,29 +405,29 @@ def resident_bytes() -> int:
 def test_no_more_members_are_let_in_than_there_may_be() -> None:
     """One whose line broke takes its own place again."""
     with relay_alone() as place, contextlib.ExitStack() as ends:
-        ends.enter_context(pytest.MonkeyPatch.context()).setattr(relay, "MOST_CONNECTIONS", 3)
+        ends.enter_context(pytest.MonkeyPatch.context()).setattr(api.relay, "MOST_CONNECTIONS", 3)
         for rank in (0, 1, 2, 0):
             ends.enter_context(rank_by_hand(place, "room", rank))
         with pytest.raises(PeerLost, match="has reached its limit of connections"):
-            require_relay(place, PATIENCE_S)
+            api.require_relay(place, PATIENCE_S)
 
 
-@pytest.mark.parametrize("words", [b"", GREETING])
+@pytest.mark.parametrize("words", [b"", api.GREETING])
 def test_silent_strangers_keep_no_member_out(words: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many: the relay drops the oldest, so that they take no more than so much memory."""
-    monkeypatch.setattr(relay, "_HELLO_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(api.relay, "_HELLO_S", 10 * PATIENCE_S)
     with relay_alone() as place, contextlib.ExitStack() as ends:
-        client, strangers = RelayClient(place, "room", 0, 2), []
+        client, strangers = api.RelayClient(place, "room", 0, 2), []
         ends.callback(client.close, PATIENCE_S)
         member = rank_by_hand(place, "room", 1)
-        for _ in range(relay.MOST_CONNECTIONS + 50):
+        for _ in range(api.relay.MOST_CONNECTIONS + 50):
             stranger = socket.create_connection(place[:2], timeout=PATIENCE_S)
             strangers.append(ends.enter_context(stranger))
             stranger.sendall(words)
         assert client.wait_for_all(PATIENCE_S)
         member.close()
         with rank_by_hand(place, "room", 1):
-            client.send(Kind.DATA, b"x")
+            client.send(api.Kind.DATA, b"x")
         for stranger in strangers[:50]:
             with contextlib.suppress(ConnectionResetError):
                 while stranger.recv(64):
@@ -479,19 +454,21 @@ def test_a_relay_that_stays_away_is_an_error(ranks: Pool, token_file: str, tmp_p
 def test_a_state_that_was_sent_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a slow line too, where it is on its way for longer than a connection takes to close: a
     donor learns how far behind a joiner is, and a member that leaves hands over what it holds."""
-    kv = KeyValueView(AuthenticatedStore(HashStore(), None))
+    kv = api.KeyValueView(api.AuthenticatedStore(HashStore(), None))
     sent = {"w": torch.rand(1 << 18, generator=torch.Generator().manual_seed(4))}
-    received: list[StateMessage] = []
+    received: list[api.StateMessage] = []
 
     def slow(rank: int, part: bytes) -> bytes:
         time.sleep(2e-3)
         return part
 
     with relay_alone() as place, tapped(slow):
-        way = TransferContext(kv, place, PATIENCE_S, b"")
-        monkeypatch.setattr(TransferContext, "cloned", lambda self: self)
-        donor = Donor(way, 0, "ann", Part(0, 1, ""), {}, [StateMessage("state", {}, {})])
-        recipient = Recipient(way, 0)
+        way = api.TransferContext(kv, place, PATIENCE_S, b"")
+        monkeypatch.setattr(api.TransferContext, "cloned", lambda self: self)
+        donor = api.Donor(
+            way, 0, "ann", api.Part(0, 1, ""), {}, [api.StateMessage("state", {}, {})]
+        )
+        recipient = api.Recipient(way, 0)
 
         def receive() -> None:
             recipient.receive(8 << 20)
@@ -500,7 +477,7 @@ def test_a_state_that_was_sent_has_arrived(monkeypatch: pytest.MonkeyPatch) -> N
 
         thread = threading.Thread(target=receive)
         thread.start()
-        donor.enqueue(StateMessage("own", {}, sent))
+        donor.enqueue(api.StateMessage("own", {}, sent))
         donor.close(PATIENCE_S)
         assert not donor.alive
         assert recipient.line.nbytes > sent["w"].nbytes
@@ -511,7 +488,7 @@ def test_a_state_that_was_sent_has_arrived(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_message_too_long_for_a_relay_is_an_error() -> None:
     with relay_alone() as place:
-        client = RelayClient(place, "room", 0, 2)
+        client = api.RelayClient(place, "room", 0, 2)
         with pytest.raises(ThinwireError, match="1073741825 bytes is too long for a relay"):
-            client.send(Kind.DATA, bytes((1 << 30) + 1))
+            client.send(api.Kind.DATA, bytes((1 << 30) + 1))
         client.close(PATIENCE_S)

@@ -64,9 +64,7 @@ def test_whoever_looks_waits_for_one_answer(server: TCPStore, secret: bytes | No
 
 
 @pytest.mark.parametrize("size", [2, 5])
-def test_a_generation_connects_after_as_many_answers_for_any_size(
-    server: TCPStore, size: int
-) -> None:
+def test_generation_connects_after_as_many_answers_at_any_size(server: TCPStore, size: int) -> None:
     stores = [Counted(server.clone()) for _ in range(size)]
     made: dict[int, MemberGroups] = {}
 

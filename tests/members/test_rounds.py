@@ -16,17 +16,7 @@ import pytest
 import torch
 
 import thinwire as tw
-from tests.api import (
-    Averaging,
-    Decision,
-    JoinerState,
-    KeyValueView,
-    Membership,
-    Shared,
-    StateMessage,
-    connect,
-    membership,
-)
+from tests import api
 from tests.members.places import meeting_place, met
 from tests.members.training import (
     MOST_STEPS,
@@ -73,9 +63,7 @@ def _alike(found: list[dict[str, Any]], steps: int | None = 24) -> dict[int, tup
 @pytest.mark.fault("survivors go on without a restart")
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("rank", [0, 2])
-def test_whoever_is_killed_the_others_make_the_round_again(
-    ranks: Pool, phase: str, rank: int
-) -> None:
+def test_whoever_is_killed_others_make_the_round_again(ranks: Pool, phase: str, rank: int) -> None:
     fault = {"rank": rank, "phase": phase, "at": 3, "how": "kill"}
     found = met(ranks, _member_with, SPARSE, {"fault": fault}, size=3, errors=True)
     assert isinstance(found[rank], Lost)
@@ -107,9 +95,7 @@ def _reported(rank: int, size: int, address: str, options: Any) -> str:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_local_steps_continue_while_members_agree_and_one_is_killed(
-    ranks: Pool, phase: str
-) -> None:
+def test_local_steps_go_on_while_members_agree_and_one_is_killed(ranks: Pool, phase: str) -> None:
     fault = {"rank": 1, "phase": phase, "at": 3, "how": "kill"}
     config = CONFIGS["one bit, three steps late"]
     found = met(ranks, _member_with, config, {"fault": fault}, size=3, errors=True)
@@ -164,24 +150,24 @@ def test_residual_of_a_leaving_member_goes_to_a_remaining_one(ranks: Pool) -> No
 def _leaving(rank: int, size: int, address: str) -> Any:
     """What is kept on leaving, and what is inherited with which factor, as sums of squares."""
     seen: dict[str, Any] = {"kept": None, "came": None}
-    own_state, inherit = JoinerState.own_state, JoinerState.add_handoff
+    own_state, inherit = api.JoinerState.own_state, api.JoinerState.add_handoff
 
-    def square(given: StateMessage) -> float:
+    def square(given: api.StateMessage) -> float:
         return sum(float(t.double().square().sum()) for _, t in sorted(given.tensors.items()))
 
-    def kept(work: JoinerState) -> StateMessage | None:
+    def kept(work: api.JoinerState) -> api.StateMessage | None:
         given = own_state(work)
         assert given is not None
         seen["kept"] = square(given)
         return given
 
-    def came(work: JoinerState, given: StateMessage, factor: float) -> None:
+    def came(work: api.JoinerState, given: api.StateMessage, factor: float) -> None:
         before = square(own_state(work))  # type: ignore[arg-type]
         inherit(work, given, factor)
         assert square(own_state(work)) != before  # type: ignore[arg-type]
         seen["came"] = square(given), factor
 
-    with patch.multiple(JoinerState, own_state=kept, add_handoff=came):
+    with patch.multiple(api.JoinerState, own_state=kept, add_handoff=came):
         member(rank, size, address, SPARSE, leave_at={2: 6}, steps=60, step_s=0.02)
     return seen["kept"], seen["came"]
 
@@ -293,13 +279,13 @@ def test_member_cut_off_from_a_restarted_run_is_evicted() -> None:
     net = model(0)
     optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
     with meeting_place(None) as address:
-        kv = KeyValueView(connect(address, "test", None, timedelta(seconds=TIMEOUT_S)))
+        kv = api.KeyValueView(api.connect(address, "test", None, timedelta(seconds=TIMEOUT_S)))
         with (
             pytest.raises(tw.errors.Evicted, match="generation 1 was formed without this member"),
             tw.join(address, run="test", timeout=2.0) as members,
             tw.local_sgd(net, optimizer, tw.LocalSGD(1), members=members) as sync,
         ):
-            kv.put_if_absent("members/1", Decision(("ann",), ("ann",), 0).to_dict())
+            kv.put_if_absent("members/1", api.Decision(("ann",), ("ann",), 0).to_dict())
             while sync.step < 1000:
                 net(torch.randn(8, 24)).square().mean().backward()
                 optimizer.step()
@@ -359,9 +345,7 @@ def _saving(rank: int, size: int, address: str, folder: str, run: str, flag: str
 
 
 @pytest.mark.parametrize("ends", ["done", "failed"])
-def test_one_may_hear_the_last_agreement_after_all_others_have_gone(
-    ranks: Pool, tmp_path: Path, ends: str
-) -> None:
+def test_one_may_hear_the_last_agreement_late(ranks: Pool, tmp_path: Path, ends: str) -> None:
     """Those who end by themselves are not lost, however many they are; those who fail are."""
     found = met(ranks, _last_to_hear, str(tmp_path), ends, size=3, errors=True)
     if ends == "done":
@@ -376,9 +360,9 @@ def _last_to_hear(rank: int, size: int, address: str, folder: str, ends: str) ->
     net = model(rank)
     optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
     config = tw.LocalSGD(4, begin_step=0)
-    passed = Membership.accept_agreement
+    passed = api.Membership.accept_agreement
 
-    def late(self: Membership, number: int, vote: int, answers: Any) -> bool:
+    def late(self: api.Membership, number: int, vote: int, answers: Any) -> bool:
         for other in range(2):
             wait_for(f"{folder}/{other}")
         self.report_broken(number, "told so by the test")
@@ -396,7 +380,7 @@ def _last_to_hear(rank: int, size: int, address: str, folder: str, ends: str) ->
                 net(torch.randn(8, 24)).square().mean().backward()
                 optimizer.step()
             if rank == 2:
-                stack.enter_context(patch.object(Membership, "accept_agreement", late))
+                stack.enter_context(patch.object(api.Membership, "accept_agreement", late))
         if ends == "failed" and rank < 2:
             raise RuntimeError("of the test")
         return members.step, digest(sync)
@@ -420,11 +404,11 @@ def _ending(rank: int, size: int, address: str, folder: str, case: str) -> tuple
     net = model(rank)
     optimizer = torch.optim.SGD(net.parameters(), 0.05)
     strategy = tw.DistributedStrategy(localsgd=tw.LocalSGD(4, begin_step=0))
-    passed, connect_all = Membership.accept_agreement, membership.MemberGroups
+    passed, connect_all = api.Membership.accept_agreement, api.membership.MemberGroups
     heard = failures = 0
     last = {"one after another": (6, 14, 22), "closed inside": (14, 14, 6), "forgotten": (8, 8, 8)}
 
-    def late(self: Membership, number: int, vote: int, answers: Any) -> bool:
+    def late(self: api.Membership, number: int, vote: int, answers: Any) -> bool:
         nonlocal heard
         heard += 1
         if heard == 2:  # of step 8: what all have got
@@ -450,8 +434,8 @@ def _ending(rank: int, size: int, address: str, folder: str, case: str) -> tuple
         engine = strategy.prepare(net, optimizer, torch.nn.MSELoss(), members=members)
         for step in range(1, last[case][rank] + 1):
             if case == "forgotten" and rank and step == 8:
-                stack.enter_context(patch.object(Membership, "accept_agreement", late))
-                stack.enter_context(patch.object(membership, "MemberGroups", cut))
+                stack.enter_context(patch.object(api.Membership, "accept_agreement", late))
+                stack.enter_context(patch.object(api.membership, "MemberGroups", cut))
             x = torch.randn(8, 24)
             engine.train_step(x, x)
         if case == "closed inside" and rank == 2:
@@ -463,9 +447,7 @@ def _ending(rank: int, size: int, address: str, folder: str, case: str) -> tuple
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["admits", "lets go"])
-def test_a_break_at_the_agreement_that_changes_the_members(
-    ranks: Pool, tmp_path: Path, what: str
-) -> None:
+def test_break_at_an_agreement_that_changes_members(ranks: Pool, tmp_path: Path, what: str) -> None:
     """Nobody dies: one gives the generation up while the others still apply what was averaged."""
     found = met(ranks, _breaking, str(tmp_path / "go"), what, size=3)
     assert sum(broke for broke, *_ in found) == 1
@@ -484,9 +466,14 @@ def _breaking(
     net = model(rank)
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
     wait_for(flag if admits and rank == 2 else "")
-    passed, commit, broke, longest_s = Membership.accept_agreement, Averaging.commit_, False, 0.0
+    passed, commit, broke, longest_s = (
+        api.Membership.accept_agreement,
+        api.Averaging.commit_,
+        False,
+        0.0,
+    )
 
-    def late(self: Membership, number: int, vote: int, answers: Any) -> bool:
+    def late(self: api.Membership, number: int, vote: int, answers: Any) -> bool:
         nonlocal broke
         word = b'"admit":["' if admits else b'"leaving"'
         if not broke and any(word in each for each in answers):
@@ -495,12 +482,12 @@ def _breaking(
             self.wait_for_next(number)
         return passed(self, number, vote, answers)
 
-    def slow(self: Averaging, *given: Any) -> None:
+    def slow(self: api.Averaging, *given: Any) -> None:
         time.sleep(1.0 if broke or not admits else 0.0)
         commit(self, *given)
 
-    late_one = patch.object(Membership, "accept_agreement", late)
-    slow_one = patch.object(Averaging, "commit_", slow)
+    late_one = patch.object(api.Membership, "accept_agreement", late)
+    slow_one = patch.object(api.Averaging, "commit_", slow)
     with late_one if rank == 1 else slow_one:
         founders = 2 if admits else 3
         with (
@@ -559,8 +546,8 @@ def _walled_off(rank: int, size: int, address: str, flag: str) -> Any:
         raise PeerStalled("said so by the test")
 
     options = {"founders": size - 1, "flag": flag, "step_s": 0.05, "steps": 120}
-    groups = refused if rank == size - 1 else membership.MemberGroups
-    with patch.object(membership, "MemberGroups", groups):
+    groups = refused if rank == size - 1 else api.membership.MemberGroups
+    with patch.object(api.membership, "MemberGroups", groups):
         return member(rank, size, address, SPARSE, **options)  # type: ignore[arg-type]
 
 
@@ -576,18 +563,15 @@ def test_a_joiner_that_cannot_reach_all_ends_nobody_elses_run(ranks: Pool, tmp_p
 
 def _interrupted(rank: int, size: int, address: str) -> list[str]:
     """Threads that are left of a `join` that Ctrl-C ends."""
-    hello, before = Shared.say_hello, set(threading.enumerate())
+    hello, before = api.Shared.say_hello, set(threading.enumerate())
 
-    def interrupts(self: Shared, *given: Any) -> Any:
+    def interrupts(self: api.Shared, *given: Any) -> Any:
         number = hello(self, *given)
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         return number
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with (
-        patch.object(Shared, "say_hello", interrupts),
-        pytest.raises(KeyboardInterrupt),
-    ):
+    with patch.object(api.Shared, "say_hello", interrupts), pytest.raises(KeyboardInterrupt):
         tw.join(address, run="test", start_members=2, timeout=30)
     left = set(threading.enumerate()) - before
     return [thread.name for thread in left if "thinwire" in thread.name]

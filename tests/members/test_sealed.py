@@ -103,9 +103,7 @@ FORGERIES: list[Callable[[TCPStore], None]] = [
 
 
 @pytest.mark.parametrize("forge", FORGERIES)
-def test_message_that_does_not_verify_is_refused(
-    plain: TCPStore, forge: Callable[[TCPStore], None]
-) -> None:
+def test_unverified_message_is_refused(plain: TCPStore, forge: Callable[[TCPStore], None]) -> None:
     store = AuthenticatedStore(plain, SECRET, "run/a/")
     store.set("key", "value")
     store.set("other", "value")

@@ -97,9 +97,7 @@ def sharer(
 @pytest.mark.slow
 @pytest.mark.fault
 @pytest.mark.parametrize("seed", range(4))
-def test_every_sample_is_trained_on_once_in_an_epoch(
-    ranks: Pool, tmp_path: Path, seed: int
-) -> None:
+def test_samples_are_trained_on_once_in_an_epoch(ranks: Pool, tmp_path: Path, seed: int) -> None:
     events = events_of(seed)
     size = FOUNDERS + sum(kind == "join" for kind, _ in events)
     with meeting_place(None) as address:

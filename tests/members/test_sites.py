@@ -175,9 +175,7 @@ def together(rank: int, size: int, config: Any, steps: int, sites: list[int]) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
-def test_nobody_comes_or_goes_and_the_bits_equal_one_job(
-    ranks: Pool, tmp_path: Path, name: str
-) -> None:
+def test_nobody_comes_or_goes_and_bits_are_of_a_job(ranks: Pool, tmp_path: Path, name: str) -> None:
     # whoever comes first gives the others its model
     sites = run_sites(ranks, tmp_path, CONFIGS[name], size=4, one_start=True)
     alike(sites, 24)
@@ -191,9 +189,7 @@ def test_nobody_comes_or_goes_and_the_bits_equal_one_job(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "phase"), zip([1, 4] * 3, PHASES, strict=True))
-def test_one_lost_rank_is_a_lost_site_and_the_others_go_on(
-    ranks: Pool, tmp_path: Path, phase: str, rank: int
-) -> None:
+def test_lost_rank_is_a_lost_site(ranks: Pool, tmp_path: Path, phase: str, rank: int) -> None:
     fault = {"rank": rank, "phase": phase, "at": 3}
     sites = run_sites(ranks, tmp_path, SPARSE, size=6, errors=True, fault=fault)
     lost = sites.pop(rank // SHARDS)
@@ -207,9 +203,7 @@ def test_one_lost_rank_is_a_lost_site_and_the_others_go_on(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["whole", "one bit, late", "split, with state"])
-def test_a_site_that_comes_has_the_bits_of_the_others(
-    ranks: Pool, tmp_path: Path, name: str
-) -> None:
+def test_site_that_comes_has_bits_of_the_others(ranks: Pool, tmp_path: Path, name: str) -> None:
     sites = run_sites(ranks, tmp_path, CONFIGS[name], size=6, founders=2, steps=100, step_s=0.05)
     rounds = alike(sites, 100)
     assert [size for _, size in rounds.values()][-1] == 3
@@ -223,9 +217,7 @@ def test_a_site_that_comes_has_the_bits_of_the_others(
 
 
 @pytest.mark.parametrize("rank", [1, 2])
-def test_one_rank_that_leaves_takes_its_site_with_it(
-    ranks: Pool, tmp_path: Path, rank: int
-) -> None:
+def test_a_rank_that_leaves_takes_its_site_with_it(ranks: Pool, tmp_path: Path, rank: int) -> None:
     # nobody can have waited for such a time-out
     options = {"leave_at": {rank: 10}, "timeout_s": 4 * PATIENCE_S}
     sites = run_sites(ranks, tmp_path, SPARSE, size=6, **options)
@@ -238,9 +230,7 @@ def test_one_rank_that_leaves_takes_its_site_with_it(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 2])
-def test_a_site_that_dies_while_it_comes_holds_up_nobody(
-    ranks: Pool, tmp_path: Path, at: int
-) -> None:
+def test_site_that_dies_while_it_comes_stops_nobody(ranks: Pool, tmp_path: Path, at: int) -> None:
     """One of its ranks dies before or after the site counts as ready."""
     options = {"founders": 2, "steps": 140, "step_s": 0.05}
     fault = {"rank": 5, "phase": "taking", "at": at}

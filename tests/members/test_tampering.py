@@ -82,9 +82,7 @@ def train(
 
 @pytest.mark.fault
 @pytest.mark.parametrize("tapped_at", [1, 4])
-def test_a_bit_that_changes_on_its_way_is_refused_by_all(
-    ranks: Pool, token_file: str, tapped_at: int
-) -> None:
+def test_bit_changed_on_its_way_is_refused(ranks: Pool, token_file: str, tapped_at: int) -> None:
     found = met(ranks, train, token_file, tapped_at, size=3, token=TOKEN)
     for one in found:
         assert "its MAC is wrong" in one["told"]

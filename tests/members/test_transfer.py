@@ -159,9 +159,7 @@ def test_joiner_that_never_catches_up_is_given_both_rates(monkeypatch: pytest.Mo
     download.close()
 
 
-def test_joiner_is_not_judged_by_rounds_that_have_become_rare(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_joiner_is_not_judged_by_rounds_that_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     download, _ = copied(["round 7"], rounds=12)
     while download.next(wait=False) is not None:
         pass

@@ -253,9 +253,7 @@ def test_no_graph_is_kept_alive(case: Case, extras: dict) -> None:
 
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_parameters_have_float32_state_and_are_rounded_once(
-    name: str, dtype: torch.dtype
-) -> None:
+def test_narrow_parameters_have_float32_state_rounded_once(name: str, dtype: torch.dtype) -> None:
     case = OURS[name]
     narrow, wide = model(dtype), model()
     for p, q in zip(narrow.parameters(), wide.parameters(), strict=True):

@@ -194,9 +194,7 @@ def disagreeing(rank: int, size: int, what: str) -> None:
         ("initial values", "initial value (CRC-32) of.b differs"),
     ],
 )
-def test_ranks_that_disagree_are_reported_before_anything_moves(
-    ranks: Pool, what: str, text: str
-) -> None:
+def test_disagreement_is_reported_before_anything_moves(ranks: Pool, what: str, text: str) -> None:
     answers = ranks.run(disagreeing, what, size=2, expect_errors=True)
     assert {(a.type_name, a.text) for a in answers} == {("Mismatch", answers[0].text)}
     assert "RuntimeError" in answers[0].bases
@@ -396,9 +394,7 @@ def tampered(rank: int, size: int, how: str, begin: int) -> bool:
 @pytest.mark.fault
 @pytest.mark.parametrize("begin", [0, 5])
 @pytest.mark.parametrize("how", ["clip", "scale", "data"])
-def test_a_gradient_changed_after_it_was_sent_is_an_error_everywhere(
-    ranks: Pool, how: str, begin: int
-) -> None:
+def test_gradient_changed_after_it_was_sent_is_an_error(ranks: Pool, how: str, begin: int) -> None:
     assert ranks.run(tampered, how, begin) == [True, True]
 
 
@@ -506,9 +502,7 @@ def unused(rank: int, size: int, attach: bool, bucket_mb: float) -> dict[str, Te
 
 
 @pytest.mark.parametrize("bucket_mb", [25.0, 0.0005])
-def test_parameters_unused_on_all_ranks_are_left_out_of_an_attached_step(
-    ranks: Pool, bucket_mb: float
-) -> None:
+def test_parameters_unused_on_all_are_left_out_of_a_step(ranks: Pool, bucket_mb: float) -> None:
     attached, stepped = (ranks.run(unused, way, bucket_mb) for way in (True, False))
     for other in (attached[1], *stepped):
         torch.testing.assert_close(other, attached[0], rtol=0, atol=0)

@@ -21,9 +21,7 @@ from thinwire import optim
         ("parms", "params"),
     ],
 )
-def test_an_unknown_key_is_an_error_with_the_closest_one(
-    case: Case, key: str, closest: str
-) -> None:
+def test_unknown_key_is_an_error_with_the_closest_one(case: Case, key: str, closest: str) -> None:
     with pytest.raises(ValueError, match=rf"'{key}' with value 3.*'{closest}'"):
         case([{"params": model().named_parameters(), key: 3}])
 
@@ -226,9 +224,7 @@ def test_wrong_values_in_a_group_change_nothing(
         ({"regularizer": 0.1}, TypeError, "regularizer"),
     ],
 )
-def test_wrong_common_arguments(
-    case: Case, kwargs: dict, error: type[Exception], name: str
-) -> None:
+def test_wrong_common_options(case: Case, kwargs: dict, error: type[Exception], name: str) -> None:
     with pytest.raises(error, match=name):
         case(model().named_parameters(), **kwargs)
 

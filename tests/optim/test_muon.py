@@ -67,9 +67,7 @@ def test_bits_equal_torchs_two_side_by_side(adjust_lr_fn: str, *, nesterov: bool
 
 @pytest.mark.parametrize("ns_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("exponent", [64, 84, 120])
-def test_an_update_does_not_depend_on_the_size_of_a_finite_gradient(
-    ns_dtype: str, exponent: int
-) -> None:
+def test_update_does_not_depend_on_size_of_finite_gradient(ns_dtype: str, exponent: int) -> None:
     """Squares of the larger ones are beyond float32."""
     found = []
     for size in (1.0, 2.0**exponent):

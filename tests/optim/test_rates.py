@@ -153,9 +153,7 @@ class Bad(Schedule):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.5])
-def test_a_rate_that_goes_wrong_names_the_step_and_changes_nothing(
-    case: Case, value: float
-) -> None:
+def test_rate_that_goes_wrong_names_the_step_and_changes_nothing(case: Case, value: float) -> None:
     net = model()
     optimizer = case(net.named_parameters(), lr=Bad(value))
     before = train(net, optimizer, range(2))

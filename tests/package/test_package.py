@@ -132,9 +132,7 @@ def test_command_without_its_extra_names_the_package(tmp_path: Path) -> None:
     assert "pip install 'thinwire[cli]'" in said
 
 
-def test_two_ranks_train_and_the_second_start_reads_the_compiled_code(
-    tmp_path: Path,
-) -> None:
+def test_two_ranks_train_and_the_second_start_reads_the_compiled_code(tmp_path: Path) -> None:
     cache, example = tmp_path / "cache", str(ROOT / "examples" / "dgc.py")
     torchrun = [script("torchrun"), "--standalone", "--nproc-per-node", "2", example]
     first = run(*torchrun, cwd=tmp_path, NUMBA_CACHE_DIR=str(cache))

@@ -331,9 +331,7 @@ class Trip:
         ("detached", "ValueError", "stage 2 of 2|depends on no parameter"),
     ],
 )
-def test_an_error_of_one_stage_is_one_of_all_and_the_pipeline_goes_on(
-    ranks: Pool, trouble: str, kinds: str, texts: str
-) -> None:
+def test_error_of_one_stage_is_of_all(ranks: Pool, trouble: str, kinds: str, texts: str) -> None:
     """Kinds and texts of both stages, or one for both."""
     answers = ranks.run(attempt, trouble)
     assert [kind for kind, _, _ in answers] == (2 * kinds.split())[:2]

@@ -9,34 +9,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import thinwire as tw
-from tests.api import (
-    MOST_PARAMS,
-    Candidate,
-    candidates,
-    cost_by_number,
-    cost_of,
-    grown,
-    matrices,
-    steps_to_dense_loss,
-)
+from tests import api
 from tests.api import network_Network as Network
 from tests.api import work_Work as Work
 
 RATES = (1e4, 1e6, 2e7, 1e8, 3e8, 1e9, 1e10, 4e11)
 LATENCIES_S = (0.0, 1e-6, 5e-4, 0.02, 0.1, 1.0)
-EDGES = (1, 2, 16_383, 16_384, 2**18 - 1, 2**18, 2**19 - 1, 2**19, 2**20, MOST_PARAMS)
+EDGES = (1, 2, 16_383, 16_384, 2**18 - 1, 2**18, 2**19 - 1, 2**19, 2**20, api.MOST_PARAMS)
 SIZES = st.sampled_from(EDGES) | st.floats(0, 13).map(lambda digits: int(10**digits))
 OTHERS, LOCAL = 6, 3
 """How many settings are drawn: of methods that exchange gradients, and of local updates."""
 
 
 def of_number(params: int, step_s: float = 0.35) -> Work:
-    return Work(params, matrices(params), step_s, assumed=True)
+    return Work(params, api.matrices(params), step_s, assumed=True)
 
 
-def seconds(chosen: Sequence[Candidate], work: Work, network: Network) -> list[float]:
+def seconds(chosen: Sequence[api.Candidate], work: Work, network: Network) -> list[float]:
     return [
-        cost_by_number(document or {}, recipe.name, work, network).step_s
+        api.cost_by_number(document or {}, recipe.name, work, network).step_s
         for _, recipe, document in chosen
     ]
 
@@ -46,7 +37,7 @@ def seconds(chosen: Sequence[Candidate], work: Work, network: Network) -> list[f
 def test_fewer_parameters_and_a_better_line_never_take_longer(data: st.DataObject) -> None:
     workers = data.draw(st.sampled_from((2, 3, 4, 8, 17, 64, 1000)), "workers")
     step_s = data.draw(st.sampled_from((1e-4, 0.01, 0.35, 5.0)), "step_s")
-    offered = list(candidates(workers))
+    offered = list(api.candidates(workers))
     local = [one for one in offered if "localsgd" in (one[2] or {})]
     others = [one for one in offered if "localsgd" not in (one[2] or {})]
     chosen = [
@@ -78,9 +69,7 @@ def test_fewer_parameters_and_a_better_line_never_take_longer(data: st.DataObjec
         (1_611, 2_100, {"workers": 8, "link": "100kbit", "latency": "1ms"}),
     ],
 )
-def test_every_row_of_a_plan_grows_with_the_number(
-    fewer: int, more: int, line: dict[str, Any]
-) -> None:
+def test_all_rows_of_a_plan_grow_with_number(fewer: int, more: int, line: dict[str, Any]) -> None:
     small, large = (tw.plan(params=params, step_seconds=0.05, **line) for params in (fewer, more))
     for row in small.strategies:
         beside = large[row.name]
@@ -90,7 +79,7 @@ def test_every_row_of_a_plan_grows_with_the_number(
         dense_s = plan["dense"].step_seconds[1]
         for row in plan.strategies:
             if row.optimizer is None:
-                steps = steps_to_dense_loss(row.loss_gap[1], params)
+                steps = api.steps_to_dense_loss(row.loss_gap[1], params)
                 expected = steps * (row.step_seconds[1] / dense_s if steps <= 4 else 1)
                 assert row.time_to_dense_loss == pytest.approx(expected, rel=1e-12), row.name
 
@@ -100,24 +89,24 @@ def test_every_row_of_a_plan_grows_with_the_number(
 def test_usual_sizes_cost_as_their_shapes(params: int, line: Network) -> None:
     """Where buckets change, a bucket's latencies are between two sizes 3 % apart."""
     work = of_number(params)
-    for name, recipe, document in itertools.islice(candidates(line.ranks), 0, None, 7):
-        own = cost_of(document or {}, recipe.name, work, line)
-        cost = cost_by_number(document or {}, recipe.name, work, line)
+    for name, recipe, document in itertools.islice(api.candidates(line.ranks), 0, None, 7):
+        own = api.cost_of(document or {}, recipe.name, work, line)
+        cost = api.cost_by_number(document or {}, recipe.name, work, line)
         assert cost.step_s == pytest.approx(own.step_s, rel=0.02), name
         assert (cost.bytes, cost.state_bytes) == (own.bytes, own.state_bytes)
 
 
 def test_a_size_costs_no_more_than_the_next_larger_one_that_was_looked_at() -> None:
-    assert grown([(100, 5.0), (10, 7.0), (32, 1.0)], 32) == 5.0
-    assert grown([(100, 5.0), (10, 2.0), (32, 1.0)], 32) == 2.0
-    assert grown([(100, 5.0), (10, 2.0)], 55) == pytest.approx(3.5)
+    assert api.grown([(100, 5.0), (10, 7.0), (32, 1.0)], 32) == 5.0
+    assert api.grown([(100, 5.0), (10, 2.0), (32, 1.0)], 32) == 2.0
+    assert api.grown([(100, 5.0), (10, 2.0)], 55) == pytest.approx(3.5)
 
 
 def test_known_shapes_have_their_cost() -> None:
     """A tensor too small to be compressed may well take longer than a larger one."""
     line = Network(1e9, 1.0, 3)
     small, large = (
-        cost_of({"dgc": {}}, "", Work(params, matrices(params), 0.35), line).step_s
+        api.cost_of({"dgc": {}}, "", Work(params, api.matrices(params), 0.35), line).step_s
         for params in (16_383, 16_384)
     )
     assert small > large

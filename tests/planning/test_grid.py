@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 
 import thinwire as tw
-from tests.api import (
-    LEFT_OUT,
-    STRATEGIES,
-)
+from tests.api import LEFT_OUT, STRATEGIES
 from tests.processes import ran_thinwire
 
 NUMBERS: dict[str, Any] = {"params": "124M", "step_seconds": 0.35, "link": "100mbit"}

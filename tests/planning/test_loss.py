@@ -9,14 +9,7 @@ import pytest
 import thinwire as tw
 from benchmarks.choosing import Scope, evidence, rows
 from benchmarks.gaps import measured
-from tests.api import (
-    MEASURED,
-    crowding,
-    law,
-    law_beta,
-    loss_gap,
-    steps_to_dense_loss,
-)
+from tests.api import MEASURED, crowding, law, law_beta, loss_gap, steps_to_dense_loss
 from tests.api import network_Network as Network
 
 SMALL = 869_504

@@ -32,9 +32,7 @@ def test_the_page_loads_nothing(page: str) -> None:
     assert set(re.findall(r"url\((.*?)\)", page)) == {"#waits-wide", "#waits-narrow"}
 
 
-def test_every_best_row_is_there_with_its_source_and_the_loss_is_called_a_prediction(
-    plan: Plan, page: str
-) -> None:
+def test_best_rows_are_there_with_source_and_loss_a_prediction(plan: Plan, page: str) -> None:
     assert "a fitted law and measurements of small models" in page
     assert escape(plan.reason.partition(": ")[0]) in page
     for row in plan.best():

@@ -10,18 +10,7 @@ from typing import Any
 import pytest
 
 import thinwire as tw
-from tests.api import (
-    FRAMES,
-    Job,
-    Link,
-    Probe,
-    command,
-    idle_restarts,
-    network,
-    release,
-    run_workers,
-    streams_between,
-)
+from tests import api
 from tests.lab.namespaces import needs_netns
 from tests.launched import as_torchrun_starts, free_port
 from tests.processes import ran, torchrun
@@ -46,7 +35,7 @@ def file(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def probed(rank: int, size: int, port: int, path: str) -> str:
     """What a rank of the command prints."""
     with as_torchrun_starts(rank, size, port) as said:
-        command.probe(out=Path(path), size="tiny", batch=2, quiet=True)
+        api.command.probe(out=Path(path), size="tiny", batch=2, quiet=True)
     return said.getvalue()
 
 
@@ -60,7 +49,7 @@ def test_every_pair_and_every_gradient_is_measured(file: Path) -> None:
         assert 0 < pair["latency_s"] < 1
         assert pair["bytes_s"] > 1e6
         assert pair["one_bytes_s"] > 1e6
-        assert pair["streams"] == streams_between(RANKS)
+        assert pair["streams"] == api.streams_between(RANKS)
     assert [each["rank"] for each in found["together"]] == [0, 1, 2]
     assert [each["kind"] for each in found["collectives"]] == ["all_reduce"]
     compute = found["compute"]
@@ -90,7 +79,7 @@ def test_a_plan_follows_from_it(file: Path) -> None:
     assert plan.link["measured"] is True
     assert plan.link["workers"] == RANKS
     slowest = min(each["bytes_s"] for each in found["together"])
-    assert plan.link["rate_bit_s"] == pytest.approx(8 * slowest / FRAMES)
+    assert plan.link["rate_bit_s"] == pytest.approx(8 * slowest / api.FRAMES)
     dense = plan["dense"]
     assert dense.bytes_per_step == pytest.approx(2 * 2 / 3 * 4 * found["compute"]["parameters"])
     assert dense.step_seconds[1] >= found["compute"]["step_s"]
@@ -128,7 +117,7 @@ def test_a_stated_loss_fills_less_of_a_line_that_is_long(file: Path, tmp_path: P
     for stated in ({}, {"loss": 0.02}, {"loss": 0.2}):
         path.write_text(json.dumps(found | stated))
         rates.append(tw.plan(probe=path).link["rate_bit_s"])
-    assert rates[0] == pytest.approx(48e6 / FRAMES)
+    assert rates[0] == pytest.approx(48e6 / api.FRAMES)
     assert rates[0] > rates[1] > 2 * rates[2]
 
 
@@ -150,9 +139,7 @@ def on_machines(file: Path, hosts: str, inside: float, path: Path) -> Path:
     return path
 
 
-def test_ranks_of_a_machine_average_first_where_the_probe_saw_them(
-    file: Path, tmp_path: Path
-) -> None:
+def test_ranks_of_a_machine_average_first_where_probe_saw_them(file: Path, tmp_path: Path) -> None:
     assert json.loads(file.read_text())["hosts"] == [socket.gethostname()] * RANKS
     assert tw.plan(probe=file).link["node_size"] == 1
     near = tw.plan(probe=on_machines(file, "aaaabbbb", 1000, tmp_path / "near.json"))
@@ -177,12 +164,12 @@ def test_ranks_of_a_machine_average_first_where_the_probe_saw_them(
 
 def test_whether_idle_connections_begin_anew_is_looked_up(file: Path, tmp_path: Path) -> None:
     found = json.loads(file.read_text())
-    assert found["idle_restarts"] == [idle_restarts()] * RANKS
+    assert found["idle_restarts"] == [api.idle_restarts()] * RANKS
 
     def restarts(**changes: Any) -> bool:
         path = tmp_path / "changed.json"
         path.write_text(json.dumps({**found, **changes}))
-        return Probe.read(path).network.restarts
+        return api.Probe.read(path).network.restarts
 
     assert not restarts(idle_restarts=[False] * RANKS)
     assert restarts(idle_restarts=[False] * (RANKS - 1) + [True])
@@ -249,9 +236,7 @@ def test_a_task_of_ones_own_is_measured_and_planned_with(tmp_path: Path) -> None
          "step 1 raised RuntimeError: no room (on rank 1)"),
     ],
 )  # fmt: skip
-def test_a_task_that_fails_on_one_rank_is_one_line_on_all(
-    tmp_path: Path, before: str, after: str, says: str
-) -> None:
+def test_task_that_fails_is_one_line(tmp_path: Path, before: str, after: str, says: str) -> None:
     said, told = failing(tmp_path, TASK.replace(before, after))
     assert set(told) == {f"thinwire: task={f'{tmp_path}/mine.py:task'!r}: {says}"}
     assert "exitcode: 2" in said.stderr or "exitcode  : 2" in said.stderr
@@ -280,17 +265,17 @@ def test_a_rank_that_leaves_is_one_line_on_the_others(tmp_path: Path) -> None:
 @needs_netns
 @pytest.mark.parametrize("loss", ["0%", "2%"])
 def test_a_shaped_line_is_measured_as_it_is(loss: str, tmp_path: Path) -> None:
-    link = Link.of("20mbit", None, None, "10ms", loss=loss, congestion="cubic")
-    job = Job(task="tests.planning.probing:Probing", config={}, timeout_s=60.0)
+    link = api.Link.of("20mbit", None, None, "10ms", loss=loss, congestion="cubic")
+    job = api.Job(task="tests.planning.probing:Probing", config={}, timeout_s=60.0)
     result: dict[str, Any] = {}
     with (
-        network(2, link) as emulated,
-        contextlib.closing(run_workers(job, 2, emulated, tmp_path)) as news,
+        api.network(2, link) as emulated,
+        contextlib.closing(api.run_workers(job, 2, emulated, tmp_path)) as news,
     ):
         for event in news:
             if event["event"] == "prepared":
                 emulated.limit()
-                release(tmp_path)
+                api.release(tmp_path)
             elif event["event"] == "result":
                 result = event
     for pair in result["pairs"]:
@@ -301,4 +286,4 @@ def test_a_shaped_line_is_measured_as_it_is(loss: str, tmp_path: Path) -> None:
             assert pair["lost"] > 0.001
             assert pair["one_bytes_s"] < 0.7 * pair["bytes_s"]
     for each in (*result["pairs"], *result["together"]):
-        assert 8 * each["bytes_s"] / FRAMES == pytest.approx(20e6, rel=0.4)
+        assert 8 * each["bytes_s"] / api.FRAMES == pytest.approx(20e6, rel=0.4)

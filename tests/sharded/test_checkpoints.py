@@ -177,9 +177,7 @@ def test_one_file_of_the_whole_model_and_back(ranks: Pool, tmp_path: Path) -> No
 @pytest.mark.filterwarnings("ignore:.*single process:UserWarning")
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", ["pickled", "of torch"])
-def test_from_a_file_or_folder_of_torch(
-    ranks: Pool, kind: str, nested: bool, tmp_path: Path
-) -> None:
+def test_from_file_or_folder_of_torch(ranks: Pool, kind: str, nested: bool, tmp_path: Path) -> None:
     values, place = plain_model(21).state_dict(), tmp_path / "model.pt"
     state = {"model": values, "epoch": 3} if nested else values
     if kind == "pickled":

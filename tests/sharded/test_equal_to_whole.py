@@ -139,12 +139,7 @@ def optimizer_run(rank: int, size: int, settings: dict[str, Any]) -> dict[str, T
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
-    [
-        {},
-        {"value_bits": 8, "nesterov": True},
-        {"weight_decay": 0.1},
-        {"maximize": True},
-    ],
+    [{}, {"value_bits": 8, "nesterov": True}, {"weight_decay": 0.1}, {"maximize": True}],
     ids=str,
 )
 def test_dgc_momentum_by_itself(ranks: Pool, settings: dict[str, Any]) -> None:

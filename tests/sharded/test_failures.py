@@ -47,9 +47,7 @@ def one_bad_gradient(rank: int, size: int, compressed: bool) -> tuple[bool, dict
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_a_gradient_that_is_not_finite_drops_the_step_of_all_shards(
-    ranks: Pool, compressed: bool
-) -> None:
+def test_gradient_that_is_not_finite_drops_the_step_of_all(ranks: Pool, compressed: bool) -> None:
     for unmoved, stats in ranks.run(one_bad_gradient, compressed, size=4):
         assert unmoved
         assert stats["dropped_steps"] == 1

@@ -127,9 +127,7 @@ SOON = [("bare", (1, 4), "float32"), ("prepare", (2, 2), "float32"), ("local", (
     ("way", "place", "dtype"),
     [pytest.param(*case, marks=() if case in SOON else pytest.mark.slow) for case in CASES],
 )
-def test_bits_equal_whole_matrices(
-    ranks: Pool, way: str, place: tuple[int, int], dtype: str
-) -> None:
+def test_bits_equal_whole_matrix(ranks: Pool, way: str, place: tuple[int, int], dtype: str) -> None:
     alone, kind = way in ("bare", "hybrid"), getattr(torch, dtype)
     whole = ranks.run(trained, way, None, kind, size=1 if alone else place[0])[0]
     begun = values_of(Net(kind))
@@ -354,9 +352,7 @@ def damaged(rank: int, size: int, way: str, index: int) -> tuple[str, bool]:
 @pytest.mark.fault
 @pytest.mark.parametrize("way", ["bare", "none", "localsgd"])
 @pytest.mark.parametrize("index", [0, 3])
-def test_a_damaged_bit_of_a_matrix_is_refused_by_all_shards(
-    ranks: Pool, way: str, index: int
-) -> None:
+def test_damaged_bit_of_a_matrix_is_refused_on_all(ranks: Pool, way: str, index: int) -> None:
     """Of a shard on its way to the owner, and of the last result."""
     for told, unmoved in ranks.run(damaged, way, index, size=4):
         assert "rank 1 refused parts of matrices from rank " in told

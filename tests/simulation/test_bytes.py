@@ -7,12 +7,7 @@ import pytest
 import torch
 
 import thinwire as tw
-from tests.api import (
-    Entries,
-    Method,
-    simulate,
-    switch,
-)
+from tests.api import Entries, Method, simulate, switch
 from tests.local.test_laws import Bag
 from tests.ranks import Pool
 

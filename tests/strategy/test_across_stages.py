@@ -71,9 +71,7 @@ def partial_gradients(rank: int, size: int, fields: dict[str, Any]) -> tuple[str
 
 
 @pytest.mark.parametrize("fields", FIELDS, ids=lambda fields: "-".join(fields) or "dense")
-def test_an_exchange_that_fails_on_one_stage_is_applied_by_none(
-    ranks: Pool, fields: dict[str, Any]
-) -> None:
+def test_failed_exchange_of_a_stage_applies_nowhere(ranks: Pool, fields: dict[str, Any]) -> None:
     answers = ranks.run(partial_gradients, fields, size=4)
     told = {text for text, _ in answers}
     assert len(told) == 1
@@ -131,9 +129,7 @@ def too_large_a_sum(
 
 
 @pytest.mark.parametrize("clip", [None, tw.ClipByGlobalNorm(1.0)], ids=["", "clip"])
-def test_a_sum_of_one_stage_that_is_not_finite_drops_the_step_on_all(
-    ranks: Pool, clip: Any
-) -> None:
+def test_sum_of_one_stage_that_is_not_finite_drops_step_on_all(ranks: Pool, clip: Any) -> None:
     for told, dropped, step in ranks.run(too_large_a_sum, clip, {}, size=4):
         assert told == [
             f"step {BAD} was dropped on every rank: the gradient of parameter 0.first.weight on "

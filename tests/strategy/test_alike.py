@@ -83,9 +83,7 @@ def test_numbers_that_become_zero_on_one_rank_are_a_mismatch(way: str, ranks: Po
 
 
 @pytest.mark.parametrize("way", ["engine", "DGCMomentum", "local_sgd, low rank"])
-def test_another_instruction_set_is_a_mismatch_where_ranks_round_by_it(
-    way: str, ranks: Pool
-) -> None:
+def test_another_instruction_set_is_mismatch_where_ranks_round_by_it(way: str, ranks: Pool) -> None:
     ranks.raise_alike("Mismatch", "ATEN_CPU_CAPABILITY", prepared, way, "instructions")
 
 
@@ -104,9 +102,7 @@ def test_other_instruction_sets_lead_to_equal_anchors() -> None:
         assert len(first.get("digests", [0] * 4)) == 4
 
 
-def test_another_number_of_threads_is_a_mismatch_where_muon_updates_all_ranks_alike(
-    ranks: Pool,
-) -> None:
+def test_another_number_of_threads_is_mismatch_where_muon_updates_ranks_alike(ranks: Pool) -> None:
     ranks.raise_alike("Mismatch", "OMP_NUM_THREADS", prepared, "muon", "threads")
     for way in ("engine", "local muon"):
         assert ranks.run(prepared, way, "threads") == [[], []]
@@ -144,9 +140,7 @@ def grow(rank: int, size: int, rows: tuple[int, int], local: bool) -> Any:
 
 
 @pytest.mark.parametrize("local", [False, True])
-def test_a_buffer_of_another_shape_on_one_rank_is_a_mismatch_on_all(
-    local: bool, ranks: Pool
-) -> None:
+def test_buffer_of_another_shape_on_one_rank_is_a_mismatch(local: bool, ranks: Pool) -> None:
     ranks.raise_alike("ThinwireError" if local else "Mismatch", "cache", grow, (1, 2), local)
 
 

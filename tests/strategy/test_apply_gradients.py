@@ -130,9 +130,7 @@ def scaled(rank: int, size: int, fields: Sequence[str]) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("fields", [(), ("dgc",), ("localsgd",), ("gradient_merge",)])
-def test_a_scaler_is_refused_that_does_not_divide_or_leaves_out_steps(
-    ranks: Pool, fields: Sequence[str]
-) -> None:
+def test_scaler_that_leaves_out_steps_is_refused(ranks: Pool, fields: Sequence[str]) -> None:
     for text, unmoved in ranks.run(scaled, fields):
         assert "amp=AMP(...)" in text
         assert unmoved

@@ -58,9 +58,7 @@ KINDS = [(), ("dgc",), ("low_rank",), ("lamb",), ("gradient_merge",), ("localsgd
 
 @pytest.mark.parametrize("fields", KINDS, ids=lambda fields: "-".join(fields) or "dense")
 @pytest.mark.parametrize("kind", COMPILED)
-def test_a_run_goes_on_bit_for_bit_with_and_without(
-    tmp_path: Path, kind: str, fields: tuple[str, ...]
-) -> None:
+def test_run_goes_on_bit_for_bit(tmp_path: Path, kind: str, fields: tuple[str, ...]) -> None:
     ends = []
     for number, (before, after) in enumerate(
         [(plain, plain), (COMPILED[kind], plain), (plain, COMPILED[kind])]

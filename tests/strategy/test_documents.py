@@ -37,13 +37,7 @@ loss_scales = st.one_of(
 
 
 compressions = st.one_of(
-    st.builds(
-        tw.Sparse,
-        fractions,
-        bits,
-        fractions,
-        st.sampled_from(["senders", "all"]),
-    ),
+    st.builds(tw.Sparse, fractions, bits, fractions, st.sampled_from(["senders", "all"])),
     st.builds(tw.Quantized, st.sampled_from([1, 2, 4, 8, 16]), fractions),
 )
 
@@ -128,9 +122,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=60, deadline=None)
 @given(strategy=strategies())
-def test_strategy_through_a_dictionary_json_and_a_file_is_equal(
-    folder: Path, strategy: tw.DistributedStrategy
-) -> None:
+def test_strategy_through_a_file_is_equal(folder: Path, strategy: tw.DistributedStrategy) -> None:
     path, document = folder / "strategy.yaml", strategy.to_dict()
     assert is_plain(document)
     assert tw.DistributedStrategy.from_dict(json.loads(json.dumps(document))) == strategy
@@ -206,9 +198,7 @@ UNKNOWN: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("document", "parts"), UNKNOWN, ids=str)
-def test_document_unknown_or_missing_keys_are_named(
-    document: dict[str, Any], parts: list[str]
-) -> None:
+def test_document_unknown_and_missing_are_named(document: dict[str, Any], parts: list[str]) -> None:
     with pytest.raises(tw.StrategyError) as error:
         tw.DistributedStrategy.from_dict(document)
     for part in parts:
@@ -396,9 +386,7 @@ def test_file_saved_has_a_comment_on_every_key(tmp_path: Path) -> None:
         assert max(map(len, lines)) <= 100
 
 
-def test_save_makes_parents_and_replaces_the_whole_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_save_makes_parents_and_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a" / "b" / "plan.yaml"
     first, second = tw.DistributedStrategy(dgc=tw.DGC()), tw.DistributedStrategy(lars=tw.LARS())
     first.save(path)

@@ -90,9 +90,7 @@ def dying_after_an_update(rank: int, size: int) -> tuple[str, str, int, bool]:
 
 
 @pytest.mark.fault
-def test_where_a_rank_dies_while_buffers_are_copied_the_update_before_stands_on_the_others(
-    ranks: Pool,
-) -> None:
+def test_where_a_rank_dies_in_the_copy_of_buffers_the_update_before_stands(ranks: Pool) -> None:
     first, killed, third = ranks.run(
         dying_after_an_update, size=3, group_timeout_s=8, expect_errors=True
     )
@@ -131,9 +129,7 @@ def damaged_buffers(rank: int, size: int) -> tuple[list[tuple[str, str, int]], b
 
 
 @pytest.mark.fault
-def test_batch_statistics_that_arrive_damaged_are_not_written_and_all_ranks_hear_of_it(
-    ranks: Pool,
-) -> None:
+def test_damaged_batch_statistics_are_not_written_and_all_ranks_hear_of_it(ranks: Pool) -> None:
     (first, _), (second, kept) = ranks.run(damaged_buffers, size=2)
     assert kept
     assert second[0][2] == first[0][2] == 4
@@ -454,9 +450,7 @@ def changed_in_mid_training(
         *((("localsgd",), change) for change in ("replaced", "all replaced")),
     ],
 )
-def test_a_parameter_that_changes_is_refused_and_a_new_engine_goes_on(
-    fields: tuple[str, ...], change: str, ranks: Pool
-) -> None:
+def test_changing_parameter_is_refused(fields: tuple[str, ...], change: str, ranks: Pool) -> None:
     answers = ranks.run(changed_in_mid_training, fields, change, size=2)
     assert answers[0] == answers[1]
     assert CHANGES[change][0] in answers[0][0]
@@ -637,9 +631,7 @@ def reshaped(rank: int, size: int, fields: tuple[str, ...], change: str, odd: se
 
 @pytest.mark.parametrize("fields", [(), ("dgc",), ("gradient_merge", "low_rank"), ("localsgd",)])
 @pytest.mark.parametrize("odd", [{0, 1}, {1}], ids=["all ranks", "one rank"])
-def test_parameter_that_changes_inplace_is_an_error_on_all_ranks(
-    fields: tuple[str, ...], odd: set[int], ranks: Pool
-) -> None:
+def test_change_inplace_is_an_error(fields: tuple[str, ...], odd: set[int], ranks: Pool) -> None:
     for change, before, after in [
         ("cut", "3.weight was float32 [4, 16]", "float32 [2, 16] now"),
         ("padded", "3.weight was float32 [4, 16]", "float32 [6, 16] now"),
@@ -672,9 +664,7 @@ def test_row_sparse_state_is_refused_with_advice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fields", [(), ("dgc",), ("gradient_merge",), ("localsgd",)])
 @pytest.mark.parametrize("make", [torch.optim.AdamW, tw.optim.SGD])
-def test_a_state_in_memory_may_be_loaded_again_and_again(
-    fields: tuple[str, ...], make: Any
-) -> None:
+def test_a_state_in_memory_may_be_loaded_many_times(fields: tuple[str, ...], make: Any) -> None:
     told = {"momentum": 0.9} if make is tw.optim.SGD else {}
     own = settings(fields)
     engine = prepared(optimizer=lambda net: make(net.parameters(), lr=0.05, **told), **own)

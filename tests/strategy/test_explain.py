@@ -179,9 +179,7 @@ def test_explain_model_dense_tensors_have_a_reason(capsys: pytest.CaptureFixture
     assert f"a message has {32 + 2 * 32 + 64 + 8} bytes" in " ".join(told.split())
 
 
-def test_explain_model_names_message_and_exchange(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_explain_model_names_message_and_exchange(capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 500))
     assert "1,500 entries in 2,471 bytes; sources gather below 10" in text_of(
         capsys, model, dgc=tw.DGC()
@@ -203,9 +201,7 @@ def explained(rank: int, size: int) -> list[str]:
     return [" ".join(text.split()) for text in texts]
 
 
-def test_explain_model_names_stages_and_recomputed_modules(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_explain_model_names_stages_and_recomputed(capsys: pytest.CaptureFixture[str]) -> None:
     fields = {
         "pipeline": tw.Pipeline(2, 2, split_points=("2",)),
         "recompute": tw.Recompute(("[02]",)),

@@ -258,9 +258,7 @@ UNKNOWN = [
 @pytest.mark.parametrize(
     ("description", "parts"), [*((given, [part]) for given, part in REFUSED), *UNKNOWN], ids=str
 )
-def test_fleet_refused_and_unknown_attributes_are_named_with_a_reason(
-    description: Any, parts: list[str]
-) -> None:
+def test_fleet_refused_and_unknown_give_a_reason(description: Any, parts: list[str]) -> None:
     said = refused(description)
     for part in parts:
         assert part in said
@@ -361,9 +359,7 @@ def test_fleet_problems_are_reported_together() -> None:
     assert "asp=True" in str(error.value)
 
 
-def test_fleet_stages_without_a_degree_are_ranks_of_the_machine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_fleet_stages_without_a_degree_are_ranks_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert read({"pipeline": True})[0].pipeline == tw.Pipeline(4, 1)
 

@@ -265,9 +265,7 @@ def test_where_prepare_fails_the_object_is_as_before(case: str, how: str, ranks:
         assert same
 
 
-def test_where_putting_it_together_fails_the_object_is_as_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_combining_fails_the_object_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.api import prepare as module
 
     def broken(*_: Any, **__: Any) -> None:

@@ -359,9 +359,7 @@ def lopsided(rank: int, size: int, fields: dict[str, Any], recovered: bool) -> t
 
 @pytest.mark.fault("a parameter that one rank does not use")
 @pytest.mark.parametrize("fields", [{}, {"dgc": DGC}], ids=["dense", "dgc"])
-def test_a_parameter_unused_on_one_rank_is_a_mismatch_on_all_and_training_goes_on(
-    fields: dict[str, Any], ranks: Pool
-) -> None:
+def test_parameter_unused_on_one_rank_is_a_mismatch(fields: dict[str, Any], ranks: Pool) -> None:
     answers = ranks.run(lopsided, fields, False, size=3)
     assert all(answer == answers[0] for answer in answers)
     text, _, steps = answers[0]
@@ -398,9 +396,7 @@ def raising(rank: int, size: int, where: str) -> tuple[str, str, int, list[str]]
 
 @pytest.mark.fault("an exception on one rank: in its backward pass, forward pass, or update")
 @pytest.mark.parametrize("where", ["begin", "middle", "end"])
-def test_error_in_the_backward_pass_of_one_rank_is_reported_to_all_and_training_goes_on(
-    where: str, ranks: Pool
-) -> None:
+def test_error_in_backward_of_a_rank_is_reported_to_all(where: str, ranks: Pool) -> None:
     answers = ranks.run(raising, where, size=3)
     assert len({(bits, steps) for _, bits, steps, _ in answers}) == 1
     assert answers[0][2] == 6

@@ -66,9 +66,7 @@ def interrupted(
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [4, 7])
 @pytest.mark.parametrize("case", CASES)
-def test_resumed_training_is_the_same_bit_for_bit(
-    case: str, at: int, ranks: Pool, tmp_path: Path
-) -> None:
+def test_resumed_training_is_bit_for_bit(case: str, at: int, ranks: Pool, tmp_path: Path) -> None:
     size = 4 if "pipeline" in CASES[case][0] else 2
     for straight, resumed, expected, found in ranks.run(
         interrupted, case, at, str(tmp_path), size=size
@@ -180,9 +178,7 @@ def mean_of(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 @pytest.mark.fault("4 to 2 to 4 ranks")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", RESHARD)
-def test_four_ranks_to_two_to_four_keep_the_update_still_pending(
-    case: str, ranks: Pool, tmp_path: Path
-) -> None:
+def test_four_ranks_to_two_to_four_keep_it_pending(case: str, ranks: Pool, tmp_path: Path) -> None:
     folders = [str(tmp_path / name) for name in ("four", "two", "again")]
     before = ranks.run(leave, case, folders[0], size=4)
     two = ranks.run(enter, case, folders[0], folders[1], size=2)
@@ -245,9 +241,7 @@ def overflown(
 
 
 @pytest.mark.parametrize("case", OVERFLOWING)
-def test_an_overflow_on_one_rank_does_not_keep_ranks_from_saving_flushing_and_resuming(
-    case: str, ranks: Pool, tmp_path: Path
-) -> None:
+def test_overflow_on_one_rank_stops_no_save_or_load(case: str, ranks: Pool, tmp_path: Path) -> None:
     answers = ranks.run(overflown, case, str(tmp_path), size=2)
     fields = OVERFLOWING[case][0]
     local = "localsgd" in fields or "adaptive_localsgd" in fields
@@ -280,9 +274,7 @@ def gone_on_with(rank: int, size: int, folder: str) -> tuple[dict[str, Any], set
     return told, steps
 
 
-def test_another_number_of_ranks_goes_on_with_the_counts_of_rank_0(
-    ranks: Pool, tmp_path: Path
-) -> None:
+def test_another_number_of_ranks_goes_on_with_counts_of_rank_0(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(overflown_on_two, str(tmp_path), size=2)
     for told, steps in ranks.run(gone_on_with, str(tmp_path), size=3):
         assert (told["step"], told["dropped_steps"], told["loss_scale"]) == (3, 0, 32.0)
@@ -317,9 +309,7 @@ def saved_on_one(rank: int, size: int, case: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("case", ON_ONE)
-def test_saving_on_rank_0_only_is_an_error_on_all_that_says_a_remedy(
-    case: str, ranks: Pool, tmp_path: Path
-) -> None:
+def test_saving_on_rank_0_only_is_an_error_on_all(case: str, ranks: Pool, tmp_path: Path) -> None:
     ranks.raise_alike(
         "Mismatch", ["engine.save", "every rank"], saved_on_one, case, str(tmp_path), size=2
     )
@@ -376,9 +366,7 @@ def merged_over_a_buffer(rank: int, size: int, folder: str) -> list[dict[str, Te
     return found
 
 
-def test_a_buffer_that_a_merge_has_changed_is_made_equal_after_a_resume(
-    ranks: Pool, tmp_path: Path
-) -> None:
+def test_buffer_changed_by_a_merge_is_equal_after_a_resume(ranks: Pool, tmp_path: Path) -> None:
     (first, resumed), others = ranks.run(merged_over_a_buffer, str(tmp_path))
     for other in (resumed, *others):
         torch.testing.assert_close(other, first, rtol=0, atol=0)
@@ -415,17 +403,13 @@ def failing_twice(rank: int, size: int, folder: str) -> list[float]:
     return found
 
 
-def test_ranks_stay_in_step_after_a_failure_a_load_and_another_failure(
-    ranks: Pool, tmp_path: Path
-) -> None:
+def test_ranks_stay_in_step_after_failure_load_and_failure(ranks: Pool, tmp_path: Path) -> None:
     first, second = ranks.run(failing_twice, str(tmp_path))
     assert first == second
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_state_in_another_type_than_its_parameter_is_loaded_as_it_was(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_state_in_another_type_is_loaded_as_it_was(dtype: torch.dtype, tmp_path: Path) -> None:
     batches = torch.randn(12, 8, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
     found = []
     for loads in (False, True):
@@ -459,9 +443,7 @@ def codes_and_scales(rank: int, size: int, folder: str, saves: bool) -> list[Ten
     return [value for each in states for value in (each["codes"], each["of"]["scale"])]
 
 
-def test_codes_of_8_bits_keep_their_own_scales_on_another_number_of_ranks(
-    ranks: Pool, tmp_path: Path
-) -> None:
+def test_codes_of_8_bits_keep_scales_on_other_numbers(ranks: Pool, tmp_path: Path) -> None:
     saved = ranks.run(codes_and_scales, str(tmp_path), True, size=2)
     for loaded in ranks.run(codes_and_scales, str(tmp_path), False, size=3):
         torch.testing.assert_close(loaded, saved[0], rtol=0, atol=0)

@@ -180,9 +180,7 @@ def killed(rank: int, size: int, folder: str) -> None:
 
 
 @pytest.mark.fault
-def test_a_kill_while_it_is_written_leaves_the_checkpoint_before(
-    ranks: Pool, tmp_path: Path
-) -> None:
+def test_kill_while_it_is_written_leaves_one_before(ranks: Pool, tmp_path: Path) -> None:
     found = ranks.run(killed, str(tmp_path), expect_errors=True)
     assert all(isinstance(each, Lost) for each in found)
     assert size_of(tmp_path) > 1 << 22, "part of the second one is on the disk"
@@ -224,9 +222,7 @@ engine = main(*sys.argv[1:])
     ("last", "how"),
     [("run", "keep"), ("run", "destroy"), ("file/run", "destroy"), ("file/run", "drop")],
 )
-def test_a_script_that_ends_during_a_save_has_its_checkpoint_or_another_status(
-    tmp_path: Path, last: str, how: str
-) -> None:
+def test_script_that_ends_in_a_save_has_a_checkpoint(tmp_path: Path, last: str, how: str) -> None:
     (tmp_path / "file").write_text("no folder")
     command, port = [sys.executable, "-c", ENDS, last, how], str(free_port())
     shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

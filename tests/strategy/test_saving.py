@@ -27,9 +27,7 @@ from thinwire.errors import CheckpointError, CheckpointMismatch, CheckpointMissi
 # ---- nothing there yet, and how many stay
 
 
-def test_nothing_there_yet_is_none_where_that_is_allowed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nothing_there_yet_may_be_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = prepared()
     before = digest(engine)
     with caplog.at_level(logging.INFO, "thinwire"):
@@ -121,9 +119,7 @@ def test_user_values_come_back(tmp_path: Path) -> None:
         (object(), "extra is of type object"),
     ],
 )
-def test_value_that_cannot_be_saved_is_refused_with_its_path(
-    tmp_path: Path, extra: Any, needle: str
-) -> None:
+def test_value_that_cannot_be_saved_is_refused(tmp_path: Path, extra: Any, needle: str) -> None:
     with pytest.raises(CheckpointError, match=needle):
         prepared().save(tmp_path, extra=extra)
     assert list(tmp_path.iterdir()) == []
@@ -364,9 +360,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 @pytest.mark.fault("another method, or a newer format")
 @pytest.mark.parametrize("case", REFUSED)
-def test_settings_that_touch_state_are_named_with_both_values_and_the_way_on(
-    tmp_path: Path, case: str
-) -> None:
+def test_settings_that_touch_state_are_named_with_both_values(tmp_path: Path, case: str) -> None:
     before, after, needle = REFUSED[case]
     engine = prepared(**before)
     train(engine, (), 0, 3)
@@ -415,9 +409,7 @@ def diverging(rank: int, size: int, folder: str, fields: tuple[str, ...]) -> str
 
 
 @pytest.mark.parametrize("fields", [("localsgd",), ("dgc",), ("lamb",)])
-def test_parameters_alone_are_the_same_on_all_ranks(
-    ranks: Pool, tmp_path: Path, fields: tuple[str, ...]
-) -> None:
+def test_parameters_alone_are_equal(ranks: Pool, tmp_path: Path, fields: tuple[str, ...]) -> None:
     """Ranks that were between two averagings had different ones: their mean is taken."""
     first, second = ranks.run(diverging, str(tmp_path), fields, size=2)
     assert first == second
@@ -606,9 +598,7 @@ def by_name(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_order_of_the_optimizer_does_not_matter_to_an_engine(
-    tmp_path: Path, kind: str, named: bool
-) -> None:
+def test_order_of_the_optimizer_does_not_matter(tmp_path: Path, kind: str, named: bool) -> None:
     make, settings, fields = KINDS[kind]
     if not named and fields:
         fields = {"dgc": fields["dgc"]}

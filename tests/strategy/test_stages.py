@@ -137,9 +137,7 @@ def one_stage_fails(rank: int, size: int, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "wanted"), [("loss", "loss function"), ("unfrozen", "became trainable")]
 )
-def test_an_error_of_one_stage_before_the_step_lets_nobody_wait(
-    ranks: Pool, what: str, wanted: str
-) -> None:
+def test_error_of_one_stage_before_step_lets_none_wait(ranks: Pool, what: str, wanted: str) -> None:
     """Who waits hears of a time-out, and not of this."""
     for text in ranks.run(one_stage_fails, what, size=2):
         assert wanted in text

@@ -119,9 +119,7 @@ def local_joined(rank: int, size: int, config: str, counts: list[int]) -> tuple[
 
 @pytest.mark.parametrize("counts", [[6, 3], [1, 9], [4, 4], [0, 5]], ids=str)
 @pytest.mark.parametrize("config", ["localsgd", "adaptive", "fragments", "merge", "residuals"])
-def test_ranks_that_ran_out_are_equal_to_the_others(
-    config: str, counts: list[int], ranks: Pool
-) -> None:
+def test_ranks_that_ran_out_equal_the_others(config: str, counts: list[int], ranks: Pool) -> None:
     (first, step), (second, other) = ranks.run(local_joined, config, counts)
     assert first == second
     assert config != "residuals" or step == other == max(counts)
@@ -314,9 +312,7 @@ def branching_alone(size: int, maker: str, k: int) -> list[float]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_absent_gradient_counts_as_zero_where_another_rank_has_one(
-    case: str, ranks: Pool
-) -> None:
+def test_absent_gradient_is_zero_where_another_rank_has_one(case: str, ranks: Pool) -> None:
     fields, maker = CASES[case]
     k = fields["gradient_merge"].k_steps if "gradient_merge" in fields else 1
     results = ranks.run(branching, fields, maker, k)
@@ -384,9 +380,7 @@ def rows_here_and_dense_there(rank: int, size: int) -> tuple[list[float], list[f
     return flat(model), flat(whole)
 
 
-def test_a_gradient_that_is_row_sparse_on_one_rank_only_is_treated_alike_on_all(
-    ranks: Pool,
-) -> None:
+def test_gradient_row_sparse_on_one_rank_only_is_treated_alike_on_all(ranks: Pool) -> None:
     (first, alone), (second, _) = ranks.run(rows_here_and_dense_there)
     assert first == second
     assert first == pytest.approx(alone, abs=1e-6)
@@ -420,9 +414,7 @@ def stages_with_unused(rank: int, size: int, complete: bool) -> tuple[str, list[
     return text, flat(engine.model)
 
 
-def test_parameters_of_a_stage_may_be_unused_on_some_replicas_where_that_is_asked_for(
-    ranks: Pool,
-) -> None:
+def test_parameters_of_a_stage_may_be_unused_on_some_replicas_if_asked_for(ranks: Pool) -> None:
     answers = ranks.run(stages_with_unused, True, size=4)
     assert [text for text, _ in answers] == [""] * 4
     stages = {tuple(values) for _, values in answers}

@@ -5,35 +5,24 @@ from typing import Any
 
 from torch import Tensor
 
-from tests.api import (
-    GATHER,
-    Compression,
-    GradientExchange,
-    Group,
-    Proposed,
-    Round,
-    combined,
-    gradients_of,
-    send_dense,
-    send_entries,
-)
+from tests import api
 
 
 def launch(
-    one_round: Round,
+    one_round: api.Round,
     bucket: int,
-    sparse: Mapping[str, Proposed],
+    sparse: Mapping[str, api.Proposed],
     dense: Mapping[str, Tensor],
     *,
     bits: int = 32,
-    exchange: str = GATHER,
+    exchange: str = api.GATHER,
 ) -> None:
     """One bucket of a round, whatever it is made of."""
     context = one_round.context(bucket)
-    sendings = [send_dense(context, dense)] if dense else []
+    sendings = [api.send_dense(context, dense)] if dense else []
     if sparse:
-        sendings.insert(0, send_entries(context, sparse, value_bits=bits, exchange=exchange))
-    one_round.launch({*sparse, *dense}, combined(sendings))
+        sendings.insert(0, api.send_entries(context, sparse, value_bits=bits, exchange=exchange))
+    one_round.launch({*sparse, *dense}, api.combined(sendings))
 
 
 class GradientMean:
@@ -41,12 +30,12 @@ class GradientMean:
 
     def __init__(
         self,
-        group: Group,
+        group: api.Group,
         params: Mapping[str, Any],
-        compression: Compression | None = None,
+        compression: api.Compression | None = None,
         **told: Any,
     ) -> None:
-        self.exchange: GradientExchange = gradients_of(group, params, compression, **told)
+        self.exchange: api.GradientExchange = api.gradients_of(group, params, compression, **told)
 
     def reduce(
         self,

@@ -107,9 +107,7 @@ def step_in_another_order(rank: int, size: int, kind: str, steps: int) -> None:
 
 @pytest.mark.parametrize("kind", ["dense", "dgc", "dgc adamw", "optimizer"])
 @pytest.mark.parametrize("steps", [0, 5])
-def test_engines_stepped_in_another_order_are_a_mismatch(
-    kind: str, steps: int, ranks: Pool
-) -> None:
+def test_engines_stepped_in_other_order_are_a_mismatch(kind: str, steps: int, ranks: Pool) -> None:
     ranks.raise_alike("Mismatch", "order", step_in_another_order, kind, steps)
 
 
@@ -142,9 +140,7 @@ def train_locally(rank: int, size: int, harm: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("harm", ["anchor", "outer"])
-def test_a_bit_that_flips_under_local_updates_is_found_at_an_averaging(
-    harm: str, ranks: Pool
-) -> None:
+def test_bit_flipped_under_local_updates_is_found_at_an_averaging(harm: str, ranks: Pool) -> None:
     first, second = ranks.run(train_locally, harm)
     assert first == second
     assert 6 <= first[0] <= 6 + EVERY, first
@@ -197,9 +193,7 @@ def save_harmed(rank: int, size: int, harm: str, folder: str) -> tuple[str, int]
 
 
 @pytest.mark.parametrize("harm", ["parameter", "moment"])
-def test_no_checkpoint_is_written_of_ranks_that_do_not_have_the_same(
-    harm: str, ranks: Pool, tmp_path: Path
-) -> None:
+def test_no_checkpoint_is_written_of_unlike_ranks(harm: str, ranks: Pool, tmp_path: Path) -> None:
     """The one before can be loaded, and gone on from, in the same process."""
     for text, written in ranks.run(save_harmed, harm, str(tmp_path)):
         assert "2.weight" in text
@@ -268,9 +262,7 @@ def overflow_in_the_sum(rank: int, size: int, way: str, early: int) -> tuple[int
 @pytest.mark.fault("values beyond what the wire's numbers hold")
 @pytest.mark.parametrize("early", [0, 5])
 @pytest.mark.parametrize("way", ["dense", "gather", "split", "nodes"])
-def test_finite_gradients_with_an_infinite_sum_drop_the_step(
-    way: str, early: int, ranks: Pool
-) -> None:
+def test_finite_gradients_of_infinite_sum_drop_a_step(way: str, early: int, ranks: Pool) -> None:
     first, *others = ranks.run(overflow_in_the_sum, way, early, size=4 if way == "nodes" else 2)
     assert others == [first] * len(others)
     assert first[0] == 1
@@ -331,9 +323,7 @@ def flip_in_a_sum(rank: int, size: int, kind: str, where: str) -> None:
         ("nodes", "arriving"),
     ],
 )
-def test_a_bit_that_flips_in_a_dense_sum_is_found_before_it_is_applied(
-    kind: str, where: str, ranks: Pool
-) -> None:
+def test_bit_that_flips_in_a_dense_sum_is_found(kind: str, where: str, ranks: Pool) -> None:
     size = 4 if kind == "nodes" else 2
     ranks.raise_alike(
         "PayloadCorrupt", "Nothing was applied", flip_in_a_sum, kind, where, size=size
@@ -410,9 +400,7 @@ def limited(rank: int, size: int, own_loop: bool) -> str:
 
 
 @pytest.mark.parametrize("own_loop", [False, True])
-def test_a_forward_pass_that_writes_into_parameters_is_given_as_a_reason(
-    own_loop: bool, ranks: Pool
-) -> None:
+def test_forward_pass_that_writes_to_parameters_is_the_reason(own_loop: bool, ranks: Pool) -> None:
     first, second = ranks.run(limited, own_loop)
     assert first == second
     assert "Embedding(max_norm=" in first
@@ -439,9 +427,7 @@ def raise_after_the_exchange(rank: int, size: int, kind: str) -> tuple[str, str]
 
 
 @pytest.mark.parametrize("kind", ["dense", "dgc", "dgc adamw"])
-def test_optimizer_that_raises_after_the_exchange_is_received_of_in_the_next_update(
-    kind: str, ranks: Pool
-) -> None:
+def test_optimizer_that_raises_after_the_exchange_is_known_next(kind: str, ranks: Pool) -> None:
     (nothing, first), (told, second) = ranks.run(raise_after_the_exchange, kind)
     assert nothing == ""
     assert "came after the exchange" in told

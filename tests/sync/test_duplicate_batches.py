@@ -75,9 +75,7 @@ def test_a_healthy_run_hears_nothing(case: str, ranks: Pool) -> None:
 
 @pytest.mark.parametrize(("size", "who"), [(2, "all ranks"), (3, "ranks 0 and 1")])
 @pytest.mark.parametrize("case", ["bare", "engine", "local"])
-def test_ranks_with_the_same_data_are_named_once(
-    case: str, size: int, who: str, ranks: Pool
-) -> None:
+def test_ranks_with_same_data_are_named_once(case: str, size: int, who: str, ranks: Pool) -> None:
     for said, _, _ in ranks.run(told, case, True, size=size):
         assert len(said) == 1
         assert f"{who} are equal" in said[0] and "same batches" in said[0]

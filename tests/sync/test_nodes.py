@@ -122,9 +122,7 @@ def _die_at(optimizer: tw.optim.DGCMomentum, phase: str) -> None:
         (ALONE, 1, "gathering sums"),
     ],
 )
-def test_a_rank_that_dies_is_lost_on_all_others(
-    ranks: Pool, options: dict[str, Any], who: int, phase: str
-) -> None:
+def test_dead_rank_lost_on_all(ranks: Pool, options: dict[str, Any], who: int, phase: str) -> None:
     answers = ranks.run(die, options, who, phase, size=4, expect_errors=True, group_timeout_s=8)
     assert isinstance(answers[who], Lost)
     for rank, answer in enumerate(answers):

@@ -7,17 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from tests.api import (
-    ArrivedEntries,
-    Group,
-    Layout,
-    Proposal,
-    Proposed,
-    Round,
-    Slot,
-    messages,
-    sources_of,
-)
+from tests import api
 from tests.ranks import Pool
 from tests.reference.split_exchange import split_exchange
 from tests.sync.means import GradientMean, launch
@@ -33,20 +23,20 @@ def proposal(source: int, tensor: int, *, lopsided: bool = False) -> tuple[Tenso
     return positions[:k].sort().values, torch.randn(k, generator=generator, dtype=torch.float64)
 
 
-def sparse(source: int, tensor: int, *, lopsided: bool = False) -> Proposed:
-    found = Proposal(*proposal(source, tensor, lopsided=lopsided), finite=True)
-    return Proposed(found, NUMELS[tensor], COUNTS[tensor])
+def sparse(source: int, tensor: int, *, lopsided: bool = False) -> api.Proposed:
+    found = api.Proposal(*proposal(source, tensor, lopsided=lopsided), finite=True)
+    return api.Proposed(found, NUMELS[tensor], COUNTS[tensor])
 
 
 def exchange(rank: int, size: int, lopsided: bool) -> list[Any]:
-    one_round = Round(Group(), 3)
+    one_round = api.Round(api.Group(), 3)
     proposed = {str(t): sparse(rank, t, lopsided=lopsided) for t in range(4)}
     launch(one_round, 0, proposed, {"9": torch.ones(3) * rank}, exchange="split")
     one_round.finish()
     assert one_round.arrived["9"].mean("9", torch.ones(3)).tolist() == [(size - 1) / 2] * 3
     kept = [torch.zeros(n, dtype=torch.float64) for n in NUMELS]
     arrived = one_round.arrived["0"]
-    assert isinstance(arrived, ArrivedEntries)
+    assert isinstance(arrived, api.ArrivedEntries)
     for t in range(4):
         arrived.add_kept_(str(t), kept[t], t)
     means = [arrived.sparse_mean(str(t), torch.float64) for t in range(4)]
@@ -90,7 +80,7 @@ def keep_books(
         node_size=size // nodes,
         exchange=exchange,
     )
-    mean = GradientMean(Group(), parameters(dtype), config)
+    mean = GradientMean(api.Group(), parameters(dtype), config)
     given, got = (
         {n: torch.zeros(s, dtype=torch.float64) for n, s in SHAPES.items()} for _ in range(2)
     )
@@ -138,16 +128,16 @@ def test_nothing_is_lost_over_50_steps(
 
 def count(rank: int, size: int, exchange: str, width: int) -> list[tuple[int, ...]]:
     """Bytes by groups' counters, and by the layout: between nodes, and inside this one."""
-    group = Group()
-    sources = sources_of(group, width)
-    one_round = Round(sources, 0)
+    group = api.Group()
+    sources = api.sources_of(group, width)
+    one_round = api.Round(sources, 0)
     source = rank // width
     launch(
         one_round, 0, {str(t): sparse(source, t) for t in range(4)}, {}, bits=1, exchange=exchange
     )
     one_round.finish()
-    layout = Layout(tuple(Slot(n, k) for n, k in zip(NUMELS, COUNTS, strict=True)), 1)
-    each = messages(layout, exchange, size // width)
+    layout = api.Layout(tuple(api.Slot(n, k) for n, k in zip(NUMELS, COUNTS, strict=True)), 1)
+    each = api.messages(layout, exchange, size // width)
     expected = each.sent(source), each.received(source, size // width)
     owned = each.to_owners[source] if exchange == "split" else 0
     passed_on = size // width * (owned + each.to_all)
@@ -163,9 +153,7 @@ def count(rank: int, size: int, exchange: str, width: int) -> list[tuple[int, ..
 
 @pytest.mark.parametrize("exchange", ["gather", "split"])
 @pytest.mark.parametrize(("size", "width"), [(2, 1), (3, 1), (4, 1), (4, 2)])
-def test_counted_bytes_equal_travelled_bytes(
-    ranks: Pool, exchange: str, size: int, width: int
-) -> None:
+def test_counted_bytes_equal_sent_ones(ranks: Pool, exchange: str, size: int, width: int) -> None:
     for found, counted in ranks.run(count, exchange, width, size=size):
         assert found == counted
 

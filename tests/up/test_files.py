@@ -29,9 +29,7 @@ TORCHRUN = "machines: 2\ntorchrun: train.py --size 124M\n"
         ("machines: [a", "while parsing"),
     ],
 )
-def test_bad_file_is_refused_by_one_line_that_names_the_fault(
-    tmp_path: Path, text: str, named: str
-) -> None:
+def test_bad_file_is_refused_by_a_line_on_the_fault(tmp_path: Path, text: str, named: str) -> None:
     (tmp_path / "two.yaml").write_text(text)
     options = ["--print", "docker"] if "token" in text or "NOT_SET" in text else []
     done = ran_thinwire("up", "two.yaml", *options, cwd=tmp_path)
@@ -41,9 +39,7 @@ def test_bad_file_is_refused_by_one_line_that_names_the_fault(
 
 @pytest.mark.parametrize("text", [MEMBERS, TORCHRUN], ids=["members", "torchrun"])
 @pytest.mark.parametrize("system", ["slurm", "skypilot", "kubernetes", "docker"])
-def test_printed_file_has_all_machines_and_no_secret(
-    tmp_path: Path, text: str, system: str
-) -> None:
+def test_printed_file_has_machines_and_no_secret(tmp_path: Path, text: str, system: str) -> None:
     (tmp_path / "two.yaml").write_text(text)
     done = ran_thinwire("up", "two.yaml", "--print", system, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
