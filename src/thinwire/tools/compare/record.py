@@ -1,18 +1,48 @@
 """Record of a comparison: the source of its tables, verdict, page and `results.json`."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean
 from typing import Any, Self
 
 from thinwire._version import __version__
 
+_STRATEGY_KEYS = {
+    "final_loss": "final held-out loss, on the same data for every strategy",
+    "final_loss_range": "highest minus lowest of these over the seeds; null with one",
+    "seeds[]": "seed and evaluations of every run; the other keys are means over them",
+    "best_loss": "lowest held-out loss of all evaluations",
+    "seconds": "training time, without evaluation and preparation",
+    "preparation_seconds": "from the start of the processes to the first step: imports, kernels, "
+    "a trial of the strategy on a copy of the model, and the first evaluation",
+    "seconds_to_common_loss": "training time until then, interpolated between evaluations",
+    "seconds_to_dense_loss": "training time until dense's final loss; null if never reached",
+    "bytes_to_dense_loss": "bytes that a worker had sent by then, as the library counts them",
+    "library_bytes_per_step": "what a worker sends in a steady step, once for every receiver",
+    "library_bytes_counted_by": "method of that count",
+    "kernel_sent_bytes_per_step": "the same by the counters of the interface, mean over the "
+    "workers; null on loopback, which everything on the machine shares",
+    "kernel_received_bytes_per_step": "bytes received, likewise",
+    "ratio_to_dense": "bytes of a dense ring all-reduce divided by library_bytes_per_step",
+    "median_step_ms": "median over the steady steps, from steady_from_step on; for local updates "
+    "over the means of steps that hold one averaging each",
+    "median_bare_step_ms": "the same without any exchange, measured in the same run",
+    "exchange_share": "1 - median_bare_step_ms / median_step_ms: network and coding of messages",
+    "seconds_on_asked_link": "only on loopback: training time plus the time of the bytes on the "
+    "requested link, without overlap and latency",
+    "evaluations[]": "step, seconds, loss, and bytes that a worker has sent, by both counts",
+    "step_ms[]": "every step of rank 0, in milliseconds",
+    "alike": "true if all ranks of a task started with the same batch",
+    "settings": "learning rate and the method's own settings",
+    "document": "the content of its strategy file; null for torch's own hooks",
+    "code": "Python that sets up torch's own hook; null for strategies of thinwire",
+}
 KEYS = {
     "format": "version of this file's layout",
-    "headline": "workers and network; says first if the link was not emulated",
+    "headline": "workers and network of the run; says first if the link was not emulated",
     "verdict": "outcome of the comparison, in a sentence or a few",
-    "winner": "recommended strategy on this link; null if the comparison does not show one",
+    "winner": "the recommended strategy on this link; null if the comparison does not show one",
     "command": "the command line that repeats the comparison",
     "link": "the requested link, whether it was emulated, and why not",
     "settings": "arguments of the command, and settings that all strategies share",
@@ -26,35 +56,7 @@ KEYS = {
     "common_loss": "the lowest held-out loss that every strategy reached, in settings.loss_unit",
     "dense_loss": "dense's final held-out loss; null if dense was not compared",
     "strategies[]": "one entry per strategy, in the order of the command line, with the keys below",
-    "strategies[].final_loss": "final held-out loss, on the same data for every strategy",
-    "strategies[].final_loss_range": "highest minus lowest of these over the seeds; null with one",
-    "strategies[].seeds[]": "seed and evaluations of every run; the other keys are means over them",
-    "strategies[].best_loss": "lowest held-out loss of all evaluations",
-    "strategies[].seconds": "training time, without evaluation and preparation",
-    "strategies[].preparation_seconds": "from the start of the processes to that of training: "
-    "imports, kernels, a trial of every part on a copy of the model, the first evaluation",
-    "strategies[].seconds_to_common_loss": "training time until the common loss, interpolated",
-    "strategies[].seconds_to_dense_loss": "until dense's final loss; null if never reached",
-    "strategies[].bytes_to_dense_loss": "bytes that a worker had sent by then",
-    "strategies[].library_bytes_per_step": "bytes that a worker sends in a steady step, by the "
-    "library's count: a message once for every worker that it goes to",
-    "strategies[].library_bytes_counted_by": "method of that count",
-    "strategies[].kernel_sent_bytes_per_step": "the same by the kernel's interface counters, mean "
-    "over the workers; null on loopback, which is shared with all else",
-    "strategies[].kernel_received_bytes_per_step": "bytes received, likewise",
-    "strategies[].ratio_to_dense": "bytes of a dense ring all-reduce over library_bytes_per_step",
-    "strategies[].median_step_ms": "median over the steps from steady_from_step on; for local "
-    "updates over the means of steps that hold one averaging each",
-    "strategies[].median_bare_step_ms": "the same without any exchange, measured in the same run",
-    "strategies[].exchange_share": "1 - median_bare_step_ms / median_step_ms: waiting and coding",
-    "strategies[].seconds_on_asked_link": "only on loopback: training time plus the time of the "
-    "bytes on the requested link, without overlap and latency",
-    "strategies[].evaluations[]": "step, seconds, loss, bytes sent by one worker, both counts",
-    "strategies[].step_ms[]": "every step of rank 0, in milliseconds",
-    "strategies[].alike": "true if all ranks of a task started with the same batch",
-    "strategies[].settings": "learning rate and the method's own settings",
-    "strategies[].document": "content of its strategy file; null for torch's own hooks",
-    "strategies[].code": "Python that sets up torch's own hook; null for strategies of thinwire",
+    **{f"strategies[].{key}": meaning for key, meaning in _STRATEGY_KEYS.items()},
 }
 
 
@@ -198,7 +200,9 @@ class SettingsRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as JSON data."""
-        return {k: v for k, v in (vars(self) | {**self.more}).items() if k != "more"}
+        whole = {**vars(self), **self.more}
+        del whole["more"]
+        return whole
 
 
 @dataclass(kw_only=True)
@@ -253,7 +257,7 @@ def common_loss(curves: Sequence[Sequence[Point]]) -> float:
 
 _MEANS = (
     *("seconds", "preparation_seconds", "median_step_ms", "median_bare_step_ms"),
-    *("library_bytes_per_step", "kernel_sent_bytes_per_step", "kernel_received_bytes_per_step"),
+    *(f"{count}_bytes_per_step" for count in ("library", "kernel_sent", "kernel_received")),
 )
 
 
@@ -277,9 +281,5 @@ def _mean_curve(curves: Sequence[Sequence[Point]]) -> list[Point]:
     """Average curves point by point; a longer curve keeps its last point."""
     length = min(len(curve) for curve in curves)
     rows = [[*curve[: length - 1], curve[-1]] for curve in curves]
-    return [
-        Point(
-            **{key: fmean(float(vars(point)[key]) for point in points) for key in vars(points[0])}
-        )
-        for points in zip(*rows, strict=True)
-    ]
+    figures = ([astuple(point) for point in points] for points in zip(*rows, strict=True))
+    return [Point(*map(fmean, zip(*point, strict=True))) for point in figures]

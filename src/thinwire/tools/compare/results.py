@@ -193,12 +193,10 @@ def _headline(settings: Settings, emulated: bool, reason: str | None) -> str:
         )
     if settings.joined_rank is not None:
         return f"{workers}, started by a launcher, over the network between them.{tuning}"
+    loopback = f"{workers} over this machine's loopback"
     if reason is None:
-        return (
-            f"{workers} over this machine's loopback, as requested: no link was emulated.{tuning}"
-        )
+        return f"{loopback}, as requested: no link was emulated.{tuning}"
     return (
-        f"The link of {settings.link} was NOT emulated ({reason}): {workers} over this "
-        "machine's loopback. An extra column adds the time that the bytes would take on that "
-        f"link, without its latency.{tuning}"
+        f"The link of {settings.link} was NOT emulated ({reason}): {loopback}. The report and "
+        f"--all add the time of the bytes on that link, without its latency.{tuning}"
     )

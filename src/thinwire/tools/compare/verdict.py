@@ -1,6 +1,7 @@
 """Outcome of a comparison in plain sentences, from measured values only."""
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from thinwire.tools.compare.record import Asked, Results, Run
@@ -30,9 +31,8 @@ def verdict(results: Results) -> Verdict:
         main = _against_dense(results, dense, clock)
     else:
         main = _by_common_loss(results, clock, clock.where)
-    return Verdict(
-        " ".join([main.text, *_lowest(runs, main), *_reservations(results)]), main.winner
-    )
+    text = " ".join([main.text, *_lowest(runs, main), *_reservations(results)])
+    return Verdict(text, main.winner)
 
 
 _UNLIKE = (
@@ -91,49 +91,33 @@ def _single(run: Run, clock: _Clock) -> Verdict:
 
 
 def _against_dense(results: Results, dense: Run, clock: _Clock) -> Verdict:
-    target = dense.final_loss
+    where, loss = clock.where, loss_text(dense.final_loss)
     own_s = clock.to_loss(dense, "dense")
-    if target >= _begins(dense) or not own_s:
-        return Verdict(
-            f"{clock.where} dense learned nothing in this run (held-out loss "
-            f"{loss_text(_begins(dense))} at the start, {loss_text(target)} at the end), so it "
-            "is no baseline: run longer.",
-            None,
-        )
+    if dense.final_loss >= _begins(dense) or not own_s:
+        losses = f"{loss_text(_begins(dense))} at the start, {loss} at the end"
+        nothing = f"{where} dense learned nothing in this run (held-out loss {losses})"
+        return Verdict(f"{nothing}, so it is no baseline: run longer.", None)
     others = [run for run in results.strategies if run is not dense]
-    below = any(target >= _begins(run) for run in others)
-    if below or _began_apart([dense, *others]):
-        return Verdict(f"{clock.where} {_UNLIKE}", None)
-    reached = sorted(
-        ((seconds, run) for run in others if (seconds := clock.to_loss(run, "dense")) is not None),
-        key=lambda pair: pair[0],
-    )
+    if any(dense.final_loss >= _begins(run) for run in others) or _began_apart([dense, *others]):
+        return Verdict(f"{where} {_UNLIKE}", None)
+    times = [(clock.to_loss(run, "dense"), run) for run in others]
+    reached = [(seconds, run) for seconds, run in times if seconds is not None]
     if not reached:
         return _nobody(results, dense, others, clock)
-    seconds, first = reached[0]
+    seconds, first = min(reached, key=itemgetter(0))
     name, with_bytes = first.strategy, _bytes(dense, first, "dense")
+    took, own = _seconds(seconds), _seconds(own_s)
     if seconds < (1 - _ALIKE) * own_s:
-        return Verdict(
-            f"{clock.where} {name} reached dense's loss ({loss_text(target)}) in "
-            f"{_seconds(seconds)} "
-            f"instead of {_seconds(own_s)} ({_times(own_s / seconds)} times as fast){with_bytes}.",
-            name,
-        )
+        fast = f"{took} instead of {own} ({_times(own_s / seconds)} times as fast){with_bytes}"
+        return Verdict(f"{where} {name} reached dense's loss ({loss}) in {fast}.", name)
     if seconds <= (1 + _ALIKE) * own_s:
-        sent, by_dense = (run.bytes_to_dense_loss or 0.0 for run in (first, dense))
-        fewer = sent < (1 - _ALIKE) * by_dense
-        return Verdict(
-            f"{clock.where} {name} reached dense's loss ({loss_text(target)}) about as fast as "
-            f"dense itself ({_seconds(seconds)} and {_seconds(own_s)}){with_bytes}.",
-            name if fewer else "dense",
-        )
-    return Verdict(
-        f"{clock.where} dense was the fastest to its own loss ({loss_text(target)}): "
-        f"{_seconds(own_s)}; "
-        f"next came {name} with {_seconds(seconds)} ({_times(seconds / own_s)} times as "
-        f"long){with_bytes}.",
-        "dense",
-    )
+        sent, by_dense = first.bytes_to_dense_loss or 0.0, dense.bytes_to_dense_loss or 0.0
+        alike = f"about as fast as dense itself ({took} and {own}){with_bytes}"
+        text = f"{where} {name} reached dense's loss ({loss}) {alike}."
+        return Verdict(text, name if sent < (1 - _ALIKE) * by_dense else "dense")
+    later = f"{name} with {took} ({_times(seconds / own_s)} times as long){with_bytes}"
+    fastest = f"{where} dense was the fastest to its own loss ({loss}): {own}"
+    return Verdict(f"{fastest}; next came {later}.", "dense")
 
 
 def _began_apart(runs: Sequence[Run]) -> bool:
@@ -148,8 +132,7 @@ def _nobody(results: Results, dense: Run, others: Sequence[Run], clock: _Clock) 
     within = f"{dense.steps} steps" if budget is None else f"{budget:g} s"
     text = (
         f"{clock.where} no other strategy reached dense's loss ({loss_text(dense.final_loss)}) "
-        f"within {within}; the closest was {nearest.strategy} with "
-        f"{loss_text(nearest.best_loss)}."
+        f"within {within}; the closest was {nearest.strategy} with {loss_text(nearest.best_loss)}."
     )
     if budget is not None:
         return Verdict(text, "dense")
@@ -160,60 +143,54 @@ def _nobody(results: Results, dense: Run, others: Sequence[Run], clock: _Clock) 
 
 def _by_common_loss(results: Results, clock: _Clock, where: str) -> Verdict:
     """Return the verdict by the common loss, if dense's loss is missing or not informative."""
-    runs = results.strategies
-    target = results.common_loss
-    if _began_apart(runs):
+    runs, target = results.strategies, results.common_loss
+    short = any(target >= _begins(run) for run in runs)
+    stuck = [run.strategy for run in runs if run.best_loss >= _begins(run)]
+    if _began_apart(runs) or (short and not stuck):
         return Verdict(f"{where} {_UNLIKE}", None)
-    if any(target >= _begins(run) for run in runs):
-        stuck = [run.strategy for run in runs if run.best_loss >= _begins(run)]
-        if not stuck:
-            return Verdict(f"{where} {_UNLIKE}", None)
-        return Verdict(
-            f"{where} {_listed(stuck)} learned nothing in this run, so there is no common loss: "
-            "run longer.",
-            None,
-        )
-    times = sorted(
-        ((clock.to_loss(run, "common") or 0.0, run) for run in runs), key=lambda pair: pair[0]
-    )
-    (first_s, first), (next_s, later) = times[0], times[1]
+    if short:
+        nothing = f"{where} {_listed(stuck)} learned nothing in this run"
+        return Verdict(f"{nothing}, so there is no common loss: run longer.", None)
+    times = [(clock.to_loss(run, "common") or 0.0, run) for run in runs]
+    (first_s, first), (next_s, later), *_ = sorted(times, key=itemgetter(0))
     name, with_bytes = first.strategy, _bytes(later, first, "common")
-    if first_s >= (1 - _ALIKE) * next_s:
-        return Verdict(
-            f"{where} {name} and {later.strategy} reached the common loss ({loss_text(target)}) "
-            f"about equally fast: {_seconds(first_s)} and "
-            f"{_seconds(next_s)}{with_bytes and f', {name}{with_bytes}'}.",
-            name,
-        )
-    return Verdict(
-        f"{where} {name} was the first to reach the common loss ({loss_text(target)}): "
-        f"{_seconds(first_s)}; the next, {later.strategy}, took {_seconds(next_s)} "
-        f"({_times(next_s / first_s)} times as long){with_bytes and f'; {name}{with_bytes}'}.",
-        name,
+    loss, took, other = (
+        f"the common loss ({loss_text(target)})",
+        _seconds(first_s),
+        _seconds(next_s),
     )
+    if first_s >= (1 - _ALIKE) * next_s:
+        equally = f"about equally fast: {took} and {other}{with_bytes and f', {name}{with_bytes}'}"
+        return Verdict(f"{where} {name} and {later.strategy} reached {loss} {equally}.", name)
+    longer = f"took {other} ({_times(next_s / first_s)} times as long)"
+    longer += with_bytes and f"; {name}{with_bytes}"
+    first_text = f"{where} {name} was the first to reach {loss}: {took}"
+    return Verdict(f"{first_text}; the next, {later.strategy}, {longer}.", name)
 
 
 def _lowest(runs: Sequence[Run], main: Verdict) -> list[str]:
     """Name the strategy with the lowest final loss, unless it is the winner or the only one."""
     best = min(runs, key=lambda run: run.final_loss)
-    winner = next((run for run in runs if run.strategy == main.winner), best)
-    low, own = loss_text(best.final_loss), loss_text(winner.final_loss)
-    text = f"At the end {best.strategy} had the lowest loss ({low}; {winner.strategy} {own})."
-    return [] if low == own else [text]
+    winner = next((run for run in runs if run.strategy == main.winner), None)
+    if winner is None or loss_text(best.final_loss) == loss_text(winner.final_loss):
+        return []
+    return [
+        f"At the end {best.strategy} had the lowest loss ({loss_text(best.final_loss)}; "
+        f"{winner.strategy} {loss_text(winner.final_loss)})."
+    ]
 
 
 def _reservations(results: Results) -> list[str]:
     """Return the caveats of the verdict."""
     failed = [failure.strategy for failure in results.failures]
-    stop = results.interrupted
+    stop, are = results.interrupted, ("are", "is")
     sentences = [_ALL_THE_SAME] if any(run.alike for run in results.strategies) else []
     if failed:
-        are = "is" if len(failed) == 1 else "are"
-        sentences.append(f"{_listed(failed)} failed and {are} excluded.")
+        sentences.append(f"{_listed(failed)} failed and {are[len(failed) == 1]} excluded.")
     if stop is not None:
-        absent = [name for name in (stop.during, *stop.not_begun) if name]
-        are = "is" if len(absent) == 1 else "are"
-        sentences.append(f"The comparison is incomplete: {_listed(absent)} {are} missing.")
+        absent = [*([stop.during] if stop.during else []), *stop.not_begun]
+        missing = f"{_listed(absent)} {are[len(absent) == 1]} missing"
+        sentences.append(f"The comparison is incomplete: {missing}.")
     return sentences
 
 
