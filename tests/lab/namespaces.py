@@ -4,10 +4,11 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.api import enter_network, why_unavailable
+from tests.api import Job, Link, enter_network, network, release, run_workers, why_unavailable
 
 _REASON = why_unavailable()
 NETNS = [
@@ -21,6 +22,22 @@ def needs_netns(test: Callable[..., None]) -> Callable[..., None]:
     for mark in NETNS:
         test = mark(test)
     return test
+
+
+def result_over(link: Link, task: str, folder: Path) -> dict[str, Any]:
+    """The result of two workers with this task; the line is slow once both are prepared."""
+    job, result = Job(task=task, config={}, timeout_s=60.0), {}
+    with (
+        network(2, link) as emulated,
+        contextlib.closing(run_workers(job, 2, emulated, folder)) as news,
+    ):
+        for event in news:
+            if event["event"] == "prepared":
+                emulated.limit()
+                release(folder)
+            elif event["event"] == "result":
+                result = event
+    return result
 
 
 @contextlib.contextmanager

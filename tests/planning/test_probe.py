@@ -1,6 +1,5 @@
 """What is measured between real ranks, and the plan that follows from it."""
 
-import contextlib
 import json
 import socket
 import subprocess
@@ -11,7 +10,7 @@ import pytest
 
 import thinwire as tw
 from tests import api
-from tests.lab.namespaces import needs_netns
+from tests.lab.namespaces import needs_netns, result_over
 from tests.launched import as_torchrun_starts, free_port
 from tests.processes import ran, torchrun
 from tests.ranks import Pool
@@ -266,18 +265,7 @@ def test_a_rank_that_leaves_is_one_line_on_the_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize("loss", ["0%", "2%"])
 def test_a_shaped_line_is_measured_as_it_is(loss: str, tmp_path: Path) -> None:
     link = api.Link.of("20mbit", None, None, "10ms", loss=loss, congestion="cubic")
-    job = api.Job(task="tests.planning.probing:Probing", config={}, timeout_s=60.0)
-    result: dict[str, Any] = {}
-    with (
-        api.network(2, link) as emulated,
-        contextlib.closing(api.run_workers(job, 2, emulated, tmp_path)) as news,
-    ):
-        for event in news:
-            if event["event"] == "prepared":
-                emulated.limit()
-                api.release(tmp_path)
-            elif event["event"] == "result":
-                result = event
+    result = result_over(link, "tests.planning.probing:Probing", tmp_path)
     for pair in result["pairs"]:
         assert pair["latency_s"] == pytest.approx(0.010, rel=0.3)
         assert pair["congestion"] == "cubic"

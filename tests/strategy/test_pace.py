@@ -1,6 +1,5 @@
 """Real ranks beside a plan: rate and waiting in `stats`, and one warning where they part."""
 
-import contextlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,8 @@ import torch
 from torch import nn
 
 import thinwire as tw
-from tests.api import FRAMES, Job, Link, network, release, run_workers
-from tests.lab.namespaces import needs_netns
+from tests.api import FRAMES, Link
+from tests.lab.namespaces import needs_netns, result_over
 from tests.ranks import Pool
 
 PLAN = tw.plan(params="124M", step_seconds=100.0, link="1mbit")
@@ -76,18 +75,7 @@ def test_object_not_a_plan_is_refused_before_anything_is_sent() -> None:
 @needs_netns
 def test_the_rate_is_that_of_the_line(tmp_path: Path) -> None:
     link = Link.parse("20mbit", "5ms")
-    job = Job(task="tests.strategy.pacing:Pacing", config={}, timeout_s=60.0)
-    result: dict[str, Any] = {}
-    with (
-        network(2, link) as emulated,
-        contextlib.closing(run_workers(job, 2, emulated, tmp_path)) as news,
-    ):
-        for event in news:
-            if event["event"] == "prepared":
-                emulated.limit()
-                release(tmp_path)
-            elif event["event"] == "result":
-                result = event
+    result = result_over(link, "tests.strategy.pacing:Pacing", tmp_path)
     # the latency, late ranks and the agreement are in it; a burst passes at once
     assert 10e6 < result["rate_bit_s"] / FRAMES < 26e6
     assert result["waiting_share"] > 0.7
