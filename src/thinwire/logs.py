@@ -51,7 +51,7 @@ def log_stats(source: Any, writer: Any, step: int | None = None) -> dict[str, fl
         for name, value in stats.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
-    if isinstance(writer, str):
+    if isinstance(writer, str) and writer.startswith("http://"):
         from thinwire.page.server import show_rank
 
         show_rank(writer, stats, getattr(source, "_last_loss", None))

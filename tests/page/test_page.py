@@ -111,5 +111,5 @@ def test_log_stats_refuses_an_address_that_is_no_page() -> None:
     engine = tw.DistributedStrategy().prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.functional.mse_loss
     )
-    with pytest.raises(ValueError, match=r"'localhost:8080'"):
-        tw.log_stats(engine, "localhost:8080")
+    with pytest.raises(ValueError, match=r"'http://localhost'"):
+        tw.log_stats(engine, "http://localhost")

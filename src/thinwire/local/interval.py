@@ -52,7 +52,7 @@ class Interval:
         """Implement `LocalUpdates.observe`."""
         if isinstance(loss, Tensor):
             if loss.numel() != 1:
-                raise ValueError(f"loss must have one element, got shape {tuple(loss.shape)}")
+                raise ValueError(f"loss must be of one element, got shape {tuple(loss.shape)}")
             if loss.dtype == torch.bool or loss.is_complex():
                 raise TypeError(f"loss must be a real number, got a tensor of type {loss.dtype}")
             loss = loss.detach()

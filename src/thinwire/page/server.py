@@ -117,7 +117,7 @@ _pages: dict[str, Page] = {}
 def show_rank(url: str, stats: Mapping[str, Any], loss: Any) -> None:
     """Report this rank's numbers through the job's store; rank 0 serves the page at `url`."""
     found = urlsplit(url)
-    if found.scheme != "http" or found.hostname is None or found.port is None:
+    if found.hostname is None or found.port is None:
         raise ValueError(f"writer={url!r} is no address of a page, such as http://127.0.0.1:8080")
     rank, size, store = 0, 1, _alone
     if (job := dist.group.WORLD) is not None:
