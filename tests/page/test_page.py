@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 import urllib.error
 import urllib.request
 from contextlib import ExitStack
@@ -94,6 +95,7 @@ def page_of_ranks(rank: int, size: int, port: int) -> list[str]:
         engine.train_step(torch.randn(8, 4, generator=generator), torch.zeros(8, 1))
         tw.log_stats(engine, url)
         if rank == 0:
+            time.sleep(0.2)  # the server notices after a second that a reader has gone
             runs = json.loads(asked(f"{url}/events")[1].removeprefix("data: "))
             names = [one["name"] for one in runs.get("ranks", {"members": []})["members"]]
         seen = torch.tensor(float(len(names)))
