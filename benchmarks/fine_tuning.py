@@ -123,15 +123,29 @@ def tuned(
         adapted_(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = rate * rate_factor(step / steps)
-        inputs, targets = work.next_batch()
-        work.loss_fn(model(inputs), targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train_(model, [work], optimizer, rate, range(steps), steps)
     losses = {"validation": validation, "held_out": work, "first_text": first}
     found = {name: round(each.evaluate(model), 5) for name, each in losses.items()}
     return {"rate": rate, **found}
+
+
+def train_(
+    model: nn.Module,
+    works: Sequence[Any],
+    optimizer: torch.optim.Optimizer,
+    rate: float,
+    steps: range,
+    whole: int,
+) -> None:
+    """Make these of `whole` steps, each from the mean gradient of a batch of every task."""
+    for step in steps:
+        for group in optimizer.param_groups:
+            group["lr"] = rate * rate_factor(step / whole)
+        optimizer.zero_grad()
+        for work in works:
+            inputs, targets = work.next_batch()
+            (work.loss_fn(model(inputs), targets) / len(works)).backward()
+        optimizer.step()
 
 
 def equal_steps(results: Results[Pretraining], optimizer: str) -> int:

@@ -30,11 +30,10 @@ from torch import Tensor, nn
 
 from benchmarks.common import Results, bare_parser, markdown
 from benchmarks.fine_tuning import RATES as PRETRAINING_RATES
-from benchmarks.fine_tuning import Adapter, adapted_
+from benchmarks.fine_tuning import Adapter, adapted_, train_
 from benchmarks.gaps import Cell
 from benchmarks.law import alone, works_of
 from thinwire.optim import Muon, muon_groups
-from thinwire.tools.run.training import rate_factor
 
 RESULTS = Path(__file__).parent / "results" / "lora.jsonl"
 INCLUDE = Path(torch.__file__).parent / "include"
@@ -76,28 +75,16 @@ def pretrained() -> nn.Module:
         (work,) = works_of(_SOURCE, "cpu", Path(folder))
         model: nn.Module = work.model
         optimizer = Muon(muon_groups(model), lr=_SOURCE.lr)
-        _train(model, work, optimizer, _SOURCE.lr, range(_SOURCE.steps), _SOURCE.steps)
+        train_(model, [work], optimizer, _SOURCE.lr, range(_SOURCE.steps), _SOURCE.steps)
     return model
-
-
-def _train(
-    model: nn.Module, work: Any, optimizer: Any, rate: float, steps: range, whole: int
-) -> None:
-    for step in steps:
-        for group in optimizer.param_groups:
-            group["lr"] = rate * rate_factor(step / whole)
-        inputs, targets = work.next_batch()
-        optimizer.zero_grad()
-        work.loss_fn(model(inputs), targets).backward()
-        optimizer.step()
 
 
 def measure(run: Run) -> dict[str, Any]:
     """Fine-tune at both homes; loss, and how far the mean of factors is from that of products."""
     torch.set_num_threads(1)
     part = "validation" if run.seed == TUNING_SEED else "held_out"
-    torch.manual_seed(run.seed)
     first = copy.deepcopy(pretrained())
+    torch.manual_seed(run.seed)  # of the adapters: making the base model draws too
     adapted_(first)
     models = [first, *(copy.deepcopy(first) for _ in HOMES[1:])]
     adapters = [[m for m in model.modules() if isinstance(m, Adapter)] for model in models]
@@ -113,7 +100,7 @@ def measure(run: Run) -> dict[str, Any]:
             works += works_of(cell, "cpu", own)
         errors: list[float] = []
         if run.method == "dense":
-            _train_dense(models[0], works, optimizers[0], run)
+            train_(models[0], works, optimizers[0], run.rate, range(run.steps), run.steps)
         else:
             for start in range(0, run.steps, run.interval):
                 in_round = start // run.interval
@@ -126,21 +113,11 @@ def measure(run: Run) -> dict[str, Any]:
                 steps = range(start, min(start + run.interval, run.steps))
                 before = [one.up.detach() @ one.down.detach() for one in adapters[0]]
                 for model, work, optimizer in zip(models, works, optimizers, strict=True):
-                    _train(model, work, optimizer, run.rate, steps, run.steps)
+                    train_(model, [work], optimizer, run.rate, steps, run.steps)
                 errors += _average_(adapters, before)
         losses = [float(work.evaluate(models[0])) for work in works]
     found = {"loss": round(mean(losses), 5)}
     return found | ({"error": round(mean(errors), 5)} if errors else {})
-
-
-def _train_dense(model: nn.Module, works: list[Any], optimizer: Any, run: Run) -> None:
-    for step in range(run.steps):
-        optimizer.param_groups[0]["lr"] = run.rate * rate_factor(step / run.steps)
-        optimizer.zero_grad()
-        for work in works:
-            inputs, targets = work.next_batch()
-            (work.loss_fn(model(inputs), targets) / len(works)).backward()
-        optimizer.step()
 
 
 @torch.no_grad()
