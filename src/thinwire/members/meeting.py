@@ -21,18 +21,15 @@ from thinwire.errors import Mismatch, PayloadCorrupt, PeerLost, PeerStalled
 from thinwire.members.credentials import Address, derived_key, parse_address
 from thinwire.members.kv import AuthenticatedStore
 from thinwire.page import RunView
-from thinwire.page.server import Page
 
 MEETING_VERSION: Final = 1
 """Version of the protocol between members and the store; other versions are refused."""
 
-_PREFIX: Final = "thinwire/"
-_GREETING: Final = "host"
+_PREFIX, _GREETING, _THREAD = "thinwire/", "host", "thinwire-meeting"
 _RUNS: Final = "thinwire/runs"
 """Names of runs, each with a space behind it. torch lists no keys before 2.13."""
 _RUN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _GREETING_S, _SLACK_S, _SHORTEST_S = 5.0, 1.0, 0.1
-_THREAD: Final = "thinwire-meeting"
 
 
 def connect(
@@ -168,8 +165,7 @@ def _host_store(store: Store, token: bytes | None) -> AuthenticatedStore:
 
 
 _TIMEOUT: Final = timedelta(seconds=5)
-_LOOK_S: Final = 1.0
-_MOST_RUNS: Final = 64
+_LOOK_S, _MOST_RUNS = 1.0, 64
 _LOOPBACKS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -189,8 +185,11 @@ def run_host(
     session = secrets.token_hex(16)
     greeting = {"meeting": MEETING_VERSION, "thinwire": __version__, "session": session}
     _host_store(store, token).set(_GREETING, json.dumps(greeting))  # shows that it has the token
-    key = derived_key(token or secrets.token_bytes(), "page")
-    shown = None if page is None else Page(*page, key.hex()[:32])
+    shown = None
+    if page is not None:
+        from thinwire.page.server import Page  # members import this module too
+
+        shown = Page(*page, derived_key(token or secrets.token_bytes(), "page").hex()[:32])
     ready("" if shown is None else shown.url)
     reported: dict[str, str] = {}
     while not stop.wait(_LOOK_S):
