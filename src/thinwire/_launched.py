@@ -1,6 +1,4 @@
-"""The system, and rank and world size that a launcher such as torchrun or srun sets in the
-environment; without torch.
-"""
+"""The system, and what a launcher such as torchrun sets in the environment; without torch."""
 
 import sys
 from collections.abc import Mapping

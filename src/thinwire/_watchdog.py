@@ -30,15 +30,8 @@ def within(limit_s: float, work: Callable[[], _T], *, name: str) -> _T:
 
 
 def addresses_of(host: str, limit_s: float) -> tuple[str, ...]:
-    """Return the addresses of a host, in the order in which to try them.
-
-    Args:
-        host: Name or address.
-        limit_s: Longest wait for name servers.
-
-    Raises:
-        OSError: The host has no address, is not a valid name, or no name server answers; `strerror`
-            says which.
+    """Return the addresses of a name or address, in the order in which to try them. Where there is
+    none, it is not valid, or no name server answers, an OSError says so in `strerror`.
     """
     try:
         rows = within(

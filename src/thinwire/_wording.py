@@ -11,6 +11,11 @@ _PASSED = ("thinwire.", "torch.", "contextlib", "functools")
 _MOST_CHARACTERS = 120
 
 
+def host_port(host: str, port: int) -> str:
+    """Return an address as text, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def shown(value: object) -> str:
     """Return the `repr` of a value, shortened if it is long."""
     text = repr(value)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, NamedTuple
 
+from thinwire._wording import host_port
 from thinwire.errors import Mismatch, PeerLost, ThinwireError
 
 HEAD: Final = struct.Struct("<IhhBIII")
@@ -63,8 +64,7 @@ class RelayEndpoint(NamedTuple):
     own_address: str | None = None
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'tls' if self.tls else 'tcp'}://{host}:{self.port}"
+        return f"{'tls' if self.tls else 'tcp'}://{host_port(self.host, self.port)}"
 
 
 def hello_mac(key: bytes, nonce: bytes, hello: bytes) -> bytes:

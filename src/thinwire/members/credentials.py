@@ -9,6 +9,8 @@ import stat
 from pathlib import Path
 from typing import NamedTuple
 
+from thinwire._wording import host_port
+
 _LEAST_BYTES = 16
 _MOST_BYTES = 1 << 16
 _PURPOSE = b"thinwire members 1"
@@ -79,8 +81,7 @@ class Address(NamedTuple):
     port: int
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
+        return host_port(self.host, self.port)
 
 
 def parse_address(name: str, text: str, *, scheme: bool) -> Address:

@@ -20,6 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from thinwire._wording import host_port
 from thinwire.page import RunView, report_of
 
 _MOST_CLIENTS, _PERIOD_S, _PATIENCE_S = 64, 1.0, 10.0
@@ -50,9 +51,8 @@ class Page(ThreadingHTTPServer):
             super().__init__((host, port), _Handler)
         except OSError as error:
             raise ValueError(f"the page cannot listen at {host}: {error.strerror}") from None
-        at = f"[{host}]" if ":" in host else host
         query = "" if self._loopback else f"?token={token}"
-        self.url = f"http://{at}:{self.server_address[1]}/{query}"
+        self.url = f"http://{host_port(host, self.server_port)}/{query}"
         threading.Thread(target=self.serve_forever, name="thinwire-page", daemon=True).start()
 
     def admits(self, query: str, host: str) -> bool:

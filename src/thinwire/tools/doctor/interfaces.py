@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from thinwire._watchdog import addresses_of
+from thinwire._wording import host_port
 
 LOOK_UP_S = 4.0
 """Time limit for one name. By default, resolvers try the next server after 5 s."""
@@ -121,8 +122,7 @@ def listening() -> Listening:
                 if ipaddress.ip_address(address).is_unspecified:
                     everywhere.add(f"port {port}: {process_text}")
                 elif not is_loopback(address):
-                    where = f"[{address}]" if ":" in address else address
-                    outward.add(f"{where}:{port}: {process_text}")
+                    outward.add(f"{host_port(address, port)}: {process_text}")
     return Listening(tuple(sorted(everywhere)), tuple(sorted(outward)))
 
 

@@ -11,7 +11,7 @@ import yaml
 
 from thinwire._files import read_regular
 from thinwire._version import __version__
-from thinwire._wording import near, shown
+from thinwire._wording import host_port, near, shown
 
 _MOST_BYTES = 1 << 18
 _KINDS = {"machines": (list, int), "processes": (int,), "port": (int,), "env": (dict,)}
@@ -102,10 +102,6 @@ class Run:
         """Further options of `ssh`; paths in them are relative to the file."""
         return shlex.split(self.ssh)
 
-    def endpoint(self, address: str) -> str:
-        """Return address and port of the host."""
-        return f"[{address}]:{self.port}" if ":" in address else f"{address}:{self.port}"
-
     def environment(self, *machines: Machine) -> dict[str, str]:
         """Return the variables of the file and of a machine; None is the value of this process."""
         given = {**self.env, **{k: v for machine in machines for k, v in machine.env.items()}}
@@ -140,9 +136,9 @@ def job_files(run: Run, rank: int, addresses: Sequence[str]) -> dict[str, str]:
     if run.members:
         token = ".thinwire/token"
         files["token"] = run.token_file.read_text(encoding="ascii")
-        files["env"] += export({"THINWIRE_ADDRESS": f"tcp://{run.endpoint(first)}"})
+        files["env"] += export({"THINWIRE_ADDRESS": f"tcp://{host_port(first, run.port)}"})
         files["env"] += f'export THINWIRE_TOKEN_FILE="$PWD/{token}"\n'
-        files["host.sh"] = _script("host", run.host_command(run.endpoint(first), token))
+        files["host.sh"] = _script("host", run.host_command(host_port(first, run.port), token))
     else:
         files["env"] += _INTERFACE.format(addresses[rank])
     return files
