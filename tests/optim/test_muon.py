@@ -40,16 +40,19 @@ def give_gradients(model: nn.Module, seed: int) -> None:
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("adjust_lr_fn", ["match_rms_adamw", "original"])
-def test_bits_equal_torchs_two_side_by_side(adjust_lr_fn: str, *, nesterov: bool) -> None:
+@pytest.mark.parametrize(("adjust_lr_fn", "scale"), [("match_rms_adamw", 0.25), ("original", 1)])
+def test_bits_equal_torchs_two_side_by_side(
+    adjust_lr_fn: str, scale: float, *, nesterov: bool
+) -> None:
     ours, theirs = Language(), Language()
     shared = {"lr": 0.02, "weight_decay": 0.2}
     of_muon = {"adjust_lr_fn": adjust_lr_fn, "nesterov": nesterov, "momentum": 0.9}
-    optimizer = Muon(muon_groups(ours), **shared, **of_muon, ns_dtype=torch.bfloat16)
+    groups = muon_groups(ours, adam_lr_scale=scale)
+    optimizer = Muon(groups, **shared, **of_muon, ns_dtype=torch.bfloat16)
     matrices = [theirs.layers[0].weight, theirs.layers[2].weight]
     rest = [p for p in theirs.parameters() if all(p is not m for m in matrices)]
     muon = torch.optim.Muon(matrices, **shared, eps=1e-8, **of_muon)
-    adamw = torch.optim.AdamW(rest, **shared, betas=(0.9, 0.95))
+    adamw = torch.optim.AdamW(rest, **{**shared, "lr": 0.02 * scale}, betas=(0.9, 0.95))
     before = copy.deepcopy(ours.state_dict())
     for seed in range(4):
         give_gradients(ours, seed)

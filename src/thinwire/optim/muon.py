@@ -117,6 +117,7 @@ class Muon(TorchOptimizer):
         values = {
             "muon": True,
             "conv": False,
+            "adam_lr_scale": 1.0,
             "weight_decay": weight_decay,
             "momentum": momentum,
             "nesterov": nesterov,
@@ -134,6 +135,7 @@ class Muon(TorchOptimizer):
         super()._check_hyperparameters(values)
         check.boolean("muon", values["muon"])
         check.boolean("conv", values["conv"])
+        check.real("adam_lr_scale", values["adam_lr_scale"], at_least=0)
         numbers = values["ns_coefficients"]
         check.instance("ns_coefficients", numbers, (tuple, list), advice="give three numbers")
         if len(numbers) != 3:
@@ -156,7 +158,11 @@ class Muon(TorchOptimizer):
         self._owners = self._owners or Owners()
         self._owners.update_(matrices)
         groups = [
-            {**g, "params": [p for p in g["params"] if not _is_of_muon(p, g)]}
+            {
+                **g,
+                "params": [p for p in g["params"] if not _is_of_muon(p, g)],
+                "lr": g["lr"] * g.get("adam_lr_scale", 1.0),  # not in states saved before 0.4
+            }
             for g in self.param_groups
         ]
         rest = [p for g in groups for p in g["params"]]
@@ -189,7 +195,9 @@ class Muon(TorchOptimizer):
         return super()._is_plain() and not any(g["maximize"] for g in self.param_groups)
 
 
-def muon_groups(model: nn.Module, *, conv: bool = False) -> list[dict[str, Any]]:
+def muon_groups(
+    model: nn.Module, conv: bool = False, adam_lr_scale: float = 1.0
+) -> list[dict[str, Any]]:
     """Return a model's named parameters in two groups for `Muon`: hidden layers, and those for
     AdamW.
 
@@ -206,6 +214,7 @@ def muon_groups(model: nn.Module, *, conv: bool = False) -> list[dict[str, Any]]
         model: Whole, or sharded by `fully_shard`.
         conv: True to train convolution kernels with Muon, as matrices of (out, all else); False for
             AdamW.
+        adam_lr_scale: Rate of AdamW's group relative to Muon's, >= 0. Both follow one schedule.
     """
     given: object = model
     if not isinstance(given, nn.Module):
@@ -218,8 +227,8 @@ def muon_groups(model: nn.Module, *, conv: bool = False) -> list[dict[str, Any]]
     groups: dict[bool, list[tuple[str, nn.Parameter]]] = {True: [], False: []}
     for name, p in named_parameters(model):
         groups[id(p) not in apart].append((name, p))
-    kernels = {"conv": True} if conv else {}
-    return [{"params": pairs, "muon": muon, **kernels} for muon, pairs in groups.items() if pairs]
+    shared = {"conv": conv, "adam_lr_scale": check.real("adam_lr_scale", adam_lr_scale, at_least=0)}
+    return [{"params": pairs, "muon": muon, **shared} for muon, pairs in groups.items() if pairs]
 
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
