@@ -292,8 +292,8 @@ class Ensemble:
             losses = functional.cross_entropy(logits.mT, targets, reduction="none")
             totals += losses.sum(1)
         means = (totals / (HELD_OUT_SEQUENCES * self.size.context)).tolist()
-        for losses, mean in zip(self.losses, means, strict=True):
-            losses.append((self.done, mean))
+        for own, mean in zip(self.losses, means, strict=True):
+            own.append((self.done, mean))
 
     def lines(self, seconds: float) -> list[dict[str, Any]]:
         """Return the results, as `benchmarks.law` writes them, with the options."""

@@ -334,7 +334,7 @@ def _features(point: Gap) -> Tensor:
     )
 
 
-def _by_law(found: Iterable[Gap], fewest: int = 6) -> dict[tuple[str, str], list[Gap]]:
+def _by_law(found: Iterable[Gap], fewest: int = 12) -> dict[tuple[str, str], list[Gap]]:
     """Return the gaps that follow one law: of an optimizer, with one bit, two, or more."""
     laws: dict[tuple[str, str], list[Gap]] = defaultdict(list)
     for point in found:
@@ -344,7 +344,7 @@ def _by_law(found: Iterable[Gap], fewest: int = 6) -> dict[tuple[str, str], list
 
 
 def fit_table(found: Sequence[Gap]) -> list[str]:
-    """Return Markdown: beta of every setting beside the published one, then the fitted laws."""
+    """Return Markdown: beta of settings of several runs beside the published, and fitted laws."""
     titles = ["parameters", "optimizer", "steps", "bits", "batch", "rounds", "beta", "law"]
     rows: list[list[object]] = []
     settings: dict[tuple[int, str, str, int, int, int], list[Gap]] = defaultdict(list)
@@ -353,6 +353,8 @@ def fit_table(found: Sequence[Gap]) -> list[str]:
         key = point.numel, cell.data, cell.optimizer, cell.interval, cell.bits, cell.batch
         settings[key].append(point)
     for (numel, data, optimizer, interval, bits, batch), own in sorted(settings.items()):
+        if len(own) == 1 or max(point.rounds for point in own) < FEWEST_ROUNDS:
+            continue
         slope, half = fitted([(point.cell.workers, point.gap) for point in own])
         of_k = defaultdict(list)
         for point in own:
@@ -360,12 +362,14 @@ def fit_table(found: Sequence[Gap]) -> list[str]:
         rounds = [point.rounds for point in own]
         few = " (few)" if min(rounds) < FEWEST_ROUNDS else ""
         gaps_text = ", ".join(f"{k}: {fmean(values):+.1%}" for k, values in sorted(of_k.items()))
-        interval_text = (
-            f"{slope:.4f} +- {half:.4f}" if half < math.inf else f"{slope:.4f} (one run)"
-        )
         span = f"{min(rounds)} to {max(rounds)}" if min(rounds) < max(rounds) else f"{rounds[0]}"
         cells = [f"{numel:,}{f' {data}' if data else ''}", optimizer, interval, bits, batch]
-        cells += [f"{span}{few}", interval_text, f"{beta(optimizer, numel):.4f}", gaps_text]
+        cells += [
+            f"{span}{few}",
+            f"{slope:.4f} +- {half:.4f}",
+            f"{beta(optimizer, numel):.4f}",
+            gaps_text,
+        ]
         rows.append(cells)
     text = markdown([*titles, "gap by workers"], rows)
     for (optimizer, words), own in sorted(_by_law(found).items()):
@@ -496,7 +500,7 @@ def _setting(point: Gap) -> Cell:
 
 
 def draw(found: Iterable[Gap], path: Path) -> None:
-    """Draw beta against parameters: ours by interval at one bit, and the published laws."""
+    """Draw beta against parameters: the published laws, and ours by interval, of three runs."""
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -520,16 +524,19 @@ def draw(found: Iterable[Gap], path: Path) -> None:
     )
     for point in found:
         cell = point.cell
-        if not cell.data and point.rounds >= FEWEST_ROUNDS:
+        few_bits = cell.optimizer == "adamw" or cell.bits == 1
+        if few_bits and not cell.data and point.rounds >= FEWEST_ROUNDS:
             settings[cell.optimizer, cell.interval, cell.bits][point.numel].append(point)
     for index, ((optimizer, interval, bits), sizes_of) in enumerate(sorted(settings.items()), 2):
         numels, slopes, halves = [], [], []
         for numel, own in sorted(sizes_of.items()):
             slope, half = fitted([(point.cell.workers, point.gap) for point in own])
-            if slope > 0:
+            if slope > 0 and len(own) > 2:
                 numels.append(numel)
                 slopes.append(slope)
                 halves.append(half if half < slope else 0.9 * slope)
+        if not numels:
+            continue
         axis.errorbar(
             numels,
             slopes,

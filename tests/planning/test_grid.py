@@ -47,7 +47,8 @@ def test_strategies_are_found_by_their_name_and_the_best_setting_of_every_is_sho
 def test_planned_setting_sends_no_fewer_entries_than_a_measured_one() -> None:
     for row in tw.plan(**NUMBERS, workers=8).strategies:
         for own in ((row.document or {}).get("localsgd", {}).get("compression") or {}).values():
-            assert own.get("sparsity", 0.0) <= 0.9
+            over_all = own.get("mean_over") == "all"
+            assert own.get("sparsity", 0.0) <= (0.97 if over_all else 0.9)
 
 
 def test_a_plan_is_no_more_work_for_more_ranks() -> None:

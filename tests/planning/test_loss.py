@@ -36,6 +36,12 @@ def test_the_law_by_hand() -> None:
     [
         ("muon-local", local(compression=ONE_BIT), "muon", 0.0439),  # 0.8 x 1.25
         ("muon-local", local(), "muon", 0.0439 * 0.8),
+        (
+            "muon-local",
+            local(compression={"sparse": {"sparsity": 0.97, "value_bits": 2, "mean_over": "all"}}),
+            "muon",
+            0.0439 * 0.8 * 1.9,
+        ),
         ("muon-local", local(64, compression=ONE_BIT), "muon", 0.0439 * 2.2974),  # 4^0.6
         ("muon-local", local(delay=4, compression=ONE_BIT), "muon", 0.0439 * 1.35),
         ("quantized-local", local(compression={"quantized": {"value_bits": 4}}), None, 0.0772),
@@ -77,7 +83,7 @@ def test_measured_gaps_lie_inside(workers: int) -> None:
 
 def test_measured_settings_equal_the_data_of_the_fit() -> None:
     found: dict[tuple[str, int], set[int]] = {}
-    for gap in measured():
+    for gap in (gap for gap in measured() if gap.rounds > 40):
         found.setdefault((gap.cell.optimizer, gap.cell.bits), set()).add(gap.cell.interval)
     assert {gap.cell.workers for gap in measured()} == {2, 4, 8}  # and 16, of the published law
     whole = {(kind, bits): span for (kind, share, bits), span in MEASURED.items() if share == 1}
@@ -97,7 +103,7 @@ def test_an_unmeasured_setting_is_never_first(params: str, workers: int) -> None
             own = (row.document or {}).get("localsgd")
             if own is not None and row.measured:
                 assert workers <= 16
-                assert 4 <= own["k_steps"] <= 32
+                assert 4 <= own["k_steps"] <= 64
                 assert own.keys().isdisjoint({"delay", "fragments"})
             elif own is not None:
                 assert "; not measured: " in row.loss_gap_source

@@ -22,6 +22,8 @@ _FRAGMENTS = (1, 4)
 _RANKS = (2, 4, 8)
 _SPARSITIES, _SPARSE_BITS = (0.9, 0.75), (2, 4)
 """Compression settings of parameter changes."""
+_SPARSE_MUON = ((0.9, 1), (0.95, 1), (0.97, 2))
+"""Sparsity and bits of changes by Muon, averaged over all ranks: below one bit an entry."""
 _RAMP_ENDS, _RAMP_BITS = (0.999, 0.99), (1, 4)
 """Compression settings of gradients, whose sparsity ramps up."""
 _BITS = (1, 2, 4, 8)
@@ -36,15 +38,17 @@ def candidates(workers: int, node_size: int = 1) -> Iterator[Candidate]:
             continue
         base = recipe.document(_RAMP_STEPS)
         yield name, recipe, base
-        for words, document in _variants(base or {}, workers, node_size):
+        for words, document in _variants(base or {}, workers, node_size, recipe.optimizer):
             if document != base:
                 yield f"{name} {words}", recipe, document
 
 
-def _variants(base: Document, workers: int, node_size: int) -> Iterator[tuple[str, Document]]:
+def _variants(
+    base: Document, workers: int, node_size: int, optimizer: str | None
+) -> Iterator[tuple[str, Document]]:
     for field, own in base.items():
         if field == "localsgd":
-            yield from _local(own, workers)
+            yield from _local(own, workers, optimizer)
         elif "sparsity" in own:
             for words, changed in _ramped(own, workers, node_size):
                 yield words, {field: changed}
@@ -66,8 +70,10 @@ def _ramped(own: Document, workers: int, node_size: int) -> Iterator[tuple[str, 
                     yield f"{words} n1", {**changed, "node_size": 1}
 
 
-def _local(own: Mapping[str, Any], workers: int) -> Iterator[tuple[str, Document]]:
-    for words, compression in _compressions(own.get("compression"), workers):
+def _local(
+    own: Mapping[str, Any], workers: int, optimizer: str | None
+) -> Iterator[tuple[str, Document]]:
+    for words, compression in _compressions(own.get("compression"), workers, optimizer):
         changed = own if compression is None else {**own, "compression": compression}
         for k_steps in _INTERVALS:
             for fragments in _FRAGMENTS:
@@ -83,7 +89,7 @@ def _local(own: Mapping[str, Any], workers: int) -> Iterator[tuple[str, Document
 
 
 def _compressions(
-    base: Mapping[str, Any] | None, workers: int
+    base: Mapping[str, Any] | None, workers: int, optimizer: str | None
 ) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
     """Return label and content of each compression; the base comes first."""
     yield "", None
@@ -102,6 +108,9 @@ def _compressions(
             made = {**own, **choice, **more}
             if made != own:
                 yield f"{words}{word}", {tag: made}
+    for sparsity, bits in _SPARSE_MUON if optimizer == "muon" else ():
+        sparse = {"sparsity": sparsity, "value_bits": bits, "decay": 0.9, "mean_over": "all"}
+        yield f" {_density(sparsity)} b{bits}", {"sparse": sparse}
 
 
 def _exchanges(workers: int) -> Iterator[tuple[str, Mapping[str, str]]]:
