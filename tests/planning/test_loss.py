@@ -1,6 +1,7 @@
 """What a plan says of the loss: the law by hand, what was measured, and a line's two directions."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -82,9 +83,12 @@ def test_measured_gaps_lie_inside(workers: int) -> None:
 
 
 def test_measured_settings_equal_the_data_of_the_fit() -> None:
+    runs = [gap.cell for gap in measured() if gap.rounds > 40]
+    counts = Counter((cell.optimizer, cell.bits, cell.interval) for cell in runs)
     found: dict[tuple[str, int], set[int]] = {}
-    for gap in (gap for gap in measured() if gap.rounds > 40):
-        found.setdefault((gap.cell.optimizer, gap.cell.bits), set()).add(gap.cell.interval)
+    for (optimizer, bits, interval), count in counts.items():
+        if count > 2:
+            found.setdefault((optimizer, bits), set()).add(interval)
     assert {gap.cell.workers for gap in measured()} == {2, 4, 8}  # and 16, of the published law
     whole = {(kind, bits): span for (kind, share, bits), span in MEASURED.items() if share == 1}
     assert whole == {key: (min(steps), max(steps)) for key, steps in found.items()}
@@ -103,7 +107,7 @@ def test_an_unmeasured_setting_is_never_first(params: str, workers: int) -> None
             own = (row.document or {}).get("localsgd")
             if own is not None and row.measured:
                 assert workers <= 16
-                assert 4 <= own["k_steps"] <= 64
+                assert 4 <= own["k_steps"] <= 32
                 assert own.keys().isdisjoint({"delay", "fragments"})
             elif own is not None:
                 assert "; not measured: " in row.loss_gap_source
