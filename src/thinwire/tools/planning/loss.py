@@ -31,7 +31,7 @@ _GRADIENTS = {
 _CHANCE = 0.01
 _LAW_WORKERS, _MEASURED_STEPS = 16, 32
 MEASURED: Mapping[tuple[str, float, int], tuple[int, int]] = {
-    ("muon", 1.0, 1): (4, 32),
+    ("muon", 1.0, 1): (4, 64),
     ("muon", 1.0, 32): (16, 16),
     ("adamw", 1.0, 4): (16, 16),
     ("adamw", 1.0, 32): (16, 32),
