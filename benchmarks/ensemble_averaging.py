@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from thinwire.layout.shares import partition
+from thinwire.layout.message import WholeLayout
+from thinwire.layout.shares import Piece
+from thinwire.layout.traffic import EXCHANGES, GATHER, SPLIT, chosen_split
 
 if TYPE_CHECKING:
     from benchmarks.ensemble_models import Ensemble, Run
 
 MATRICES = ("qkv", "merge", "widen", "narrow")
-SPLIT_FROM = 6
-"""Workers from which `Quantized` splits the sums of one-bit changes."""
 _FEWEST = 1024
 """Entries of a tensor that is not sent whole."""
 
@@ -41,10 +41,15 @@ class Way:
         values = {name: self._own(p) for name, p in ensemble.params.items()}
         self.anchors = {name: value[:, :, 0].clone() for name, value in values.items()}
         self.errors = {n: torch.zeros_like(v) for n, v in values.items()} if coded else {}
-        split = self.options.get("split", self.workers >= SPLIT_FROM and self.bits == 1)
-        self.split = bool(coded and split)
-        numels = [v.shape[-1] for v in values.values() for _ in range(v.shape[0])]
-        self.pieces = partition(numels, self.workers)
+        usual = EXCHANGES[0] if self.bits == 1 else GATHER
+        exchange = usual
+        if "split" in self.options:
+            exchange = SPLIT if self.options["split"] else GATHER
+        numels = tuple(v.shape[-1] for v in values.values() for _ in range(v.shape[0]))
+        whole = coded and self.bits < 32
+        self.plan = (
+            chosen_split(exchange, WholeLayout(numels, self.bits), self.workers) if whole else None
+        )
         self.outer = self.options.get("outer")
         self.momentum = {n: torch.zeros_like(a) for n, a in self.anchors.items()}
         self.factors: dict[str, Tensor] = {}
@@ -81,8 +86,8 @@ class Way:
                 mean = change.mean(2)
             else:
                 change += self.decay * self.errors[name]
-                if self.split:
-                    mean = self._by_shares(name, change, first)
+                if self.plan is not None:
+                    mean = self._by_shares(name, change, self.plan.pieces, first)
                 else:
                     sent = self._code(name, change)
                     self.errors[name] = change - sent
@@ -97,11 +102,13 @@ class Way:
             anchor -= mean
             value.copy_(anchor[:, :, None].expand_as(value))
 
-    def _by_shares(self, name: str, change: Tensor, first: int) -> Tensor:
+    def _by_shares(
+        self, name: str, change: Tensor, shares: Sequence[Sequence[Piece]], first: int
+    ) -> Tensor:
         """Each worker averages a share, and sends the mean in as many bits."""
         mean = torch.empty_like(change[:, :, 0])
         error = torch.empty_like(change)
-        for owner, pieces in enumerate(self.pieces):
+        for owner, pieces in enumerate(shares):
             for slot, start, numel in pieces:
                 layer = slot - first
                 if not 0 <= layer < len(change):

@@ -220,8 +220,9 @@ class Ensemble:
         param, moment = self.params[name], self.moments[name]
         if self.soap:
             moment.lerp_(grad, 1 - MOMENTUM)
-            bases = self.bases.setdefault(name, Bases(grad, self.soap))
-            update, factor = bases.update(grad, moment, MOMENTUM), 0.2
+            if name not in self.bases:
+                self.bases[name] = Bases(grad, self.soap)
+            update, factor = self.bases[name].update(grad, moment, MOMENTUM), 0.2
         else:
             dtype = torch.bfloat16 if self.cuda else torch.float32
             matrix = self._made["ahead_"](grad, moment, dtype).flatten(0, 1)
