@@ -83,12 +83,11 @@ def test_measured_gaps_lie_inside(workers: int) -> None:
 
 
 def test_measured_settings_equal_the_data_of_the_fit() -> None:
-    runs = [gap.cell for gap in measured() if gap.rounds > 40]
-    counts = Counter((cell.optimizer, cell.bits, cell.interval) for cell in runs)
+    seeds = Counter(replace(gap.cell, lr=0.0, seed=0) for gap in measured())
     found: dict[tuple[str, int], set[int]] = {}
-    for (optimizer, bits, interval), count in counts.items():
-        if count > 2:
-            found.setdefault((optimizer, bits), set()).add(interval)
+    for cell, count in seeds.items():
+        if count >= 3:
+            found.setdefault((cell.optimizer, cell.bits), set()).add(cell.interval)
     assert {gap.cell.workers for gap in measured()} == {2, 4, 8}  # and 16, of the published law
     whole = {(kind, bits): span for (kind, share, bits), span in MEASURED.items() if share == 1}
     assert whole == {key: (min(steps), max(steps)) for key, steps in found.items()}
@@ -107,7 +106,7 @@ def test_an_unmeasured_setting_is_never_first(params: str, workers: int) -> None
             own = (row.document or {}).get("localsgd")
             if own is not None and row.measured:
                 assert workers <= 16
-                assert 4 <= own["k_steps"] <= 64
+                assert 4 <= own["k_steps"] <= 32
                 assert own.keys().isdisjoint({"delay", "fragments"})
             elif own is not None:
                 assert "; not measured: " in row.loss_gap_source
