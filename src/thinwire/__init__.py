@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from thinwire.step.config import AMP, GradientMerge, Recompute
     from thinwire.strategy.distributed_strategy import DistributedStrategy
     from thinwire.strategy.engine import Engine
+    from thinwire.stream.follower import Follower, Version, follow
+    from thinwire.stream.publisher import Publisher, publish
     from thinwire.task import Task
     from thinwire.tools.planning.plan import Plan, plan
 
@@ -45,6 +47,7 @@ __all__ = [
     "DynamicLossScale",
     "Engine",
     "FixedLossScale",
+    "Follower",
     "GradientMerge",
     "L1Decay",
     "L2Decay",
@@ -54,23 +57,27 @@ __all__ = [
     "Members",
     "Pipeline",
     "Plan",
+    "Publisher",
     "Quantized",
     "Recompute",
     "ShardedSampler",
     "Sparse",
     "StrategyError",
     "Task",
+    "Version",
     "__version__",
     "amp",
     "busy",
     "checkpoint",
     "errors",
+    "follow",
     "integrations",
     "join",
     "local_sgd",
     "log_stats",
     "optim",
     "plan",
+    "publish",
     "schedules",
 ]
 
@@ -88,6 +95,7 @@ _HOMES = {
     "DynamicLossScale": "thinwire.core.loss_scale",
     "Engine": "thinwire.strategy.engine",
     "FixedLossScale": "thinwire.core.loss_scale",
+    "Follower": "thinwire.stream.follower",
     "GradientMerge": "thinwire.step.config",
     "L1Decay": "thinwire.core.gradients",
     "L2Decay": "thinwire.core.gradients",
@@ -100,16 +108,20 @@ _HOMES = {
     "Members": "thinwire.members.members",
     "Pipeline": "thinwire.pipeline.config",
     "Plan": "thinwire.tools.planning.plan",
+    "Publisher": "thinwire.stream.publisher",
     "Quantized": "thinwire.compress.quantized_change",
     "Recompute": "thinwire.step.config",
     "Sparse": "thinwire.compress.sparse_change",
     "StrategyError": "thinwire.errors",
     "Task": "thinwire.task",
+    "Version": "thinwire.stream.follower",
     "busy": "thinwire.comm.waiting",
+    "follow": "thinwire.stream.follower",
     "join": "thinwire.members.members",
     "local_sgd": "thinwire.local.updates",
     "log_stats": "thinwire.logs",
     "plan": "thinwire.tools.planning.plan",
+    "publish": "thinwire.stream.publisher",
 }
 
 

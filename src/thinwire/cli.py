@@ -62,6 +62,7 @@ def _run(typed: list[str]) -> NoReturn:
     from thinwire.errors import ThinwireError
     from thinwire.members import command as meeting
     from thinwire.strategy import command as describing
+    from thinwire.stream import command as streaming
     from thinwire.tools.app import app
     from thinwire.tools.compare import command as comparing
     from thinwire.tools.doctor import command as examining
@@ -79,8 +80,9 @@ def _run(typed: list[str]) -> NoReturn:
             planning.probe: planning.PROBE_EXAMPLE,
             examining.doctor: examining.EXAMPLES,
             meeting.host: meeting.EXAMPLES,
+            streaming.follow: streaming.EXAMPLES,
             upping.up: upping.EXAMPLES,
-            **dict.fromkeys((upping.down, upping.status)),
+            **dict.fromkeys((streaming.versions, upping.down, upping.status)),
         }
         for command, text in examples.items():
             app.command(command, help_epilogue=text)
@@ -100,7 +102,7 @@ def _run(typed: list[str]) -> NoReturn:
     ):  # of `thinwire ... | head`: nobody reads on, and Python would complain once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
-    except (ThinwireError, OSError, NotImplementedError) as error:
+    except (ThinwireError, OSError, ImportError, NotImplementedError) as error:
         _exit(_FAILED, str(error))
     _leave(status)
 

@@ -19,6 +19,7 @@ __all__ = [
     "PeerStalled",
     "QuorumLost",
     "StrategyError",
+    "StreamError",
     "ThinwireError",
 ]
 
@@ -112,6 +113,12 @@ class CheckpointMissing(CheckpointError):
 
 class CheckpointMismatch(CheckpointError):
     """A checkpoint is intact but belongs to another strategy, model, optimizer or pipeline."""
+
+
+class StreamError(ThinwireError):
+    """Versions of a model cannot be published or followed: a file is missing, damaged or forged, or
+    the token is another.
+    """
 
 
 class StrategyError(ValueError):

@@ -1,0 +1,1 @@
+"""Versions of a model, published by one process and followed by others."""

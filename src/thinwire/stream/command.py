@@ -1,0 +1,100 @@
+"""`thinwire follow` and `thinwire versions`; bad input is reported before torch is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from thinwire.members.credentials import read_token
+from thinwire.tools.app import Seconds
+
+if TYPE_CHECKING:
+    from thinwire.stream.follower import Version
+
+_Flag = Annotated[bool, Parameter(negative="")]
+EXAMPLES = """Examples:
+
+thinwire follow s3://bucket/model --to model.safetensors
+
+thinwire follow http://10.0.0.1:8000/model --to model.safetensors --once --token-file token
+"""
+
+
+def follow(
+    where: str,
+    /,
+    *,
+    to: Path,
+    once: _Flag = False,
+    wait: Seconds | None = None,
+    poll: Seconds = 1.0,
+    token_file: Path | None = None,
+    quiet: _Flag = False,
+) -> None:
+    """Write each new version of a model that tw.publish writes, until its publisher is closed.
+
+    The file is replaced as a whole, so that a reader of it always finds one version.
+
+    Args:
+        where: Folder, or an address that fsspec knows, such as s3://bucket/model.
+        to: Safetensors file to write.
+        once: Write the newest version and end.
+        wait: Seconds to wait for a first version; by default there is no wait.
+        poll: Seconds between two looks for a new version.
+        token_file: Secret of the publisher.
+        quiet: Print nothing.
+    """
+    if to.suffix != ".safetensors":
+        raise ValueError(f"--to {to}: the file must end in .safetensors")
+    if not to.parent.is_dir():
+        raise ValueError(f"--to {to}: there is no folder {to.parent}")
+    from thinwire.stream.follower import follow as open_stream
+
+    follower = open_stream(where, token=_token(token_file), poll=poll)
+    version = follower.latest(wait)
+    _write(version, to, quiet=quiet)
+    if once:
+        return
+    for version in follower:
+        _write(version, to, quiet=quiet)
+
+
+def versions(where: str, /, *, token_file: Path | None = None) -> None:
+    """List the versions of a model that can be read, with the sizes of their files.
+
+    Args:
+        where: Folder, or an address that fsspec knows, such as s3://bucket/model.
+        token_file: Secret of the publisher.
+    """
+    from thinwire.stream.files import Place, base_name, step_name
+
+    place = Place(where, _token(token_file))
+    newest = place.newest()
+    if newest is None:
+        raise ValueError(f"{where} has no version so far")
+    bases = {number for number, *_ in newest["bases"]}
+    print(f"{'version':>9}{'difference':>16}{'base':>16}  bytes")
+    for number in range(newest["oldest"], newest["number"] + 1):
+        step = place.size(step_name(number)) if number > newest["oldest"] else None
+        base = place.size(base_name(number)) if number in bases else None
+        cells = ("-" if size is None else f"{size:,}" for size in (step, base))
+        print(f"{number:>9}" + "".join(f"{cell:>16}" for cell in cells))
+    end = "; its publisher is closed" if newest["closed"] else ""
+    print(f"newest: step {newest['step']}, digest {newest['digest'][:16]}{end}")
+
+
+def _token(file: Path | None) -> bytes | None:
+    return None if file is None else read_token(file)
+
+
+def _write(version: Version, to: Path, *, quiet: bool) -> None:
+    from thinwire._files import replacing
+    from thinwire.checkpoint.tensor_file import write_tensors
+
+    metadata = {"format": "pt", "thinwire_step": str(version.step), "digest": version.digest}
+    with replacing(to) as aside:
+        size, _ = write_tensors(aside, version.state_dict(), metadata)
+    if not quiet:
+        print(f"version {version.number}, step {version.step}: {size:,} bytes in {to}", flush=True)

@@ -1,0 +1,268 @@
+"""Where the versions of a model lie: one record of the newest, bases and steps, each with a tag.
+
+A base is a safetensors file of a whole version, a step the difference to the version before. The
+record is written last, so that a reader sees whole versions only.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import importlib
+import json
+import math
+import re
+import struct
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from torch import Tensor, nn
+
+from thinwire._files import read_regular, replace_file, replacing
+from thinwire._names import plain_names
+from thinwire.checkpoint.files import make_directory, sync_directory, write_pieces
+from thinwire.checkpoint.tree import UNREADABLE, table_entry
+from thinwire.core.sharded import is_sharded
+from thinwire.errors import StreamError
+
+_NEWEST, _FORMAT, _MOST_BYTES = "latest.json", 1, 1 << 20
+_MAGIC, _PREFIX = b"tw-step1", struct.Struct("<8sI")
+_TAG_BYTES, _CHUNK_BYTES = 16, 1 << 20
+_OURS = re.compile(r"^\.?\d{9}\.(safetensors|step)|^\.latest\.json\.")
+
+
+class Unreachable(StreamError):
+    """A file system of fsspec failed, perhaps for a moment."""
+
+
+@dataclass
+class Held:
+    """A version in memory: its tensors by name, with what the next difference refers to."""
+
+    tensors: dict[str, Tensor]
+    digests: dict[str, bytes]
+    tied: dict[str, str]
+    number: int = 0
+    step: int = 0
+    stream: str = ""
+    digest: str = ""
+    written: int = 0
+    """Bytes of all differences up to this version."""
+
+
+class Place:
+    """A folder, or an address that fsspec knows, and the key of what is written there."""
+
+    def __init__(self, where: str | PathLike[str], token: str | bytes | None) -> None:
+        if token is not None and not (isinstance(token, str | bytes) and token):
+            raise TypeError(f"token must be text, bytes or None, got {token!r}")
+        for name in ("fsspec", "constriction"):
+            try:
+                importlib.import_module(name)
+            except ImportError as error:
+                raise ImportError(
+                    f"publish and follow need {name}: pip install 'thinwire[stream]'"
+                ) from error
+        from fsspec.core import url_to_fs
+        from fsspec.implementations.local import LocalFileSystem
+
+        self.where = fspath(where)
+        self._files, self._root = url_to_fs(self.where)
+        self._folder = Path(self._root) if isinstance(self._files, LocalFileSystem) else None
+        secret = token.encode() if isinstance(token, str) else token
+        self._key = hashlib.sha256(b"thinwire stream" + secret).digest() if secret else b""
+        self._key_name = hashlib.sha256(self._key).hexdigest()[:16] if secret else None
+
+    def newest(self) -> dict[str, Any] | None:
+        """Return the record of the newest version, or None if there is none so far."""
+        try:
+            if self._folder:
+                text = read_regular(self._folder / _NEWEST, _MOST_BYTES)
+            else:
+                with self._errors(_NEWEST):
+                    text = self._files.cat_file(f"{self._root}/{_NEWEST}")
+        except FileNotFoundError:
+            return None
+        return self.unsealed(text, _NEWEST)
+
+    def name_newest(self, record: Mapping[str, Any]) -> None:
+        """Write the record of the newest version."""
+        content = self.sealed(record).encode()
+        if self._folder:
+            replace_file(self._folder / _NEWEST, content)
+            sync_directory(self._folder)
+        else:
+            with self._errors(_NEWEST):
+                self._files.pipe_file(f"{self._root}/{_NEWEST}", content)
+
+    def sealed(self, record: Mapping[str, Any]) -> str:
+        """Return a record as JSON with its tag."""
+        text = json.dumps({**record, "format": _FORMAT, "token": self._key_name})
+        return json.dumps([text, self._hasher(text.encode()).hexdigest()])
+
+    def unsealed(self, sealed: str | bytes, name: str) -> dict[str, Any]:
+        """Return the record that was sealed, or raise `StreamError`."""
+        try:
+            text, tag = json.loads(sealed)
+            record: dict[str, Any] = json.loads(text)
+            form, key_name = record["format"], record["token"]
+            valid = hmac.compare_digest(tag, self._hasher(text.encode()).hexdigest())
+        except UNREADABLE as error:
+            raise StreamError(f"{self.where}/{name} is damaged: {error}") from error
+        if form != _FORMAT:
+            raise StreamError(
+                f"{self.where}/{name} has format {form}, and this release reads {_FORMAT}: follow "
+                "it with the release that published it"
+            )
+        if key_name != self._key_name:
+            had, pass_ = ("with a token", "pass that") if key_name else ("without one", "pass no")
+            had = "with another token" if key_name and self._key else had
+            raise StreamError(f"{self.where}/{name} was published {had}: {pass_} token")
+        if not valid:
+            raise StreamError(f"{self.where}/{name} is damaged or forged: its tag differs")
+        return record
+
+    @contextlib.contextmanager
+    def written(self, name: str) -> Iterator[Path]:
+        """Yield a path for a new file, which then lies here under this name."""
+        if self._folder:
+            make_directory(self._folder)
+            with replacing(self._folder / name) as aside:
+                yield aside
+            sync_directory(self._folder)
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            aside = Path(folder, name)
+            yield aside
+            with self._errors(name):
+                self._files.put_file(str(aside), f"{self._root}/{name}")
+
+    @contextlib.contextmanager
+    def fetched(self, name: str) -> Iterator[Path]:
+        """Yield the path of a file on a disk of this machine."""
+        if self._folder:
+            path = self._folder / name
+            if not path.is_file():
+                raise StreamError(f"{path} is missing")
+            yield path
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                with self._errors(name):
+                    self._files.get_file(f"{self._root}/{name}", str(Path(folder, name)))
+            except FileNotFoundError as error:
+                raise StreamError(f"{self.where}/{name} is missing") from error
+            yield Path(folder, name)
+
+    def size(self, name: str) -> int:
+        """Return the size of a file in bytes."""
+        with self._errors(name):
+            return int(self._files.info(f"{self._root}/{name}")["size"])
+
+    def write_step(self, record: Mapping[str, Any], payload: BinaryIO) -> int:
+        """Write the difference to the version before; return the size of its file in bytes."""
+        header = self.sealed(record).encode()
+        hasher = self._hasher()
+        payload.seek(0)
+
+        def pieces() -> Iterator[bytes]:
+            for piece in (_PREFIX.pack(_MAGIC, len(header)), header, *_chunks(payload)):
+                hasher.update(piece)
+                yield piece
+            yield hasher.digest()
+
+        with self.written(step_name(record["number"])) as path:
+            return write_pieces(path, pieces())
+
+    @contextlib.contextmanager
+    def read_step(self, number: int) -> Iterator[tuple[dict[str, Any], BinaryIO]]:
+        """Yield the record and the payload of a difference, every byte of which was verified."""
+        name = step_name(number)
+        with self.fetched(name) as path, path.open("rb") as file:
+            hasher, left = self._hasher(), path.stat().st_size - _TAG_BYTES
+            for piece in _chunks(file, left):
+                hasher.update(piece)
+            if left < _PREFIX.size or not hmac.compare_digest(file.read(), hasher.digest()):
+                raise StreamError(f"{self.where}/{name} is damaged or forged: its tag differs")
+            file.seek(0)
+            magic, length = _PREFIX.unpack(file.read(_PREFIX.size))
+            if magic != _MAGIC:
+                raise StreamError(f"{self.where}/{name} is no difference of this format")
+            yield self.unsealed(file.read(length), name), file
+
+    def clean(self, record: Mapping[str, Any]) -> None:
+        """Delete what killed publishers left, and versions that are no longer kept."""
+        needed = {_NEWEST, *(base_name(number) for number, *_ in record["bases"])}
+        needed |= {step_name(number) for number in range(record["oldest"], record["number"] + 1)}
+        with self._errors(""):
+            found = [path.rpartition("/")[2] for path in self._files.ls(self._root, detail=False)]
+        self.discard(name for name in found if name not in needed and _OURS.search(name))
+
+    def discard(self, names: Iterable[str]) -> None:
+        """Delete files that nobody needs any more."""
+        for name in names:
+            with contextlib.suppress(FileNotFoundError), self._errors(name):
+                self._files.rm_file(f"{self._root}/{name}")
+
+    def _hasher(self, content: bytes = b"") -> "hashlib.blake2b":
+        return hashlib.blake2b(content, digest_size=_TAG_BYTES, key=self._key)
+
+    @contextlib.contextmanager
+    def _errors(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # every file system of fsspec has errors of its own
+            raise Unreachable(f"{self.where}/{name} cannot be reached: {error!r}") from error
+
+
+def base_name(number: int) -> str:
+    """Return the name of the file of a whole version."""
+    return f"{number:09d}.safetensors"
+
+
+def step_name(number: int) -> str:
+    """Return the name of the file of a difference."""
+    return f"{number:09d}.step"
+
+
+def tensors_of(model: nn.Module | Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a model's `state_dict` by name, and for each further name of a tied
+    tensor its first name.
+    """
+    state = model.state_dict() if isinstance(model, nn.Module) else model
+    found = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    tensors: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for name, tensor in zip(plain_names(found), found.values(), strict=True):
+        local = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+        key = local.data_ptr(), local.dtype, tuple(tensor.shape), local.stride()
+        if local.numel() and key in first:
+            tied[name] = first[key]
+        else:
+            tensors[name] = tensor.detach()
+            first[key] = name
+    return tensors, tied
+
+
+def table_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return dtypes and shapes by name, as JSON holds them."""
+    return {name: table_entry(tensor, 0, name) for name, tensor in tensors.items()}
+
+
+def digest_of(table: Mapping[str, Any], digests: Mapping[str, bytes]) -> str:
+    """Return the digest of a version: SHA-256 of its table and of the SHA-256 of each tensor."""
+    whole = [[*entry, digests[name].hex()] for name, entry in table.items()]
+    return hashlib.sha256(json.dumps(whole).encode()).hexdigest()
+
+
+def _chunks(file: BinaryIO, size: int | None = None) -> Iterator[bytes]:
+    left = math.inf if size is None else size
+    while left > 0 and (piece := file.read(int(min(_CHUNK_BYTES, left)))):
+        left -= len(piece)
+        yield piece

@@ -1,0 +1,289 @@
+"""Follows the versions of a model that another process publishes."""
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from thinwire import _validate as check
+from thinwire._wording import listed, warn_user
+from thinwire.checkpoint.tensor_file import digest, restored
+from thinwire.checkpoint.tree import UNREADABLE, TensorRef, parsed_table
+from thinwire.core.sharded import is_sharded
+from thinwire.errors import CheckpointError, StreamError
+from thinwire.stream.coder import decode
+from thinwire.stream.files import (
+    Held,
+    Place,
+    Unreachable,
+    base_name,
+    digest_of,
+    step_name,
+    table_of,
+    tensors_of,
+)
+
+_POLL_S, _PATIENCE_S = 1.0, 60.0
+
+
+def follow(
+    where: str | PathLike[str],
+    model: nn.Module | Mapping[str, Tensor] | None = None,
+    *,
+    token: str | bytes | None = None,
+    poll: float = _POLL_S,
+) -> "Follower":
+    """Follow the versions of a model that `publish` writes, bit for bit.
+
+    A follower that is late takes the shorter of the differences it lacks and the newest base with
+    the differences after it. Every byte is verified before it is used, and every version by its
+    digest.
+
+    Example::
+
+        for version in tw.follow("s3://bucket/model", model):
+            print(version.step, evaluate(model))
+
+    Args:
+        where: Folder, or an address that fsspec knows (http, s3, gs, hf, ...).
+        model: Model, or `state_dict`, whose tensors each version replaces; None to hold them here.
+            A model of another dtype costs a copy in the published one.
+        token: Secret of the publisher.
+        poll: Seconds between two looks for a new version.
+
+    Raises:
+        ImportError: The extra is missing: `pip install 'thinwire[stream]'`.
+    """
+    if model is not None:
+        check.instance("model", model, (nn.Module, Mapping))
+        if any(is_sharded(tensor) for tensor in tensors_of(model)[0].values()):
+            raise ValueError(
+                "model is sharded: follow without it, and load state_dict() by torch's "
+                "set_model_state_dict with full_state_dict and broadcast_from_rank0"
+            )
+    check.real("poll", poll, above=0)
+    return Follower(Place(where, token), model, poll)
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version of the model.
+
+    Attributes:
+        number: From 1.
+        step: What the publisher passed to `update`.
+        digest: SHA-256 of names, dtypes, shapes and values, in hex.
+    """
+
+    number: int
+    step: int
+    digest: str
+    _follower: "Follower"
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return a copy of its tensors by name, on the CPU, in the published dtypes.
+
+        Raises:
+            StreamError: The follower has gone on to another version.
+        """
+        held = self._follower.held
+        if held is None or held.digest != self.digest:
+            raise StreamError(
+                f"version {self.number} is no longer held: take its state_dict before the follower "
+                "goes on"
+            )
+        found = {name: tensor.cpu().clone() for name, tensor in held.tensors.items()}
+        return found | {name: found[first] for name, first in held.tied.items()}
+
+
+class Follower:
+    """Result of `follow`: gives the newest version, or each new one in a loop.
+
+    A loop begins with the newest version. It takes every later one in turn, unless the publisher
+    has deleted it meanwhile. It waits for new versions, and ends when the publisher is closed.
+    """
+
+    def __init__(
+        self, place: Place, model: nn.Module | Mapping[str, Any] | None, poll: float = _POLL_S
+    ) -> None:
+        self._place, self._model, self._poll = place, model, poll
+        self.held: Held | None = None
+        self._copies: dict[str, Tensor] = {}
+
+    def versions(self) -> list[int]:
+        """Return the numbers of the versions that can be read now, oldest first."""
+        newest = self._place.newest()
+        return list(range(newest["oldest"], newest["number"] + 1)) if newest else []
+
+    def latest(self, wait: float | None = None) -> Version:
+        """Read the newest version.
+
+        Args:
+            wait: Seconds to wait for a version that is newer than the last one; None not to wait.
+                The last one is returned again if none came.
+
+        Raises:
+            StreamError: There is no version so far; a file is damaged, missing or forged, the token
+                is another, or the model does not fit.
+        """
+        if wait is not None:
+            check.real("wait", wait, at_least=0)
+        newest = self._newest(wait or 0.0)
+        if newest is None:
+            raise StreamError(
+                f"{self._place.where} has no version so far: wait= waits for the first"
+            )
+        return self._at(newest, newest["number"])
+
+    def __iter__(self) -> Iterator[Version]:
+        while (newest := self._newest(math.inf)) is not None:
+            number = newest["number"]
+            if self.held and self.held.stream == newest["stream"]:
+                if self.held.number == number:
+                    return  # the publisher is closed
+                if self.held.number >= newest["oldest"]:
+                    number = self.held.number + 1
+            yield self._at(newest, number)
+
+    def _newest(self, wait_s: float) -> dict[str, Any] | None:
+        """Return the record of the newest version, after waiting for one that is not held."""
+        begin_s = answered_s = time.monotonic()
+        while True:
+            left_s = begin_s + wait_s - time.monotonic()
+            try:
+                newest = self._place.newest()
+                answered_s = time.monotonic()
+            except Unreachable:
+                if min(left_s, answered_s + _PATIENCE_S - time.monotonic()) <= 0:
+                    raise
+            else:
+                held = self.held
+                if newest and (held is None or held.stream != newest["stream"]):
+                    return newest
+                if held and newest and (newest["number"] > held.number or newest["closed"]):
+                    return newest
+                if left_s <= 0:
+                    return newest
+            time.sleep(max(0.0, min(self._poll, left_s)))
+
+    def _at(self, newest: Mapping[str, Any], number: int) -> Version:
+        """Read a version by the shortest way that is whole."""
+        held = self.held
+        if held and held.stream != newest["stream"]:
+            held = self.held = None
+        if held is None or held.number < number:
+            self._read(newest, number)
+        assert self.held is not None
+        return Version(self.held.number, self.held.step, self.held.digest, self)
+
+    def _read(self, newest: Mapping[str, Any], number: int) -> None:
+        at, written = (self.held.number, self.held.written) if self.held else (0, 0)
+        ways = {base: size + newest["written"] - until for base, size, until in newest["bases"]}
+        if at >= newest["oldest"]:
+            ways[0] = newest["written"] - written
+        problem: StreamError | None = None
+        for base in sorted(ways, key=ways.__getitem__):
+            if base > number or (base and self.held and base <= self.held.number):
+                continue
+            try:
+                if base:
+                    self._read_base(base)
+                while self.held is not None and self.held.number < number:
+                    self._read_step(self.held, self.held.number + 1)
+                if problem is not None:
+                    warn_user(f"took a base of {self._place.where} instead: {problem}")
+                return
+            except StreamError as error:
+                problem = problem or error
+        raise problem or StreamError(f"{self._place.where} has no base for version {number}")
+
+    def _read_base(self, number: int) -> None:
+        name = base_name(number)
+        try:
+            with (
+                self._place.fetched(name) as path,
+                safe_open(path, framework="pt", device="cpu") as file,
+            ):
+                record = self._place.unsealed(file.metadata()["thinwire"], name)
+                table = parsed_table(record["table"], 1)
+
+                def value(key: str) -> Tensor:
+                    return restored(file.get_tensor(key), table[key], f"{path}, {key},")
+
+                digests = {key: digest(value(key)) for key in table}
+                if digest_of(record["table"], digests) != record["digest"]:
+                    raise StreamError(f"{self._place.where}/{name} is damaged: its digest differs")
+                targets = self._targets(table, record["tied"])
+                self.held, self._copies = None, {}
+                tensors = {key: self._put(value(key), targets.get(key), key) for key in table}
+        except (OSError, SafetensorError, CheckpointError, *UNREADABLE) as error:
+            raise StreamError(f"{self._place.where}/{name} is damaged: {error}") from error
+        version = {key: record[key] for key in ("number", "step", "stream", "digest", "written")}
+        self.held = Held(tensors, digests, record["tied"], **version)
+
+    def _targets(
+        self, table: Mapping[str, TensorRef], tied: Mapping[str, str]
+    ) -> dict[str, Tensor]:
+        """Return the model's tensors by name, after checking that they fit."""
+        if self._model is None:
+            return {}
+        own, own_tied = tensors_of(self._model)
+        every = own | {name: own[first] for name, first in own_tied.items()}
+        problems = [f"it has no {name}" for name in {*table, *tied} - {*every}]
+        problems += [f"{name} was not published" for name in {*every} - {*table, *tied}]
+        problems += [
+            f"{name} has shape {tuple(every[name].shape)}, published is {ref.shape}"
+            for name, ref in table.items()
+            if name in every and tuple(every[name].shape) != ref.shape
+        ]
+        if problems:
+            raise StreamError(
+                f"the model does not fit {self._place.where}: {listed(sorted(problems))}"
+            )
+        return every
+
+    def _put(self, value: Tensor, target: Tensor | None, name: str) -> Tensor:
+        """Copy a value into the model; return the tensor that the next difference changes."""
+        if target is None:
+            return value
+        target.copy_(value)
+        if target.dtype == value.dtype:
+            return target
+        self._copies[name] = target
+        return value
+
+    def _read_step(self, held: Held, number: int) -> None:
+        name = f"{self._place.where}/{step_name(number)}"
+        with self._place.read_step(number) as (record, payload):
+            came = record["number"], record["stream"], record["previous"]
+            if came != (number, held.stream, held.digest):
+                raise StreamError(f"{name} does not follow version {held.number}, which is held")
+            self.held = None  # until every tensor is changed
+            for (key, tensor), length in zip(held.tensors.items(), record["lengths"], strict=True):
+                if not length:
+                    continue
+                value = tensor.cpu().clone()
+                try:
+                    decode(value, payload.read(length))
+                except ValueError as error:
+                    raise self._changed(name, key) from error
+                held.digests[key] = digest(value)
+                tensor.copy_(value)
+                if key in self._copies:
+                    self._copies[key].copy_(value)
+        if digest_of(table_of(held.tensors), held.digests) != record["digest"]:
+            raise self._changed(name, "its digest")
+        held.number, held.step = number, record["step"]
+        held.digest, held.written = record["digest"], record["written"]
+        self.held = held
+
+    def _changed(self, name: str, what: str) -> StreamError:
+        return StreamError(
+            f"{name} does not fit the tensors that it changes ({what}): the model's weights were "
+            "changed since the last version"
+        )

@@ -1,0 +1,240 @@
+"""Publishes the versions of a model, for followers elsewhere."""
+
+import tempfile
+import uuid
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire import _validate as check
+from thinwire._wording import warn_user
+from thinwire.checkpoint.tensor_file import digest, digests_of, write_tensors
+from thinwire.core.sharded import is_sharded
+from thinwire.errors import StreamError
+from thinwire.stream.coder import encode
+from thinwire.stream.files import (
+    Held,
+    Place,
+    base_name,
+    digest_of,
+    step_name,
+    table_of,
+    tensors_of,
+)
+from thinwire.stream.follower import Follower
+
+_CHAIN = 4
+"""Size of the differences after a base, over its own, at which the next one is due."""
+
+
+def publish(
+    where: str | PathLike[str],
+    model: nn.Module | Mapping[str, Any],
+    *,
+    dtype: torch.dtype | None = None,
+    token: str | bytes | None = None,
+    every: int | None = None,
+    keep: int = 2,
+) -> "Publisher":
+    """Publish the versions of a model, which `follow` reads bit for bit.
+
+    `update` writes the difference to the version before, without loss: the step of each entry in
+    units in the last place, coded by the exponent of its old value. Now and then it writes a base
+    too, the whole model as a safetensors file, from which late followers start. A publisher that
+    starts again continues the versions that are there.
+
+    Example::
+
+        publisher = tw.publish("s3://bucket/model", model, dtype=torch.bfloat16)
+        for step in range(10_000):
+            train(model)
+            publisher.update(step)
+
+    Args:
+        where: Folder, or an address that fsspec knows (s3, gs, hf, ...). Nothing else is stored in
+            it, and one process at a time publishes there.
+        model: Model, or its `state_dict` if each update changes those tensors in place. Tensors may
+            be sharded (FSDP2). The publisher keeps a copy of the last version in host memory.
+        dtype: Floating-point tensors are published in this dtype; None for their own.
+        token: Secret that readers need too. It proves who wrote a version and hides nothing.
+        every: Versions between two bases; None for one when the differences since the last have
+            four times its size.
+        keep: Number of bases to keep, with all versions since the oldest of them.
+
+    Raises:
+        ImportError: The extra is missing: `pip install 'thinwire[stream]'`.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype must be a floating-point dtype or None, got {dtype!r}")
+    check.instance("model", model, (nn.Module, Mapping))
+    if every is not None:
+        check.integer("every", every, at_least=1)
+    check.integer("keep", keep, at_least=1)
+    return Publisher(Place(where, token), model, dtype, every, keep)
+
+
+class Publisher:
+    """Result of `publish`: writes a version at each `update`.
+
+    Attributes:
+        number: Newest version that was written; 0 before the first. Ranks other than 0 count their
+            updates.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        model: nn.Module | Mapping[str, Any],
+        dtype: torch.dtype | None,
+        every: int | None,
+        keep: int,
+    ) -> None:
+        self._place, self._model, self._dtype = place, model, dtype
+        self._every, self._keep = every, keep
+        self._writer = uuid.uuid4().hex
+        self._held: Held | None = None
+        self._wrote = False
+        self.number = 0
+
+    def update(self, step: int) -> int:
+        """Write the model as it is now; return the number of this version, from 1.
+
+        Rank 0 writes; if the model is sharded, all ranks call it. It returns when followers can
+        read the version. After an error the next call writes a base.
+
+        Args:
+            step: Number of the training step, which readers see.
+
+        Raises:
+            StreamError: Another process publishes there, or the place cannot be reached.
+            OSError: Writing failed.
+        """
+        check.integer("step", step, at_least=0)
+        tensors, tied = tensors_of(self._model)
+        if torch.distributed.is_initialized() and torch.distributed.get_rank():
+            for tensor in tensors.values():
+                _whole(tensor)
+            self.number += 1
+            return self.number
+        newest = self._newest()
+        held, self._held = self._held, None  # an error from here on makes the next version a base
+        number: int = newest["number"] + 1
+        written: int = newest["written"]
+        record = {"number": number, "step": step, "stream": newest["stream"]}
+        bases = list(newest["bases"])
+        if held is None or held.tied != tied or table_of(held.tensors) != self._table(tensors):
+            held = self._held_of(tensors, tied)
+            record["digest"] = digest_of(table_of(held.tensors), held.digests)
+            bases = []
+        else:
+            written += self._write_step(held, tensors, record)
+        record["written"] = written
+        if self._base_due(bases, number, written):
+            bases.append([number, self._write_base(held, record), written])
+        kept = bases[-self._keep :]
+        whole = {**record, "bases": kept, "oldest": kept[0][0], "writer": self._writer}
+        self._place.name_newest({**whole, "closed": False})
+        dropped = range(newest["oldest"], whole["oldest"] + 1) if newest["number"] else ()
+        self._place.discard(map(step_name, dropped))
+        self._place.discard(base_name(b[0]) for b in newest["bases"] if b not in kept)
+        held.number, held.step, held.digest, held.written = number, step, record["digest"], written
+        self._held, self.number, self._wrote = held, number, True
+        return number
+
+    def close(self) -> None:
+        """Say that no version will follow, which ends the loops of followers."""
+        if self._held is not None:
+            self._place.name_newest({**self._newest(), "closed": True})
+            self._held = None
+
+    def __enter__(self) -> "Publisher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _newest(self) -> dict[str, Any]:
+        """Return the record of the newest version, after taking over what another one wrote."""
+        newest = self._place.newest()
+        if self._wrote:
+            if newest is None or newest["writer"] != self._writer:
+                raise StreamError(
+                    f"{self._place.where}: another process publishes there too, or its files were "
+                    "deleted: give each publisher a place of its own"
+                )
+            return newest
+        if newest is not None:
+            self._place.clean(newest)
+            follower = Follower(self._place, None)
+            try:
+                follower.latest()
+            except StreamError as error:
+                warn_user(f"the next version is a base, since the last one is lost: {error}")
+            self._held = follower.held
+        none = {"number": 0, "written": 0, "bases": [], "oldest": 0, "stream": self._writer}
+        return {**(newest or none), "writer": self._writer}
+
+    def _table(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        return table_of(
+            {
+                name: torch.empty(tensor.shape, dtype=self._dtype_of(tensor), device="meta")
+                for name, tensor in tensors.items()
+            }
+        )
+
+    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
+        return self._dtype if self._dtype and tensor.is_floating_point() else tensor.dtype
+
+    def _published(self, tensor: Tensor) -> Tensor:
+        """Return a tensor as it is published: whole, on the CPU, in memory of its own."""
+        value = _whole(tensor).to("cpu", self._dtype_of(tensor))
+        return value.clone(memory_format=torch.contiguous_format)
+
+    def _held_of(self, tensors: Mapping[str, Tensor], tied: dict[str, str]) -> Held:
+        own = {name: self._published(tensor) for name, tensor in tensors.items()}
+        return Held(own, digests_of(own), tied)
+
+    def _write_step(self, held: Held, tensors: Mapping[str, Tensor], record: dict[str, Any]) -> int:
+        """Write the difference and change what is held; return the payload's bytes."""
+        lengths = []
+        with tempfile.TemporaryFile() as payload:
+            for name, tensor in tensors.items():
+                new = self._published(tensor)
+                own = digest(new)
+                changed = own != held.digests[name]
+                data = encode(held.tensors[name], new) if changed else b""
+                lengths.append(payload.write(data))
+                held.tensors[name], held.digests[name] = new, own
+            table = table_of(held.tensors)
+            record |= {"previous": held.digest, "digest": digest_of(table, held.digests)}
+            size = sum(lengths)
+            self._place.write_step(
+                {**record, "lengths": lengths, "written": held.written + size}, payload
+            )
+        return size
+
+    def _base_due(self, bases: list[list[int]], number: int, written: int) -> bool:
+        if not bases:
+            return True
+        last, size, until = bases[-1]
+        if self._every is not None:
+            return number - last >= self._every
+        return written - until >= _CHAIN * size
+
+    def _write_base(self, held: Held, record: Mapping[str, Any]) -> int:
+        """Write a whole version; return its size in bytes."""
+        metadata = {
+            "format": "pt",
+            "thinwire": self._place.sealed(
+                {**record, "table": table_of(held.tensors), "tied": held.tied}
+            ),
+        }
+        with self._place.written(base_name(record["number"])) as path:
+            return write_tensors(path, held.tensors, metadata)[0]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
