@@ -1,0 +1,1 @@
+"""A model that can be followed: versions of its weights, written and read."""
