@@ -11,7 +11,7 @@ COPY constraints.txt ./
 RUN python3 -m venv /opt/thinwire && pip install -c constraints.txt --index-url "$TORCH_INDEX" torch numpy
 COPY pyproject.toml README.md LICENSE ./
 COPY src src
-RUN pip install -c constraints.txt '.[fast,cli]'
+RUN pip install -c constraints.txt '.[fast,stream,cli]'
 WORKDIR /work
 ENTRYPOINT ["thinwire"]
 CMD ["--help"]

@@ -25,7 +25,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch numpy
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[fast,cli]' --group dev
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[fast,stream,cli]' --group dev
 	touch $(INSTALLED)
 
 demo: $(INSTALLED)  ## train dense and compressed over the same slow link, side by side (within three minutes)
@@ -60,7 +60,7 @@ $(OTHER_VENV)/.installed: pyproject.toml constraints.txt
 	{ grep -v '^torch==' constraints.txt; echo torch==$(TORCH); } > $(OTHER_VENV)/constraints.txt
 	$(OTHER_VENV)/bin/python -m pip install --quiet -c constraints.txt pip
 	$(OTHER_VENV)/bin/python -m pip install --quiet --no-compile -c $(OTHER_VENV)/constraints.txt torch numpy
-	$(OTHER_VENV)/bin/python -m pip install --quiet --no-compile -c $(OTHER_VENV)/constraints.txt -e '.[fast,cli]' --group dev
+	$(OTHER_VENV)/bin/python -m pip install --quiet --no-compile -c $(OTHER_VENV)/constraints.txt -e '.[fast,stream,cli]' --group dev
 	touch $@
 
 test-torch: $(OTHER_VENV)/.installed  ## the tests with another version of torch: make test-torch TORCH=2.11.0

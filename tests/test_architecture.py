@@ -29,6 +29,8 @@ MAY_IMPORT = {
     "kernels": BASE | {"layout"},
     "core": BASE | {"layout", "kernels"},
     # bytes: neither methods nor ranks
+    # versions of a model, for who does not train
+    "stream": BASE,
     "wire": BASE | {"layout", "kernels", "core"},
     # methods of compression, which speak to nobody
     "compress": MATHS | {"wire"},

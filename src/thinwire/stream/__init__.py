@@ -1,1 +1,1 @@
-"""Versions of a model, published by one process and followed by others."""
+"""A model that can be followed: versions of its weights, written and read."""
