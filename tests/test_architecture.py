@@ -29,8 +29,6 @@ MAY_IMPORT = {
     "kernels": BASE | {"layout"},
     "core": BASE | {"layout", "kernels"},
     # bytes: neither methods nor ranks
-    # versions of a model, for who does not train
-    "stream": BASE,
     "wire": BASE | {"layout", "kernels", "core"},
     # methods of compression, which speak to nobody
     "compress": MATHS | {"wire"},
@@ -48,11 +46,14 @@ MAY_IMPORT = {
     | {"core", "comm", "exchange", "local", "optim", "checkpoint", "strategy", "logs"},
     # the only one that knows two methods at once
     "strategy": METHODS
-    | {"comm", "exchange", "local", "members", "optim", "amp", "step", "pipeline", "checkpoint"},
+    | {"comm", "exchange", "local", "members", "optim", "amp", "step", "pipeline", "checkpoint"}
+    | {"stream"},
     # members that come and go: who meets, who is admitted
     "members": BASE | {"comm", "exchange", "page"},
     "sampler": BASE | {"comm", "members"},
-    "cli": BASE | {"tools", "strategy", "members"},
+    # versions of a model, for who does not train
+    "stream": BASE | {"comm", "core", "checkpoint", "members"},
+    "cli": BASE | {"tools", "strategy", "stream", "members"},
     "__main__": {"cli"},
 }
 TOOLS = {

@@ -31,6 +31,11 @@ def shard_of(tensor: Tensor) -> Tensor:
     return shard
 
 
+def whole_of(tensor: Tensor) -> Tensor:
+    """Return a sharded tensor as a whole, which all its ranks call; any other tensor itself."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
 def sharded_like(shard: Tensor, param: Tensor) -> Tensor:
     """Return a tensor sharded as `param` with the local part `shard`."""
     if not is_sharded(param) or is_sharded(shard):

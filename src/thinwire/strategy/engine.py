@@ -34,6 +34,7 @@ from thinwire.strategy.microsteps import Microsteps
 from thinwire.strategy.model_files import load_model_file
 from thinwire.strategy.ownership import JointUpdate, remove_scaler_marks_, replace_step_
 from thinwire.strategy.parts import Parts
+from thinwire.strategy.publishing import EnginePublisher
 from thinwire.strategy.saving import BackgroundSave
 
 _log = logging.getLogger("thinwire")
@@ -134,7 +135,7 @@ class Engine:
         self._begin_microstep(tokens)
         _check_mean(loss := self._loss_of(inputs, targets, "train_step"))
         self._steps.minimize(loss)
-        self._steps.warn()
+        self._steps.after_step()
         return loss.detach().reshape(())
 
     def _train_stages(
@@ -155,7 +156,7 @@ class Engine:
             self._steps.finish(loss)
             loss = runner.conclude() if loss is None else loss
         self._steps.edit_check.record()
-        self._steps.warn()
+        self._steps.after_step()
         return loss
 
     @torch.no_grad()
@@ -232,7 +233,7 @@ class Engine:
         self._begin_microstep(tokens)
         _check_mean(loss)
         self._steps.minimize(loss)
-        self._steps.warn()
+        self._steps.after_step()
         return [], [(p, p.grad) for p in parts.params.values() if p.grad is not None]
 
     def apply_gradients(self, loss: Tensor | None = None, *, tokens: int | None = None) -> None:
@@ -263,7 +264,7 @@ class Engine:
         with self._steps.with_advice(), self._parts.group.one_deadline():
             self._steps.finish(loss)
         self._steps.edit_check.record()
-        self._steps.warn()
+        self._steps.after_step()
 
     def follow_steps(self, loss: Callable[[], Tensor | None] | None = None) -> "Following":
         """Make `engine.optimizer.step()` run the update, for a training loop that you cannot
@@ -644,6 +645,26 @@ class Engine:
             self._background_save.begin(parts.savers, write)
         self._steps.pace.exclude(time.perf_counter() - begun_s)
         return path
+
+    def publish(self, where: str, *, updates: int = 1, **how: Any) -> EnginePublisher:
+        """Publish the model to `thinwire.follow` from now on: after each averaging of local
+        updates, else after every so many updates. Rank 0 writes, on a thread.
+
+        A version is left out while the one before is being written; of a sharded model training
+        waits. A failure is a warning.
+
+        Args:
+            where: Folder or address, as in `thinwire.publish`.
+            updates: Updates between two versions, without local updates.
+            how: Further arguments of `thinwire.publish`.
+
+        Returns:
+            A handle. Its `close`, which `engine.close` calls, ends the loops of followers.
+        """
+        self._require_open()
+        self._steps.publisher = publisher = EnginePublisher(self._steps, where, updates, how)
+        self._parts.undo.callback(publisher.close)
+        return publisher
 
     def wait_for_save(self) -> Path | None:
         """Wait until the checkpoint of `save(..., wait=False)` is complete; on all ranks.

@@ -33,6 +33,7 @@ from thinwire.strategy.ownership import (
     params_of,
 )
 from thinwire.strategy.parts import Parts
+from thinwire.strategy.publishing import EnginePublisher
 
 _log = logging.getLogger("thinwire")
 
@@ -66,6 +67,7 @@ class Microsteps:
         self._drops_alone = whole and parts.scaler is None
         self._plan_warning: str | None = None
         self.last_loss: Tensor | None = None
+        self.publisher: EnginePublisher | None = None
 
     @property
     def merging(self) -> bool:
@@ -396,8 +398,10 @@ class Microsteps:
         )
         self._plan_warning = warning or self._plan_warning
 
-    def warn(self) -> None:
-        """Warn of a run that left its plan, at the line that called the engine."""
+    def after_step(self) -> None:
+        """Publish what is due, and warn of a run that left its plan, at the engine's caller."""
+        if self.publisher is not None:
+            self.publisher.after_update()
         if self._plan_warning is not None:
             warning, self._plan_warning = self._plan_warning, None
             warn_user(warning)

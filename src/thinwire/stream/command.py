@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from thinwire.members.credentials import read_token
-from thinwire.tools.app import Seconds
 
 if TYPE_CHECKING:
     from thinwire.stream.follower import Version
@@ -28,8 +27,8 @@ def follow(
     *,
     to: Path,
     once: _Flag = False,
-    wait: Seconds | None = None,
-    poll: Seconds = 1.0,
+    wait: float | None = None,
+    poll: float = 1.0,
     token_file: Path | None = None,
     quiet: _Flag = False,
 ) -> None:
@@ -41,8 +40,8 @@ def follow(
         where: Folder, or an address that fsspec knows, such as s3://bucket/model.
         to: Safetensors file to write.
         once: Write the newest version and end.
-        wait: Seconds to wait for a first version; by default there is no wait.
-        poll: Seconds between two looks for a new version.
+        wait: float to wait for a first version; by default there is no wait.
+        poll: float between two looks for a new version.
         token_file: Secret of the publisher.
         quiet: Print nothing.
     """

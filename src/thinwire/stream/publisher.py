@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from thinwire import _validate as check
 from thinwire._wording import warn_user
 from thinwire.checkpoint.tensor_file import digest, digests_of, write_tensors
-from thinwire.core.sharded import is_sharded
+from thinwire.comm import is_alone, rank_and_size_in
+from thinwire.core.sharded import whole_of
 from thinwire.errors import StreamError
 from thinwire.stream.coder import encode
 from thinwire.stream.files import (
@@ -114,9 +115,9 @@ class Publisher:
         """
         check.integer("step", step, at_least=0)
         tensors, tied = tensors_of(self._model)
-        if torch.distributed.is_initialized() and torch.distributed.get_rank():
+        if not is_alone() and rank_and_size_in(None)[0]:
             for tensor in tensors.values():
-                _whole(tensor)
+                whole_of(tensor)
             self.number += 1
             return self.number
         newest = self._newest()
@@ -190,7 +191,7 @@ class Publisher:
 
     def _published(self, tensor: Tensor) -> Tensor:
         """Return a tensor as it is published: whole, on the CPU, in memory of its own."""
-        value = _whole(tensor).to("cpu", self._dtype_of(tensor))
+        value = whole_of(tensor).to("cpu", self._dtype_of(tensor))
         return value.clone(memory_format=torch.contiguous_format)
 
     def _held_of(self, tensors: Mapping[str, Tensor], tied: dict[str, str]) -> Held:
@@ -234,7 +235,3 @@ class Publisher:
         }
         with self._place.written(base_name(record["number"])) as path:
             return write_tensors(path, held.tensors, metadata)[0]
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]

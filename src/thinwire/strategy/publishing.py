@@ -1,0 +1,95 @@
+"""Publishes the model of an engine beside its training."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from thinwire import _validate as check
+from thinwire._wording import warn_user
+from thinwire.comm.waiting import busy
+from thinwire.core.sharded import is_sharded, whole_of
+from thinwire.errors import ThinwireError
+from thinwire.stream.files import tensors_of
+from thinwire.stream.publisher import Publisher, publish
+
+if TYPE_CHECKING:
+    from thinwire.strategy.microsteps import Microsteps
+
+
+class EnginePublisher:
+    """Result of `Engine.publish`: writes a version after updates, on a thread of rank 0."""
+
+    def __init__(
+        self,
+        steps: Microsteps,
+        where: str | PathLike[str],
+        updates: int,
+        how: Mapping[str, Any],
+    ) -> None:
+        parts, self._steps = steps.parts, steps
+        self._updates = check.integer("updates", updates, at_least=1)
+        if parts.runner is not None:
+            raise RuntimeError(
+                "engine.publish does not work under pipeline, where each rank has a stage of the "
+                "model: save checkpoints, and export them"
+            )
+        self._tensors, tied = tensors_of(parts.model)
+        self._sharded = any(map(is_sharded, self._tensors.values()))
+        shards = parts.group.shards
+        self._writes = parts.group.rank == 0 and (shards is None or shards.rank == 0)
+        self._copies: dict[str, Tensor] = {}
+        self._last = steps.position()
+        self._thread: threading.Thread | None = None
+        self._publisher: Publisher | None = None
+        if self._writes:
+            for name, tensor in self._tensors.items():
+                self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            state = self._copies | {name: self._copies[first] for name, first in tied.items()}
+            self._publisher = publish(where, state, **how)
+
+    def after_update(self) -> None:
+        """Write a version if one is due: after an averaging of local updates, or some updates."""
+        at, sync = self._steps.position(), self._steps.sync
+        due = at >= self._last + self._updates if sync is None else sync.synced and at > self._last
+        if due:
+            self._last = at
+            self._begin(at)
+
+    def _begin(self, step: int) -> None:
+        if not (self._writes or self._sharded):
+            return
+        if self._thread is not None and self._thread.is_alive():
+            if not self._sharded:
+                return  # the next version has these changes too
+            self._wait()
+        for name, tensor in self._tensors.items():
+            value = whole_of(tensor)  # a collective of the shards
+            if self._writes:
+                self._copies[name].copy_(value)
+        if self._publisher is not None:
+            work = threading.Thread(target=self._write, args=(self._publisher, step), daemon=True)
+            self._thread = work
+            work.start()
+
+    def _write(self, publisher: Publisher, step: int) -> None:
+        try:
+            publisher.update(step)
+        except (ThinwireError, OSError) as error:  # a training does not end for it
+            warn_user(f"the version of step {step} was not published: {error}")
+
+    def _wait(self) -> None:
+        if self._thread is not None:
+            with busy(24 * 3600):
+                self._thread.join()
+
+    def close(self) -> None:
+        """Wait for the version in progress, and say that no other follows."""
+        self._wait()
+        if self._publisher is not None:
+            self._publisher.close()
