@@ -662,7 +662,9 @@ class Engine:
             A handle. Its `close`, which `engine.close` calls, ends the loops of followers.
         """
         self._require_open()
-        self._steps.publisher = publisher = EnginePublisher(self._steps, where, updates, how)
+        self._steps.publisher = publisher = EnginePublisher(
+            self._parts, self._steps.position, where, updates, how
+        )
         self._parts.undo.callback(publisher.close)
         return publisher
 

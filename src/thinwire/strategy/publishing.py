@@ -1,11 +1,8 @@
 """Publishes the model of an engine beside its training."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Mapping
-from os import PathLike
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +12,9 @@ from thinwire._wording import warn_user
 from thinwire.comm.waiting import busy
 from thinwire.core.sharded import is_sharded, whole_of
 from thinwire.errors import ThinwireError
+from thinwire.strategy.parts import Parts
 from thinwire.stream.files import tensors_of
 from thinwire.stream.publisher import Publisher, publish
-
-if TYPE_CHECKING:
-    from thinwire.strategy.microsteps import Microsteps
 
 
 class EnginePublisher:
@@ -27,12 +22,13 @@ class EnginePublisher:
 
     def __init__(
         self,
-        steps: Microsteps,
-        where: str | PathLike[str],
+        parts: Parts,
+        position: Callable[[], int],
+        where: str,
         updates: int,
         how: Mapping[str, Any],
     ) -> None:
-        parts, self._steps = steps.parts, steps
+        self._sync, self._position = parts.sync, position
         self._updates = check.integer("updates", updates, at_least=1)
         if parts.runner is not None:
             raise RuntimeError(
@@ -44,7 +40,7 @@ class EnginePublisher:
         shards = parts.group.shards
         self._writes = parts.group.rank == 0 and (shards is None or shards.rank == 0)
         self._copies: dict[str, Tensor] = {}
-        self._last = steps.position()
+        self._last = position()
         self._thread: threading.Thread | None = None
         self._publisher: Publisher | None = None
         if self._writes:
@@ -55,7 +51,7 @@ class EnginePublisher:
 
     def after_update(self) -> None:
         """Write a version if one is due: after an averaging of local updates, or some updates."""
-        at, sync = self._steps.position(), self._steps.sync
+        at, sync = self._position(), self._sync
         due = at >= self._last + self._updates if sync is None else sync.synced and at > self._last
         if due:
             self._last = at
