@@ -110,6 +110,7 @@ _NAMES = {
     "thinwire.strategy.engine": "Engine",
     "thinwire.strategy.replace": "select_optimizer",
     "thinwire.strategy.rules": "FIELDS RULES page rule_of rules_between",
+    "thinwire.stream": "coder",
     "thinwire.tools.app": "app",
     "thinwire.tools.compare": "comparison=compare",
     "thinwire.tools.compare.compare": "compare",
