@@ -63,7 +63,7 @@ class EnginePublisher:
         if self._thread is not None and self._thread.is_alive():
             if not self._sharded:
                 return  # the next version has these changes too
-            self._wait()
+            self.wait()
         for name, tensor in self._tensors.items():
             value = whole_of(tensor)  # a collective of the shards
             if self._writes:
@@ -79,13 +79,14 @@ class EnginePublisher:
         except (ThinwireError, OSError) as error:  # a training does not end for it
             warn_user(f"the version of step {step} was not published: {error}")
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait for the version in progress."""
         if self._thread is not None:
             with busy(24 * 3600):
                 self._thread.join()
 
     def close(self) -> None:
         """Wait for the version in progress, and say that no other follows."""
-        self._wait()
+        self.wait()
         if self._publisher is not None:
             self._publisher.close()
