@@ -65,9 +65,14 @@ class Manifest:
     """Size in bytes and SHA-256 in hex of every file of every rank."""
 
     @property
+    def plain_facts(self) -> Any:
+        """The caller's values."""
+        return decoded(self.facts, _no_tensor)
+
+    @property
     def only(self) -> Any:
         """The part of the state that it holds; None for all of it."""
-        return decoded(self.facts, _no_tensor).get(ONLY)
+        return self.plain_facts.get(ONLY)
 
     def to_bytes(self) -> bytes:
         """Return the bytes of the file: readable JSON with the SHA-256 of the rest."""
@@ -114,7 +119,7 @@ class Manifest:
                     continue
             raise CheckpointCorrupt(f"it has {entry!r} for {name}")
         try:
-            if not isinstance(decoded(self.facts, _no_tensor), dict):
+            if not isinstance(self.plain_facts, dict):
                 raise ValueError("no mapping")
         except (ValueError, RecursionError) as error:
             raise CheckpointCorrupt(f"its facts cannot be read: {error}") from error

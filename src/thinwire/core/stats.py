@@ -41,17 +41,14 @@ class Planned(Protocol):
     @property
     def name(self) -> str:
         """Name of the strategy."""
-        ...
 
     @property
     def step_seconds(self) -> tuple[float, float, float]:
         """Seconds of a step: low, mid and high."""
-        ...
 
     @property
     def waiting_share(self) -> float:
         """Share of a step that is spent on waiting."""
-        ...
 
 
 def planned_row(plan: Any) -> Planned | None:

@@ -177,7 +177,6 @@ class GradientExchange(Synchronizer):
         super().__init__(group, sources, kind="gradients", after=[self.presence])
         self._dense = Dense(check_finite=check_dense)
         self._launched: Round | None = None
-        self._abandoned: str | None = None
         self.params: Mapping[str, Tensor] = {}
         self.names: list[str] = []
         self._positions: dict[str, int] = {}
@@ -230,18 +229,10 @@ class GradientExchange(Synchronizer):
         counters = ("dropped_steps", "drops_in_a_row")
         total, in_a_row = (check.integer(key, state[key], at_least=0) for key in counters)
         kinds = [key for key in here if key not in (*counters, "traffic")]
+        advice = "Load a state of the same parameters and the same compression"
         for kind in kinds:
-            for name in {**here[kind], **state[kind]}:
-                shapes = [
-                    tuple(t[name].shape) if name in t else "nothing"
-                    for t in (here[kind], state[kind])
-                ]
-                if shapes[0] != shapes[1]:
-                    raise ValueError(
-                        f"state does not fit: {kind.removesuffix('s')} {name} has shape "
-                        f"{shapes[1]} in it and {shapes[0]} here. Load a state of the same "
-                        "parameters and the same compression"
-                    )
+            own = kind.removesuffix("s")
+            check.same_shapes(own, state[kind], here[kind], advice=advice)
         # all shapes fit: only now may anything change
         for kind in kinds:
             for name, entry in here[kind].items():
@@ -274,7 +265,6 @@ class GradientExchange(Synchronizer):
     @torch.no_grad()
     def launch(self, step: int, bucket: int, grads: Grads) -> None:
         """Send this rank's part of one bucket, without waiting; in the same order on all ranks."""
-        self._require_intact()
         self.compressors.make_common()
         if self._launched is None:
             self._launched = self._round(step)
@@ -326,7 +316,6 @@ class GradientExchange(Synchronizer):
             again: Send everything again in that case. Otherwise such gradients are a user error.
             complete: Count a gradient that this rank lacks, and another has, as zero.
         """
-        self._require_intact()
         self.compressors.make_common()
         # hand-over: from here on this call owns the launched round
         early, self._launched = self._launched, None
@@ -428,29 +417,13 @@ class GradientExchange(Synchronizer):
         """End a step, applied or not."""
         self.presence.begin({}, complete=False)
 
-    def require_equal(self, step: int) -> None:
-        """See `Synchronizer`."""
-        self._require_intact()
-        super().require_equal(step)
-
     def abandon(self, reason: str) -> None:
-        """Abandon the messages in flight.
-
-        Ranks are out of step afterwards, so that no further exchange is possible.
-        """
+        """Abandon the messages in flight: no further exchange over these groups is possible."""
         # do not wait: a collective may never end after an error inside it
         self._launched = None
-        self._abandoned = reason
         for group in self._groups:
             group.abandon(reason)
         self.forget()
-
-    def _require_intact(self) -> None:
-        if self._abandoned is not None:
-            raise ThinwireError(
-                f"an earlier exchange was aborted and ranks are out of step ({self._abandoned}): "
-                "restart from the last checkpoint"
-            )
 
     def _dropped(self, verdict: StepDecision, step: int, answers: Answers) -> Outcome:
         scaled = any(True for _ in answers.of("overflow"))
@@ -514,7 +487,11 @@ class GradientExchange(Synchronizer):
         try:
             found = one_round.finish(unchanged, self._positions)
             if found.changed is not None and facts.get("user_error") is None:
-                facts["user_error"] = _changed_since_launch(found.changed)
+                facts["user_error"] = (
+                    f"the gradient of {found.changed} changed between backward() and step(), after "
+                    "the attached optimizer had sent it: clip with local_grad_clip_norm or "
+                    "grad_clip, scale with torch.amp.GradScaler, or do not attach"
+                )
             if found.not_finite is not None:
                 facts |= self._non_finite_report(found.not_finite, grads, own=True)
             elif found.sum_not_finite is not None:
@@ -629,15 +606,6 @@ def _rows(dense: Tensor) -> Tensor:
     present = dense.reshape(dense.shape[0], -1).any(dim=1).nonzero().view(-1)
     where, rows = present.unsqueeze(0), dense[present]
     return sparse_rows(where, rows, dense.shape)
-
-
-def _changed_since_launch(name: str) -> str:
-    """Describe a gradient that the user clipped or scaled after its exchange had begun."""
-    return (
-        f"the gradient of {name} changed between backward() and step(), after the attached "
-        "optimizer had sent it: clip with local_grad_clip_norm or grad_clip, scale with "
-        "torch.amp.GradScaler, or do not attach"
-    )
 
 
 def _not_launched(launched: Collection[str], grads: Iterable[str]) -> str | None:
