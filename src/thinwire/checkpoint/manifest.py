@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -179,11 +180,8 @@ class Found:
 def name_of(step: int, taken: Iterable[str]) -> str:
     """Return a name for a new checkpoint. Existing ones may have the same step."""
     base, used = f"step_{step:010d}", set(taken)
-    return (
-        base
-        if base not in used
-        else next(n for i in range(2, len(used) + 3) if (n := f"{base}_{i}") not in used)
-    )
+    names = (base if i == 1 else f"{base}_{i}" for i in count(1))
+    return next(name for name in names if name not in used)
 
 
 def next_folder(directory: Path, step: int) -> Path:

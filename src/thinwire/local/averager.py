@@ -70,9 +70,8 @@ class Averager(Synchronizer):
         self._members, self._after_averaging, self._scaler = members, after_averaging, scaler
         self._parts = fragments_of(tensors.trained, self.config)
         adaptive, shards = isinstance(self.config, AdaptiveLocalSGD), group.shards
-        self._answers_at_once = (
-            not when.overlaps or adaptive or scaler is not None or shards is not None
-        )
+        scaled_or_sharded = scaler is not None or shards is not None
+        self._answers_at_once = not when.overlaps or adaptive or scaled_or_sharded
         """True if the next local step needs the answers of the agreement to send."""
         if shards is not None:
             purpose = "asking whether a round is over"

@@ -48,18 +48,10 @@ class Unpacked(NamedTuple):
 def pack(
     layout: Layout, step: int, bucket: int, parts: Sequence[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the message of the entries, and the values that receivers will decode.
+    """Return the message, uint8 (layout.nbytes,), and the values that receivers will decode.
 
-    Args:
-        layout: Of the message.
-        step: Update this belongs to, in [0, 2^64).
-        bucket: Number of the bucket, in [0, 65536).
-        parts: Per slot (indices, values), shape (j,), j at most the slot's k; indices int64,
-            strictly ascending; values finite.
-
-    Returns:
-        The message, shape (layout.nbytes,), uint8, on the device of the parts; and per slot the
-        sent values at the given indices, shape (j,), float32, 0 where the value was 0.
+    `parts`: per slot indices, int64, strictly ascending, and finite values, shape (j,), j at most
+    the slot's k. Per slot the sent values are float32, 0 where the value was 0.
 
     >>> layout = Layout.of([1000], sparsity=0.99, value_bits=1)
     >>> part = torch.tensor([3, 500]), torch.tensor([1.0, -1.0])
