@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import thinwire as tw
@@ -39,6 +39,8 @@ PAGES = tuple(
     for name in ("docs/choosing.md", "docs/law.md", "docs/track.md", "benchmarks/research.md")
 )
 TRACK_WORKERS, TRACK_LINKS = (2, 4, 8), ("20mbit", "100mbit")
+_T99 = (31.82, 6.965, 4.541, 3.747, 3.365, 3.143, 2.998, 2.896, 2.821)
+"""One-sided quantiles of Student's t, by degrees of freedom from 1."""
 PLANNED_LINKS = ("5mbit", "20mbit", "100mbit", "1gbit", "10gbit")
 MARK = re.compile(r"(<!-- evidence: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -84,6 +86,15 @@ class Row:
         """Mean over the seeds; None where one of them never has this loss."""
         found = [first_reached(curve, loss) for curve in self.curves]
         return None if None in found else fmean(step for step in found if step is not None)
+
+    def steps_below(self, loss: float) -> float | None:
+        """Steps until the mean over the seeds is below a loss with p < 0.01 (one-sided t-test)."""
+        factor = _T99[len(self.curves) - 2] / math.sqrt(len(self.curves))
+        bound = []
+        for points in zip(*self.curves, strict=True):
+            steps, losses = zip(*points, strict=True)
+            bound.append((fmean(steps), fmean(losses) + factor * stdev(losses)))
+        return first_reached(bound, loss)
 
 
 @dataclass(frozen=True)
@@ -270,15 +281,15 @@ def _until(line: Mapping[str, Any], measure: str, dense: Mapping[str, Any] | Non
 
 
 def track(lines: Iterable[Mapping[str, Any]], loss: float) -> list[str]:
-    """Markdown: seconds to a loss by workers and link, the soonest first; a dash where a seed never
-    has it or nothing was measured.
+    """Markdown: seconds until the mean over the seeds is below a loss with p < 0.01, by workers
+    and link, the soonest first; a dash where it never is or nothing was measured.
     """
     lines = list(lines)
     columns = [(workers, link) for workers in TRACK_WORKERS for link in TRACK_LINKS]
     scores: dict[str, list[float | None]] = {}
     for column, (workers, link) in enumerate(columns):
         for row in rows(lines, Scope(workers, SIZE)):
-            steps = row.steps_to(loss)
+            steps = row.steps_below(loss) if len(row.curves) > 1 else None
             score = None if steps is None or link not in row.step_s else steps * row.step_s[link]
             scores.setdefault(str(row.variant), [None] * len(columns))[column] = score
     titles = ["", *(f"{workers} workers, {link}" for workers, link in columns)]

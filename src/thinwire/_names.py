@@ -30,11 +30,7 @@ def plain_names(names: Iterable[str]) -> list[str]:
 
 
 def require_shapes(model: nn.Module) -> None:
-    """Raise for a model with parameters or buffers that have no shape yet.
-
-    Raises:
-        ValueError: A tensor has no shape; names the first one.
-    """
+    """Raise `ValueError` for a model with parameters or buffers that have no shape yet."""
     for name, tensor in [*named_parameters(model), *named_buffers(model)]:
         if is_lazy(tensor):
             raise ValueError(

@@ -47,9 +47,7 @@ def real(
     return number
 
 
-def integer(
-    name: str, value: Any, *, at_least: int | None = None, at_most: int | None = None
-) -> int:
+def integer(name: str, value: Any, *, at_least: int | None = None) -> int:
     """Return `value` as an int; raise `TypeError` or `ValueError` unless it is in the range."""
     try:
         if isinstance(value, bool) or _is_unfit_tensor(value):
@@ -59,10 +57,8 @@ def integer(
         raise TypeError(
             f"{name} must be an integer, got {shown(value)} of type {type(value).__name__}"
         ) from None
-    if (at_least is not None and number < at_least) or (at_most is not None and number > at_most):
-        raise ValueError(
-            f"{name} must be an integer{_bounds(at_least, None, at_most, None)}, got {shown(value)}"
-        )
+    if at_least is not None and number < at_least:
+        raise ValueError(f"{name} must be an integer >= {at_least}, got {shown(value)}")
     return number
 
 

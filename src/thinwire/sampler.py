@@ -146,14 +146,7 @@ class ShardedSampler(Sampler[int]):
         return self._epoch, self._taken
 
     def _redistribute(self, taken: Sequence[Taken | None], rank: int, ranks: int) -> None:
-        """Distribute the remaining samples again.
-
-        Args:
-            taken: Progress of each rank that shared the samples until now; None if it has reported
-                none since the last distribution.
-            rank: Number of this rank from now on.
-            ranks: Number of ranks from now on.
-        """
+        """Distribute the remaining samples again, by the progress that each rank has reported."""
         self._go_on(*self._remaining(taken))
         self._rank, self._ranks = rank, ranks
 

@@ -213,9 +213,9 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         ({}, "keys"),
         ({**good, "more": 1}, "more"),
         ({**good, "dropped_steps": -1}, "dropped_steps"),
-        ({**good, "residuals": {"big": residuals["big"]}}, "residual middle has shape nothing"),
+        ({**good, "residuals": {"big": residuals["big"]}}, "residual, middle has shape nothing"),
         ({**good, "residuals": {**residuals, "big": torch.zeros(3)}}, r"big has shape \(3,\)"),
-        ({**good, "residuals": {**residuals, "other": torch.zeros(3)}}, "residual other"),
+        ({**good, "residuals": {**residuals, "other": torch.zeros(3)}}, "residual, other"),
     ]:
         with pytest.raises(ValueError, match=text):
             mean.load_state_dict(bad)

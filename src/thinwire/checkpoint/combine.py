@@ -82,12 +82,14 @@ class _Combiner:
         """Combine one node. `nodes` has an entry for every old rank, None if it has no value."""
         present = [node for node in nodes if node is not None]
         first = present[0] if present else None
-        rule = self._rule(path)
+        matching = (r for pattern, r in self.rules.items() if fnmatchcase(path, pattern))
+        rule = next(matching, "mean")
         coded = [node for node in present if rule == "whole" and _codes(node)]
         if first is None or rule == "first" or len({*map(self._code_digest, coded)}) > 1:
             return with_tensors(coded[0] if coded else first, self.read)
         if all(is_random_state(node) for node in present):
-            return self._random_state(present)
+            state = with_tensors(present[self.rank % len(present)], self.read)
+            return state if self.rank < len(present) else derived(state, self.rank)
         if all(isinstance(node, Mapping) for node in present):
             keys = dict.fromkeys(key for node in present for key in node)
             return {
@@ -100,22 +102,17 @@ class _Combiner:
                     return with_tensors(first, self.read)
                 columns = ([entry_of(node, i) for node in nodes] for i in range(len(first)))
                 return kind(self.node(_joined(path, i), column) for i, column in enumerate(columns))
-        return self._leaf(path, present, absent=len(nodes) - len(present))
-
-    def _rule(self, path: str) -> str:
-        return next(
-            (rule for pattern, rule in self.rules.items() if fnmatchcase(path, pattern)), "mean"
-        )
+        zeros = len(nodes) - len(present) if rule == "mean_zero" else 0
+        return self._leaf(path, rule, present, zeros=zeros)
 
     def _code_digest(self, node: Any) -> tuple[Any, ...]:
         return tuple((c.dtype, tuple(c.shape), digest(self.read(c))) for c in _codes(node))
 
-    def _leaf(self, path: str, present: list[Any], *, absent: int) -> Any:
-        rule = self._rule(path)
+    def _leaf(self, path: str, rule: str, present: list[Any], *, zeros: int) -> Any:
         if all(isinstance(value, Tensor | TensorRef) for value in present):
-            return self._tensor(path, rule, present, absent if rule == "mean_zero" else 0)
+            return self._tensor(path, rule, present, zeros)
         if all(isinstance(value, int | float) and not isinstance(value, bool) for value in present):
-            return _number(rule, present, absent if rule == "mean_zero" else 0)
+            return _number(rule, present, zeros)
         if rule in ("min", "max") and all(isinstance(value, bool) for value in present):
             return (all if rule == "min" else any)(present)
         _require_one(path, present, {type(value).__name__ for value in present})
@@ -142,10 +139,6 @@ class _Combiner:
             equal = equal and torch.equal(bytes_of(first), bytes_of(other))
             total += other.to(total.dtype)
         return first if equal else (total / (len(leaves) + zeros)).to(first.dtype)
-
-    def _random_state(self, states: list[Any]) -> Any:
-        state = with_tensors(states[self.rank % len(states)], self.read)
-        return state if self.rank < len(states) else derived(state, self.rank)
 
 
 def _require_one(path: str, values: list[Any], kinds: set[str]) -> None:

@@ -17,7 +17,6 @@ from thinwire.checkpoint.files import sync_directory
 from thinwire.checkpoint.loading import CheckpointReader
 from thinwire.checkpoint.manifest import MANIFEST, found, found_at
 from thinwire.checkpoint.tensor_file import PLAIN, TensorReader, bytes_of, write_tensors
-from thinwire.checkpoint.tree import decoded
 from thinwire.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing
 
 _KINDS = ("parameters", "buffers")
@@ -199,8 +198,7 @@ def _joined(stages: list[CheckpointReader]) -> tuple[dict[str, Tensor], set[str]
 
 
 def _are_shards(stages: list[CheckpointReader]) -> bool:
-    facts = decoded(stages[0].manifest.facts, dict[str, Any]().__getitem__)
-    strategy = facts.get("strategy")
+    strategy = stages[0].manifest.plain_facts.get("strategy")
     pipeline = strategy.get("pipeline") if isinstance(strategy, Mapping) else None
     return len(stages) > 1 and pipeline is None
 
@@ -219,8 +217,7 @@ def _names(
     stage: CheckpointReader, values: Mapping[str, Tensor]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the tensor's name for each key of the file, and the keys that have no tensor."""
-    facts = decoded(stage.manifest.facts, dict[str, Any]().__getitem__)
-    by_key = facts.get("state_dict")
+    by_key = stage.manifest.plain_facts.get("state_dict")
     frozen = entry_of(stage.trees[0], "frozen")
     if frozen is not None:
         lacking = listed(list(frozen["digests"]), 3)

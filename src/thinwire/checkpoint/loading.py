@@ -11,7 +11,7 @@ from typing import Any
 from thinwire._validate import integer
 from thinwire._wording import warn_user
 from thinwire.checkpoint.combine import Rule, combine, require_rules
-from thinwire.checkpoint.files import LATE, is_regular, on_all_ranks
+from thinwire.checkpoint.files import LATE, on_all_ranks
 from thinwire.checkpoint.manifest import (
     MANIFEST,
     Found,
@@ -22,7 +22,7 @@ from thinwire.checkpoint.manifest import (
     tensor_file,
 )
 from thinwire.checkpoint.shards import Sharding
-from thinwire.checkpoint.tensor_file import TensorReader, checksum
+from thinwire.checkpoint.tensor_file import TensorReader, damage_of
 from thinwire.checkpoint.tree import UNREADABLE, decoded, parsed_table, with_tensors
 from thinwire.comm import Group, by_rank
 from thinwire.errors import (
@@ -57,7 +57,7 @@ class CheckpointReader:
         """
         self._sharding: Sharding | None = None
         if set(parts) != set(manifest.parts) and sharding is not None:
-            self._sharding = sharding(decoded(manifest.facts, dict[str, Any]().__getitem__))
+            self._sharding = sharding(manifest.plain_facts)
         if set(parts) != set(manifest.parts) and self._sharding is None:
             raise CheckpointMismatch(
                 f"{path} has the state of pipeline stages {sorted(set(manifest.parts))}, but the "
@@ -123,31 +123,16 @@ class CheckpointReader:
     def _require_intact(self, name: str) -> None:
         if name in self._intact:
             return
-        path, (size, wanted) = self.path / name, self.manifest.files[name]
-        try:
-            if not is_regular(path):
-                raise CheckpointCorrupt(f"{path} is not there{self._directories_hint()}")
-            if path.stat().st_size != size:
-                raise CheckpointCorrupt(
-                    f"{path} has {path.stat().st_size} bytes, but {size} were written"
+        path, directories = self.path / name, self.manifest.directories
+        if problem := damage_of(path, *self.manifest.files[name]):
+            if not path.exists() and len(directories) > 1:
+                problem += (
+                    f" (the ranks saved into {len(directories)} directories, {directories}, and "
+                    "each has the files of its own ranks only: copy the folders "
+                    f"{self.path.name} of all directories into one)"
                 )
-            if checksum(path) != wanted:
-                raise CheckpointCorrupt(
-                    f"{path} is damaged: its checksum differs from the one recorded when it was "
-                    "written"
-                )
-        except OSError as error:
-            raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
+            raise CheckpointCorrupt(f"{path} {problem}")
         self._intact.add(name)
-
-    def _directories_hint(self) -> str:
-        if len(self.manifest.directories) == 1:
-            return ""
-        return (
-            f" (the ranks saved into {len(self.manifest.directories)} directories, "
-            f"{self.manifest.directories}, and each has the files of its own ranks only: copy the "
-            f"folders {self.path.name} of all directories into one)"
-        )
 
 
 METADATA = ".metadata"
@@ -306,7 +291,7 @@ def _read(group: Group, reader: CheckpointReader, rules: Mapping[str, Rule]) -> 
     on_all_ranks(group, "reading a checkpoint", lambda: states.append(reader.read(rules)))
     return Loaded(
         state=states[0],
-        facts=decoded(reader.manifest.facts, dict[str, Any]().__getitem__),
+        facts=reader.manifest.plain_facts,
         step=reader.manifest.step,
         path=reader.path,
         ranks=len(reader.manifest.parts),

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,14 @@ class Manifest:
     """Size in bytes and SHA-256 in hex of every file of every rank."""
 
     @property
+    def plain_facts(self) -> Any:
+        """The caller's values."""
+        return decoded(self.facts, _no_tensor)
+
+    @property
     def only(self) -> Any:
         """The part of the state that it holds; None for all of it."""
-        return decoded(self.facts, _no_tensor).get(ONLY)
+        return self.plain_facts.get(ONLY)
 
     def to_bytes(self) -> bytes:
         """Return the bytes of the file: readable JSON with the SHA-256 of the rest."""
@@ -114,7 +120,7 @@ class Manifest:
                     continue
             raise CheckpointCorrupt(f"it has {entry!r} for {name}")
         try:
-            if not isinstance(decoded(self.facts, _no_tensor), dict):
+            if not isinstance(self.plain_facts, dict):
                 raise ValueError("no mapping")
         except (ValueError, RecursionError) as error:
             raise CheckpointCorrupt(f"its facts cannot be read: {error}") from error
@@ -174,11 +180,8 @@ class Found:
 def name_of(step: int, taken: Iterable[str]) -> str:
     """Return a name for a new checkpoint. Existing ones may have the same step."""
     base, used = f"step_{step:010d}", set(taken)
-    return (
-        base
-        if base not in used
-        else next(n for i in range(2, len(used) + 3) if (n := f"{base}_{i}") not in used)
-    )
+    names = (base if i == 1 else f"{base}_{i}" for i in count(1))
+    return next(name for name in names if name not in used)
 
 
 def next_folder(directory: Path, step: int) -> Path:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.checkpoint.tree import with_tensors
+
 _KIND = "thinwire.random_state"
 
 
@@ -44,7 +46,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     if not is_random_state(state):
         raise TypeError(f"state must come from random_state(), got {type(state).__name__}")
     random.setstate(state["python"])
-    np.random.set_state(_to_numpy(state["numpy"]))
+    np.random.set_state(with_tensors(state["numpy"], _words_of))
     torch.set_rng_state(state["torch"].cpu())
     here = torch.cuda.device_count() if state["cuda"] else 0
     for device, entry in enumerate(state["cuda"][:here]):
@@ -91,9 +93,5 @@ def _from_numpy(value: Any) -> Any:
     return torch.from_numpy(value.view(f"i{value.itemsize}").copy())
 
 
-def _to_numpy(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _to_numpy(entry) for key, entry in value.items()}
-    if not isinstance(value, Tensor):
-        return value
-    return value.cpu().numpy().view(f"u{value.itemsize}")
+def _words_of(tensor: Tensor) -> Any:
+    return tensor.cpu().numpy().view(f"u{tensor.itemsize}")

@@ -23,7 +23,7 @@ from thinwire.checkpoint.manifest import (
     staging_name,
 )
 from thinwire.checkpoint.plan import RankWriter, SaveLayout, directories_of
-from thinwire.checkpoint.tensor_file import checksum
+from thinwire.checkpoint.tensor_file import damage_of
 from thinwire.comm import Group, require_agreement
 from thinwire.errors import CheckpointError
 
@@ -190,18 +190,8 @@ def _damage(entry: Found | None) -> str | None:
         if missing_file(entry.path, manifest, names) is None
     ]
     names = [name for directory in here for name in directory]
-    return _first(_difference(entry.path / name, manifest.files[name][1]) for name in names)
-
-
-def _difference(path: Path, wanted: str) -> str | None:
-    try:
-        return (
-            None
-            if checksum(path) == wanted
-            else f"the checksum of {path.name} differs from the recorded one"
-        )
-    except OSError as error:
-        return f"{path.name} cannot be read: {error}"
+    damages = ((name, damage_of(entry.path / name, *manifest.files[name])) for name in names)
+    return _first(damage and f"{name} {damage}" for name, damage in damages)
 
 
 def _directories(manifest: Manifest) -> list[list[str]]:

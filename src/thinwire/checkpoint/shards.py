@@ -55,29 +55,19 @@ class Sharding:
         if not isinstance(first, Tensor):
             return first
         name = self.owner(tree, path)
-        if name is None or not self._are_rows(name, nodes):
+        if name is None:
             return first
-        whole = torch.cat([self._rows(name, node, at, nodes) for at, node in enumerate(nodes)])
-        rows = rows_of(self.shapes[name], self.shards, self.shard)
-        return whole[rows.start : rows.stop].clone()
-
-    def _are_rows(self, name: str, nodes: Sequence[Any]) -> bool:
-        return all(
-            node is None or tuple(node.shape) == self._shape(name, len(nodes), at)
-            for at, node in enumerate(nodes)
-        )
-
-    def _shape(self, name: str, shards: int, shard: int) -> tuple[int, ...]:
-        return (len(rows_of(self.shapes[name], shards, shard)), *self.shapes[name][1:])
-
-    def _rows(self, name: str, node: Tensor | None, shard: int, nodes: Sequence[Any]) -> Tensor:
-        if node is not None:
-            return node
-        # such as the residual of a shard that was too small to be compressed
-        like = next(node for node in nodes if node is not None)
-        return torch.zeros(
-            self._shape(name, len(nodes), shard), dtype=like.dtype, device=like.device
-        )
+        shape = self.shapes[name]
+        lengths = [len(rows_of(shape, len(nodes), shard)) for shard in range(len(nodes))]
+        # none, such as the residual of a shard that was too small to be compressed, is zeros
+        parts = [
+            first.new_zeros(length, *shape[1:]) if node is None else node
+            for length, node in zip(lengths, nodes, strict=True)
+        ]
+        if [part.shape for part in parts] != [(length, *shape[1:]) for length in lengths]:
+            return first
+        rows = rows_of(shape, self.shards, self.shard)
+        return torch.cat(parts)[rows.start : rows.stop].clone()
 
 
 def words(path: Path) -> Iterator[str]:

@@ -95,6 +95,19 @@ def checksum(path: Path) -> str:
         return _combined(header, [])
 
 
+def damage_of(path: Path, size: int, sha256: str) -> str | None:
+    """Return how a file differs from what was written, by its `checksum`; None if it does not."""
+    try:
+        if not is_regular(path):
+            return "is not there"
+        if path.stat().st_size != size:
+            return f"has {path.stat().st_size} bytes, but {size} were written"
+        same = checksum(path) == sha256
+    except OSError as error:
+        return f"cannot be read: {error}"
+    return None if same else "is damaged: its checksum differs from the one that was recorded"
+
+
 def _combined(header: bytes, digests: Iterable[bytes]) -> str:
     return hashlib.sha256(b"".join([header, *digests])).hexdigest()
 

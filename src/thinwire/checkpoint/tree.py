@@ -7,7 +7,6 @@ plain type.
 """
 
 import base64
-import binascii
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -113,7 +112,7 @@ def decoded(node: Any, leaf: Callable[[str], Any]) -> Any:  # noqa: PLR0911 - on
         case "float", str() if content in _ODD_FLOATS:
             return float(content)
         case "bytes", str():
-            return _unpacked(content)
+            return base64.b64decode(content, validate=True)
         case "tensor", str():
             return leaf(content)
     raise ValueError(
@@ -136,13 +135,6 @@ def _pairs(content: list[Any], leaf: Callable[[str], Any]) -> Iterator[tuple[int
         if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[0], int | str):
             raise ValueError("a tree has 'items' that are not pairs of a key and a value")
         yield pair[0], decoded(pair[1], leaf)
-
-
-def _unpacked(content: str) -> bytes:
-    try:
-        return base64.b64decode(content, validate=True)
-    except binascii.Error as error:
-        raise ValueError(f"a tree has bytes that are not base64: {error}") from error
 
 
 def _key(key: object, path: str) -> int | str:

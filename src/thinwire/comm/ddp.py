@@ -64,12 +64,8 @@ def _gradients(bucket: dist.GradBucket) -> list[Tensor]:  # type: ignore[name-de
         part = buffer.narrow(0, at, param.numel())
         at += param.numel()
         dense = torch.empty_like(param, device="meta").stride() == param.stride()
-        shape = param.shape
-        found.append(
-            part.as_strided(shape, param.stride(), part.storage_offset())
-            if dense
-            else part.view(shape)
-        )
+        layout = param.shape, param.stride(), part.storage_offset()
+        found.append(part.as_strided(*layout) if dense else part.view(param.shape))
     return found
 
 

@@ -21,7 +21,7 @@ def exchange_endpoints(
     store: Store, rank: int, size: int, timeout_s: float, local: Endpoint | None
 ) -> dict[int, Endpoint]:
     """Return the endpoints of the ranks that listen; `local` is None if this one does not."""
-    prefetching = _PrefetchingStore(store, size)
+    prefetching = PrefetchingStore(store, size)
     prefetching.set(f"endpoint/{rank}", json.dumps(local))
     prefetching.wait([f"endpoint/{rank}"], datetime.timedelta(seconds=timeout_s))
     values = [json.loads(prefetching.get(f"endpoint/{other}")) for other in range(size)]
@@ -38,8 +38,8 @@ def connections_between(local: Endpoint, remote: Set[Endpoint]) -> list[Connecti
     ]
 
 
-class _PrefetchingStore(Store):
-    """Store that fetches the addresses of all ranks at once; gloo asks for one after another."""
+class PrefetchingStore(Store):
+    """Store that asks once for what all ranks set, as gloo does not; it must outlive its groups."""
 
     def __init__(self, store: Store, size: int) -> None:
         super().__init__()
@@ -62,14 +62,6 @@ class _PrefetchingStore(Store):
     def get(self, key: str) -> bytes:
         self.wait([key])
         return self._cached[key]
-
-    def has_extended_api(self) -> bool:
-        return False
-
-
-def prefetching(store: Store, size: int) -> Store:
-    """Return a store for gloo that asks once for what all ranks set; it must live as long."""
-    return _PrefetchingStore(store, size)
 
 
 def listening_device(address: str) -> tuple[Any, Endpoint]:

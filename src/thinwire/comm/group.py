@@ -255,7 +255,7 @@ class Group:
 
     def all_gather(self, message: Tensor, *, action: str) -> Pending[Tensor]:
         """Launch an all-gather of equally long byte strings, untouched until `wait`, uint8 (n,)."""
-        carried = message.to(self.device if message.is_cpu else self._carrier(message.device))
+        carried = message.to(self._carrier(message.device))
         gathered = self._gather(carried, action, control=False)
         return Pending(lambda: gathered.wait().to(message.device))
 
@@ -276,8 +276,9 @@ class Group:
         elif message.numel() <= limit:
             launches = [partial(all_gather_single, out, message)]
         else:
+            cuts = [slice(at, at + limit) for at in range(0, message.numel(), limit)]
             launches = [
-                partial(dist.all_gather, to, piece) for to, piece in rows_of(rows, message, limit)
+                partial(dist.all_gather, [row[cut] for row in rows], message[cut]) for cut in cuts
             ]
         wire = (self.copies if self.relayed else self.size - 1) * message.numel()
         return self._launched(
@@ -334,14 +335,21 @@ class Group:
             return self.device
         return torch.device("cpu") if backend.name() == "gloo" else device
 
+    def _carried(self, buffer: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return a buffer where the backend sends it from, and views of its pieces, in order."""
+        carried = buffer.to(self._carrier(buffer.device))
+        limit = piece_bytes(carried.nbytes, self.timeout_s)
+        if carried.nbytes <= limit or not carried.is_contiguous():
+            return carried, [carried]
+        return carried, torch.split(carried.view(-1), limit // carried.element_size())
+
     def all_reduce_(self, buffer: Tensor, *, action: str) -> Pending[Tensor]:
         """Launch an all-reduce: `buffer` becomes its sum over the ranks, bit-identical on all."""
         self.bytes_sent += buffer.nbytes
         if self.size == 1:
             return Pending(lambda: buffer)
         self.bytes_received += buffer.nbytes
-        carried = buffer.to(self.device if buffer.is_cpu else self._carrier(buffer.device))
-        pieces = pieces_of(carried, piece_bytes(carried.nbytes, self.timeout_s))
+        carried, pieces = self._carried(buffer)
         launches = [partial(dist.all_reduce, piece) for piece in pieces]
         wire = (self.copies if self.relayed else 2 * (self.size - 1) / self.size) * buffer.nbytes
         return self._launched(
@@ -354,8 +362,7 @@ class Group:
             return Pending(lambda: buffer)
         self.bytes_sent += buffer.nbytes if self.rank == source else 0
         self.bytes_received += 0 if self.rank == source else buffer.nbytes
-        carried = buffer.to(self.device if buffer.is_cpu else self._carrier(buffer.device))
-        pieces = pieces_of(carried, piece_bytes(carried.nbytes, self.timeout_s))
+        carried, pieces = self._carried(buffer)
         launches = [partial(dist.broadcast, piece, group_src=source) for piece in pieces]
         share = (self.size - 1) / self.size * buffer.nbytes  # the mean over the ranks
         held, done = [carried], partial(buffer.copy_, carried)
@@ -595,21 +602,6 @@ def piece_bytes(nbytes: int, timeout_s: float) -> int:
     most = min(max(wanted // STREAMS, _SMALLEST_BYTES), _LARGEST_BYTES)
     pieces = ceil(nbytes / streams / most)
     return 16 * ceil(nbytes / streams / pieces / 16)
-
-
-def pieces_of(buffer: Tensor, limit_bytes: int) -> Sequence[Tensor]:
-    """Return views of `buffer`, in order; the buffer itself if it is small or not contiguous."""
-    if buffer.nbytes <= limit_bytes or not buffer.is_contiguous():
-        return [buffer]
-    return torch.split(buffer.view(-1), limit_bytes // buffer.element_size())
-
-
-def rows_of(
-    out: Tensor, message: Tensor, limit_bytes: int
-) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """Return, for every piece of `message`, its destination in the rows of `out` and the piece."""
-    for at in range(0, message.numel(), limit_bytes):
-        yield [row[at : at + limit_bytes] for row in out], message[at : at + limit_bytes]
 
 
 def all_gather_single(output: Tensor, message: Tensor, **options: Any) -> dist.Work:

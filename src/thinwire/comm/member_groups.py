@@ -9,11 +9,11 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup
 
 from thinwire.comm.direct import (
+    PrefetchingStore,
     connections_between,
     exchange_endpoints,
     gloo_group,
     listening_device,
-    prefetching,
 )
 from thinwire.comm.failures import explain_failure
 from thinwire.comm.private import made_within, released_at_exit
@@ -57,7 +57,7 @@ class MemberGroups:
         def meet() -> list[ProcessGroup]:
             found = exchange_endpoints(store, rank, size, timeout_s, self._listening[1])
             self._direct = found if rank in found else {}
-            self._store = prefetching(store, len(found))
+            self._store = PrefetchingStore(store, len(found))
             return self._connect("", (Kind.DATA, Kind.CONTROL), timeout_s)
 
         self.group, self.control = self._made(meet, timeout_s)

@@ -270,14 +270,9 @@ def _release_all() -> None:
     # a backend thread that frees a tensor while the interpreter is finalizing aborts the process:
     # exchanges in flight are never freed
     stop_all()
-    until = time.monotonic() + _EXIT_PATIENCE_S
-    for key, pending in list(_pending.items()):
-        while not pending[1].is_completed() and time.monotonic() < until:
-            time.sleep(0.01)
-        if pending[1].is_completed():
-            del _pending[key]
-        else:  # leaked on purpose
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pending))
+    forget_ended(_EXIT_PATIENCE_S)
+    for pending in _pending.values():  # leaked on purpose
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pending))
     for private in [made() for made in reversed(_made)]:
         if private is not None:
             private.release()

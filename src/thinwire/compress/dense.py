@@ -18,26 +18,6 @@ from thinwire.layout.message import CHECKSUM_BYTES
 from thinwire.layout.traffic import travels_checksummed
 
 
-class Dense:
-    """Takes all remaining gradients; row-sparse ones become dense.
-
-    The mean is sum / W in the gradient's dtype, float32 for float16.
-
-    Args:
-        check_finite: Check gradients and sums for values that are not finite.
-    """
-
-    def __init__(self, *, check_finite: bool = True) -> None:
-        self._check_finite = check_finite
-
-    def takes(self, step: int, name: str, grad: Tensor) -> bool:
-        return True
-
-    def send(self, context: Context, grads: Mapping[str, Tensor]) -> Sending:
-        dense = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads.items()}
-        return send_dense(context, dense, check_finite=self._check_finite)
-
-
 def send_dense(
     context: Context,
     tensors: Mapping[str, Tensor],
@@ -45,7 +25,11 @@ def send_dense(
     check_finite: bool = False,
     computed: Mapping[str, Tensor] | None = None,
 ) -> Sending:
-    """Sum dense tensors over the sources; `computed` has the values of some when they are read."""
+    """Sum dense tensors over the sources; `computed` has the values of some when they are read.
+
+    The mean is sum / W in the dtype of the tensors, float32 for float16. With `check_finite`
+    tensors and sums that are not finite are reported.
+    """
     groups = by_dtype(tensors)
     finite = {}
     if check_finite and (context.sources == 1 or context.node_size > 1):

@@ -391,6 +391,5 @@ def _fitted(entry: Tensor | None, param: Tensor, dtype: torch.dtype) -> Tensor:
     if entry is None:
         return torch.zeros(param.shape, dtype=dtype, device=param.device)
     here = shard_of(entry)
-    return (
-        here if here.dtype == dtype and here.is_contiguous() else narrowed(here, dtype).contiguous()
-    )
+    fits = here.dtype == dtype and here.is_contiguous()
+    return here if fits else narrowed(here, dtype).contiguous()

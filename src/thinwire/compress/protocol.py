@@ -304,6 +304,10 @@ class ChangeCompression(Config):
     becomes e.
     """
 
+    def compresses(self, param: Tensor) -> bool:
+        """Return True for parameters of any size."""
+        return True
+
     @property
     def last_dense_step(self) -> int:
         """Return the last local step whose averaging is dense; timed rounds count from 0."""

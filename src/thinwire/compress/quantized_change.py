@@ -76,10 +76,6 @@ class Quantized(ChangeCompression):
         check.one_of("exchange", self.exchange, EXCHANGES)
         check.set_fields(self, check.real, "decay", at_least=0, at_most=1)
 
-    def compresses(self, param: Tensor) -> bool:
-        """Return True for parameters of any size."""
-        return True
-
     def layout(self, step: int, numels: Sequence[int]) -> WholeLayout:
         """See `Config`."""
         return WholeLayout(tuple(numels), self.value_bits)

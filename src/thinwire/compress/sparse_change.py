@@ -71,10 +71,6 @@ class Sparse(ChangeCompression):
         check.one_of("mean_over", self.mean_over, ("senders", "all"))
         check.one_of("exchange", self.exchange, EXCHANGES)
 
-    def compresses(self, param: Tensor) -> bool:
-        """Return True for parameters of any size."""
-        return True
-
     def loops(self, params: Sequence[Tensor]) -> Callable[[], None]:
         return lambda: compile_loops(params)
 

@@ -42,13 +42,9 @@ def arithmetic(
 ) -> dict[str, str]:
     """Return the facts that ranks must share if they train on devices like this one.
 
-    Args:
-        device: Of the parameters.
-        elementwise: True if what ranks compute alike are sums, products and quotients of two
-            numbers, as in averagings: all processors round these alike, but for numbers below
-            the normal range.
-        kernels: True if the kernel bodies differ in bits for the work to come.
-        products: True if replicated updates contain matrix products.
+    `elementwise`: ranks compute alike only sums, products and quotients of two numbers, as in
+    averagings: all processors round these alike, but for numbers below the normal range. `kernels`:
+    the bodies differ in bits for the work to come. `products`: updates contain matrix products.
 
     >>> sorted(arithmetic(torch.device("cuda")))
     []

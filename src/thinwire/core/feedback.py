@@ -177,12 +177,11 @@ def step_along_list_(
         else:
             step_along_(param, *sum_sparse(own, dtype), rates[index], sources)
     for indices in alike.values():
-        chosen = (
-            [params[i] for i in indices],
-            [parts[i] for i in indices],
-            [rates[i] for i in indices],
+        its_params, its_parts, its_rates = zip(
+            *((params[i], parts[i], rates[i]) for i in indices), strict=True
         )
-        for_device(params[0].device).step_along_list_(*chosen, sources)
+        body = for_device(params[0].device)
+        body.step_along_list_(its_params, its_parts, its_rates, sources)
 
 
 def _have_addresses(parts: Sequence[tuple[Tensor, Tensor]]) -> bool:

@@ -56,40 +56,31 @@ def lamb_list_(
     """
     steps = compiled_steps(params, grads, exp_avgs, exp_avg_sqs)
     if steps is not None:
-        return steps.lamb_(params, grads, exp_avgs, exp_avg_sqs, rule).unbind()
+        ratios_of_all: Tensor = steps.lamb_(params, grads, exp_avgs, exp_avg_sqs, rule)
+        return ratios_of_all.unbind()
     ratios: list[Tensor] = []
     for part in cache_sized(grads):
-        ratios += _with_fused_adam_(
-            params[part], grads[part], exp_avgs[part], exp_avg_sqs[part], rule
+        own = params[part]
+        # torch's fused Adam computes the direction r, from wd p and with the rate -1
+        directions = torch._foreach_mul(own, rule.weight_decay)
+        step = torch.full((), rule.step, dtype=torch.float32, device=own[0].device)
+        torch._fused_adam_(
+            directions,
+            grads[part],
+            exp_avgs[part],
+            exp_avg_sqs[part],
+            [],
+            [step] * len(own),
+            lr=-1.0,
+            beta1=rule.beta1,
+            beta2=rule.beta2,
+            weight_decay=0.0,
+            eps=rule.eps,
+            amsgrad=False,
+            maximize=False,
         )
+        norms_of_part = whole_norms(own), whole_norms(directions)
+        found = trust_ratio(*norms_of_part, rule.trust).unbind()
+        torch._foreach_addcmul_(own, directions, found, -rule.lr)
+        ratios += found
     return tuple(ratios)
-
-
-def _with_fused_adam_(
-    params: TensorList,
-    grads: TensorList,
-    exp_avgs: TensorList,
-    exp_avg_sqs: TensorList,
-    rule: LambRule,
-) -> tuple[Tensor, ...]:
-    """Update by torch's fused Adam, which computes the direction r from wd p and the rate -1."""
-    directions = torch._foreach_mul(params, rule.weight_decay)
-    step = torch.full((), rule.step, dtype=torch.float32, device=params[0].device)
-    torch._fused_adam_(
-        directions,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        [],
-        [step] * len(params),
-        lr=-1.0,
-        beta1=rule.beta1,
-        beta2=rule.beta2,
-        weight_decay=0.0,
-        eps=rule.eps,
-        amsgrad=False,
-        maximize=False,
-    )
-    ratios = trust_ratio(whole_norms(params), whole_norms(directions), rule.trust).unbind()
-    torch._foreach_addcmul_(params, directions, ratios, -rule.lr)
-    return ratios

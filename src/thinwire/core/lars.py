@@ -51,7 +51,8 @@ def lars_list_(
     """
     steps = compiled_steps(params, grads, velocities or ())
     if steps is not None:
-        return steps.lars_(params, grads, velocities, rule).unbind()
+        ratios_of_all: Tensor = steps.lars_(params, grads, velocities, rule)
+        return ratios_of_all.unbind()
     ratios: list[Tensor] = []
     for part in cache_sized(grads):
         ratios += _with_lists_(params[part], grads[part], velocities and velocities[part], rule)

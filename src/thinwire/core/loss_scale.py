@@ -86,25 +86,17 @@ class ScaleState:
 
 def initial_scale(config: LossScale) -> ScaleState:
     """Return the state before the first step."""
-    return ScaleState(
-        config.loss_scale if isinstance(config, FixedLossScale) else config.init_loss_scale
-    )
+    if isinstance(config, FixedLossScale):
+        return ScaleState(config.loss_scale)
+    return ScaleState(config.init_loss_scale)
 
 
 def next_scale(config: LossScale, state: ScaleState, *, overflow: bool) -> ScaleState:
-    """Return the state after a step.
+    """Return the state after a step; `NonFinite` after more than 1000 overflows in a row.
 
     Overflow: scale <- max(scale/factor, 1), and the count of good updates restarts. Good update:
     count + 1. When the count reaches the window, scale <- scale * factor, unless float32 cannot
-    hold that, and the count restarts.
-
-    Args:
-        config: The rule; a fixed scale only counts.
-        state: The state before the step.
-        overflow: True if the step was dropped for a gradient that is not finite, on any rank.
-
-    Raises:
-        NonFinite: More than 1000 steps in a row have been dropped.
+    hold that, and the count restarts. A fixed scale only counts.
     """
     if overflow:
         return _after_overflow(config, state)
@@ -114,12 +106,8 @@ def next_scale(config: LossScale, state: ScaleState, *, overflow: bool) -> Scale
     if good < config.scale_window:
         return replace(state, good_updates=good, overflows_in_a_row=0)
     grown = state.scale * config.scale_factor
-    return replace(
-        state,
-        scale=grown if grown <= _LARGEST else state.scale,
-        good_updates=0,
-        overflows_in_a_row=0,
-    )
+    scale = grown if grown <= _LARGEST else state.scale
+    return replace(state, scale=scale, good_updates=0, overflows_in_a_row=0)
 
 
 def any_non_finite(grads: Iterable[Tensor]) -> Tensor:
@@ -144,9 +132,7 @@ def _after_overflow(config: LossScale, state: ScaleState) -> ScaleState:
             f"scale of {state.scale:g}; the model itself produces infinities or NaN: lower the "
             "learning rate, or find the first such value"
         )
-    scale = (
-        state.scale
-        if isinstance(config, FixedLossScale)
-        else max(state.scale / config.scale_factor, 1.0)
-    )
+    scale = state.scale
+    if isinstance(config, DynamicLossScale):
+        scale = max(scale / config.scale_factor, 1.0)
     return ScaleState(scale, 0, in_a_row, state.dropped_steps + 1)

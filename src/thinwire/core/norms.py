@@ -82,12 +82,9 @@ def whole_norms(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
 def norms_over_shards(
     tensors: Mapping[str, Tensor], gather: Callable[[bytes, str], list[bytes]]
 ) -> dict[str, float]:
-    """Return the norm, in float64, of each tensor that is sharded over ranks.
+    """Return the norm, in float64, of each tensor, of which every rank has a part, maybe empty.
 
-    Every rank has a part of each tensor, which may be empty. `gather` takes bytes and an occasion,
-    and returns every rank's bytes in the order of the ranks.
-
-    Communication: 8 bytes per tensor and rank.
+    `gather` takes bytes, 8 for each tensor, and an occasion, and returns every rank's bytes.
 
     >>> one_rank = {"weight": torch.tensor([3.0, 4.0])}
     >>> norms_over_shards(one_rank, lambda content, occasion: 2 * [content])

@@ -52,15 +52,7 @@ def sharded_like(shard: Tensor, param: Tensor) -> Tensor:
 
 
 def require_shards(params: Mapping[str, Tensor], mesh: Any) -> None:
-    """Raise if parameters are not sharded over a mesh, or not whole without one.
-
-    Args:
-        params: By name.
-        mesh: The mesh of one site's shards, of one dimension; None if every rank has a whole model.
-
-    Raises:
-        ValueError: Names the first parameter that does not fit.
-    """
+    """Raise unless all parameters are sharded over this mesh of a site; none of them with None."""
     for name, param in params.items():
         if mesh is None:
             if is_sharded(param):

@@ -41,17 +41,14 @@ class Planned(Protocol):
     @property
     def name(self) -> str:
         """Name of the strategy."""
-        ...
 
     @property
     def step_seconds(self) -> tuple[float, float, float]:
         """Seconds of a step: low, mid and high."""
-        ...
 
     @property
     def waiting_share(self) -> float:
         """Share of a step that is spent on waiting."""
-        ...
 
 
 def planned_row(plan: Any) -> Planned | None:
@@ -113,17 +110,10 @@ class Pace:
     def round(
         self, steps: int, now_s: float, waited_s: float, bit_s: float = 0.0, *, compare: bool = True
     ) -> str | None:
-        """End a round.
+        """End a round of at least one step; return a warning after 20 in a row outside the plan.
 
-        Args:
-            steps: Steps in the round, at least 1.
-            now_s: The time, by any clock.
-            waited_s: Seconds of waiting so far.
-            bit_s: The measured rate, for the text; 0 if unknown.
-            compare: True if the plan covers this round.
-
-        Returns:
-            A warning, once: 20 rounds in a row were all outside the plan.
+        `waited_s`: seconds of waiting so far. `bit_s`: the measured rate, for the text; 0 if
+        unknown. `compare`: the plan covers this round.
         """
         before_s, self._now_s = self._now_s, now_s
         wait_s, self._waited_s = waited_s - self._waited_s, waited_s

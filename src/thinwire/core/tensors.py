@@ -86,13 +86,7 @@ def state_dtype(param: Tensor) -> torch.dtype:
 def named_dtype(
     argument: str, choice: object, allowed: Collection[str] = tuple(_CHOICES)
 ) -> str | None:
-    """Return the name of the type that a user gave as `argument`, or None.
-
-    Accepted are the `allowed` names and the torch dtypes of these names.
-
-    Raises:
-        TypeError: Neither a string nor a torch dtype.
-        ValueError: Another type.
+    """Return the name of the type that a user gave as `argument`, a name or torch dtype, or None.
 
     >>> named_dtype("state_dtype", torch.bfloat16)
     'bfloat16'

@@ -137,8 +137,8 @@ class Participants:
 class Agreement:
     """The agreements of one training; checks judge in their order. See `Group.launch_bytes`."""
 
-    def __init__(self, group: Group, checks: Sequence[Check] = (), *, engine: str = "") -> None:
-        self.group, self.checks, self.engine = group, list(checks), engine
+    def __init__(self, group: Group, checks: Sequence[Check] = ()) -> None:
+        self.group, self.checks, self.engine = group, list(checks), ""
 
     def __call__(
         self, step: int, phase: str, *, first: bool = True, last: bool = False, **facts: Any
@@ -173,11 +173,11 @@ class Agreement:
         answers = self._answers(_read(rows, message, own, vote.purpose))
         # most specific cause first; a unanimous report without an event needs no look
         if not (answers.unanimous and own.keys() <= _QUIET):
-            _refuse_failures(answers)
-            # before `corrupt`: a user error is the cause of bad messages
-            _refuse_user_errors(answers)
+            _refuse_errors(answers)
             _refuse_different_steps(answers, vote.purpose)
-            _refuse_corrupt(answers)
+            for rank, text in answers.of("corrupt"):
+                nothing = "Nothing was applied on any rank"
+                raise PayloadCorrupt(f"rank {rank} refused a message: {text}. {nothing}")
         for check in self.checks:
             check.judge(vote, answers)
         return answers
@@ -218,23 +218,14 @@ def _read(rows: Sequence[bytes | None], message: bytes, own: Report, purpose: st
     return found
 
 
-def _refuse_failures(answers: Answers) -> None:
+def _refuse_errors(answers: Answers) -> None:
     # the text already names its rank, so all ranks raise the same one
     for _, (kind, text) in answers.of("failure"):
         raise _FAILURES.get(kind, ThinwireError)(text)
-
-
-def _refuse_user_errors(answers: Answers) -> None:
+    # before `corrupt`: a user error is the cause of bad messages
     nothing = "Nothing was applied on any rank" if len(answers) > 1 else "Nothing else was applied"
     for rank, text in answers.of("user_error"):
         raise ThinwireError(f"rank {rank}: {text}. {nothing}")
-
-
-def _refuse_corrupt(answers: Answers) -> None:
-    for rank, text in answers.of("corrupt"):
-        raise PayloadCorrupt(
-            f"rank {rank} refused a message: {text}. Nothing was applied on any rank"
-        )
 
 
 def _refuse_different_steps(answers: Answers, purpose: str) -> None:

@@ -17,15 +17,8 @@ from thinwire.core.tensors import coalesced, sparse_rows, values_of
 from thinwire.errors import Mismatch
 from thinwire.exchange.agreement import Answers, Report, Vote
 
-_TYPES = (
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex32,
-    torch.complex64,
-    torch.complex128,
-)
+_REAL = torch.float16, torch.bfloat16, torch.float32, torch.float64
+_TYPES = *_REAL, torch.complex32, torch.complex64, torch.complex128
 _ABSENT = "0"
 _DENSE = dict(zip(_TYPES, "abcdefg", strict=True))
 _ROW_SPARSE = dict(zip(_TYPES, "ABCDEFG", strict=True))

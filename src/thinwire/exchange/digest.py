@@ -254,11 +254,8 @@ def _text(name: str, held: Sequence[object], since: int, step: int, kind: str) -
         names = ", ".join(map(str, odd))
         subject = f"{kind} {names} differ{'s' if len(odd) == 1 else ''} from the others"
     else:
-        subject = (
-            f"{kind}s "
-            + " and ".join(str(rank) for rank in range(len(held)))
-            + " hold different values"
-        )
+        every = " and ".join(map(str, range(len(held))))
+        subject = f"{kind}s {every} hold different values"
     return (
         f"step {step}: {name}: {subject}. It happened between update {since} and update {step}. "
         "State that must be equal on all ranks was changed on some: by the script, a memory or "

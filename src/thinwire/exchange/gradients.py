@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.comm import Group, Nodes, Sources
-from thinwire.compress.dense import Dense, DenseMeans, all_finite
+from thinwire.compress.dense import DenseMeans, all_finite, send_dense
 from thinwire.compress.protocol import (
     Arrived,
     Compression,
@@ -59,19 +59,12 @@ class Outcome:
 
 
 class Compressors:
-    """The compressors of an exchange, and their state.
-
-    Args:
-        every: The first one that accepts a gradient takes it. All others travel densely.
-        dense: Sends those.
-        names: Names of all tensors.
-        sources: See `GradientExchange`.
-    """
+    """The compressors of an exchange, and their state; what none of them takes travels densely."""
 
     def __init__(
-        self, every: Sequence[Compressor], dense: Dense, names: Collection[str], sources: Sources
+        self, every: Sequence[Compressor], names: Collection[str], sources: Sources, checked: bool
     ) -> None:
-        self._every, self._dense, self._sources = tuple(every), dense, sources
+        self._every, self._sources, self._check_dense = tuple(every), sources, checked
         self._names, self._nodes_compared = frozenset(names), False
         # tensors whose momentum may differ between ranks, since they were compressed or loaded
         self._apart: frozenset[str] = frozenset()
@@ -86,10 +79,7 @@ class Compressors:
 
     @torch.no_grad()
     def make_common(self) -> None:
-        """Give the ranks of each node the same state, unless that was done before.
-
-        Ranks of a node send the same message only if their state is equal.
-        """
+        """Give the ranks of each node, which send the same message, the same state, once."""
         if isinstance(self._sources, Nodes) and not self._nodes_compared:
             state = {
                 f"{kind} of {name}": entry
@@ -116,7 +106,8 @@ class Compressors:
             if accepted:
                 found.append(method.send(context, accepted))
         if rest:
-            found.append(self._dense.send(context, rest))
+            dense = {name: g.to_dense() if g.is_sparse else g for name, g in rest.items()}
+            found.append(send_dense(context, dense, check_finite=self._check_dense))
         return found
 
     @torch.no_grad()
@@ -132,10 +123,7 @@ class Compressors:
         return updated
 
     def _make_momentum_common_(self, received: Mapping[str, Arrived]) -> None:
-        """Give all ranks the mean of each momentum that a dense mean is about to enter.
-
-        Communication: where a tensor was compressed before, sums and means over the ranks.
-        """
+        """Give all ranks the mean of each momentum that a dense mean is about to enter."""
         dense = {name for name, got in received.items() if isinstance(got, DenseMeans)}
         if late := dense & self._apart:
             sources = self._sources
@@ -175,9 +163,8 @@ class GradientExchange(Synchronizer):
         self.presence = Presence()
         sources = group if sources is None else sources
         super().__init__(group, sources, kind="gradients", after=[self.presence])
-        self._dense = Dense(check_finite=check_dense)
+        self._check_dense = check_dense
         self._launched: Round | None = None
-        self._abandoned: str | None = None
         self.params: Mapping[str, Tensor] = {}
         self.names: list[str] = []
         self._positions: dict[str, int] = {}
@@ -197,21 +184,15 @@ class GradientExchange(Synchronizer):
         self.presence.names_of_parts = participants.names_of_stages
 
     def restart(self, params: Mapping[str, Tensor], compressors: Sequence[Compressor]) -> None:
-        """Continue with other parameters, or another order.
-
-        The pattern of steady gradients is learned again.
-        """
-        self.compressors = Compressors(compressors, self._dense, params, self.sources)
+        """Continue with other parameters, or another order; learn steady gradients again."""
+        self.compressors = Compressors(compressors, params, self.sources, self._check_dense)
         self.params, self.names = params, list(params)
         self._layouts = {name: (p.shape, p.dtype) for name, p in params.items()}
         self._positions = {name: position for position, name in enumerate(self.names)}
         self.presence.restart(params)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the compressors by kind and name, and the counters.
-
-        The tensors are the live ones.
-        """
+        """Return the live state of the compressors by kind and name, and the counters."""
         return {
             "residuals": {},
             **{f"{kind}s": held for kind, held in self.compressors.state().items()},
@@ -230,18 +211,10 @@ class GradientExchange(Synchronizer):
         counters = ("dropped_steps", "drops_in_a_row")
         total, in_a_row = (check.integer(key, state[key], at_least=0) for key in counters)
         kinds = [key for key in here if key not in (*counters, "traffic")]
+        advice = "Load a state of the same parameters and the same compression"
         for kind in kinds:
-            for name in {**here[kind], **state[kind]}:
-                shapes = [
-                    tuple(t[name].shape) if name in t else "nothing"
-                    for t in (here[kind], state[kind])
-                ]
-                if shapes[0] != shapes[1]:
-                    raise ValueError(
-                        f"state does not fit: {kind.removesuffix('s')} {name} has shape "
-                        f"{shapes[1]} in it and {shapes[0]} here. Load a state of the same "
-                        "parameters and the same compression"
-                    )
+            own = kind.removesuffix("s")
+            check.same_shapes(own, state[kind], here[kind], advice=advice)
         # all shapes fit: only now may anything change
         for kind in kinds:
             for name, entry in here[kind].items():
@@ -274,7 +247,6 @@ class GradientExchange(Synchronizer):
     @torch.no_grad()
     def launch(self, step: int, bucket: int, grads: Grads) -> None:
         """Send this rank's part of one bucket, without waiting; in the same order on all ranks."""
-        self._require_intact()
         self.compressors.make_common()
         if self._launched is None:
             self._launched = self._round(step)
@@ -309,32 +281,19 @@ class GradientExchange(Synchronizer):
         again: bool = False,
         complete: bool = False,
     ) -> Outcome:
-        """Exchange the gradients of this step, or drop the step on all ranks.
+        """Exchange gradients of the same parameters on all ranks, or drop the step on all of them.
 
-        All ranks must call it with gradients of the same parameters. A parameter without a gradient
-        on any rank is left out.
-
-        Args:
-            step: Completed updates, from 0.
-            grads: Dense or row-sparse, read only. Where buckets were launched before, only the
-                names count.
-            overflow: True if a loss scaler found an overflow on this rank; None without a scaler.
-            user_error: User error that stops this rank, for the error that all ranks raise.
-            unchanged: Flags by name: the gradient is still the one launched before. A gradient that
-                changed is a user error.
-            unusable: Reason for which the launched messages do not match this rank's gradients.
-            again: Send everything again in that case. Otherwise such gradients are a user error.
-            complete: Count a gradient that this rank lacks, and another has, as zero.
+        `grads` are dense or row-sparse, read only; of buckets that were launched only the names
+        count. `overflow`: what a loss scaler found here; None without one. `unchanged`: flags that
+        gradients are still those that were launched; else it is a user error. `unusable`: why the
+        launched messages do not match; `again` then sends all once more. `complete`: a gradient
+        that this rank lacks, and another has, counts as zero.
         """
-        self._require_intact()
         self.compressors.make_common()
         # hand-over: from here on this call owns the launched round
         early, self._launched = self._launched, None
-        user_error = (
-            user_error
-            or (None if again and early else self._invalid_gradient(grads))
-            or self.poisoned
-        )
+        invalid = None if again and early else self._invalid_gradient(grads)
+        user_error = user_error or invalid or self.poisoned
         # vote without gradients: the other ranks wait for this rank, and all raise its error
         grads = {} if user_error else grads
         if early is None and self.at_once and self.presence.all_ready:
@@ -347,11 +306,8 @@ class GradientExchange(Synchronizer):
             params = self.params.values()
             self.duplicates.sample(grads.values(), params, self.group.replica_count)
         # the vote: before anything is sent, or after the launched messages have arrived
-        facts: dict[str, Any] = {
-            "overflow": overflow,
-            "user_error": user_error,
-            "unusable": unusable,
-        }
+        facts: dict[str, Any] = {"overflow": overflow, "user_error": user_error}
+        facts["unusable"] = unusable
         # from here on all ranks decide from the same answers alone: a decision from local state
         # could send one rank into a collective that the others never enter
         if early is None:
@@ -428,29 +384,13 @@ class GradientExchange(Synchronizer):
         """End a step, applied or not."""
         self.presence.begin({}, complete=False)
 
-    def require_equal(self, step: int) -> None:
-        """See `Synchronizer`."""
-        self._require_intact()
-        super().require_equal(step)
-
     def abandon(self, reason: str) -> None:
-        """Abandon the messages in flight.
-
-        Ranks are out of step afterwards, so that no further exchange is possible.
-        """
+        """Abandon the messages in flight: no further exchange over these groups is possible."""
         # do not wait: a collective may never end after an error inside it
         self._launched = None
-        self._abandoned = reason
         for group in self._groups:
             group.abandon(reason)
         self.forget()
-
-    def _require_intact(self) -> None:
-        if self._abandoned is not None:
-            raise ThinwireError(
-                f"an earlier exchange was aborted and ranks are out of step ({self._abandoned}): "
-                "restart from the last checkpoint"
-            )
 
     def _dropped(self, verdict: StepDecision, step: int, answers: Answers) -> Outcome:
         scaled = any(True for _ in answers.of("overflow"))
@@ -514,7 +454,11 @@ class GradientExchange(Synchronizer):
         try:
             found = one_round.finish(unchanged, self._positions)
             if found.changed is not None and facts.get("user_error") is None:
-                facts["user_error"] = _changed_since_launch(found.changed)
+                facts["user_error"] = (
+                    f"the gradient of {found.changed} changed between backward() and step(), after "
+                    "the attached optimizer had sent it: clip with local_grad_clip_norm or "
+                    "grad_clip, scale with torch.amp.GradScaler, or do not attach"
+                )
             if found.not_finite is not None:
                 facts |= self._non_finite_report(found.not_finite, grads, own=True)
             elif found.sum_not_finite is not None:
@@ -629,15 +573,6 @@ def _rows(dense: Tensor) -> Tensor:
     present = dense.reshape(dense.shape[0], -1).any(dim=1).nonzero().view(-1)
     where, rows = present.unsqueeze(0), dense[present]
     return sparse_rows(where, rows, dense.shape)
-
-
-def _changed_since_launch(name: str) -> str:
-    """Describe a gradient that the user clipped or scaled after its exchange had begun."""
-    return (
-        f"the gradient of {name} changed between backward() and step(), after the attached "
-        "optimizer had sent it: clip with local_grad_clip_norm or grad_clip, scale with "
-        "torch.amp.GradScaler, or do not attach"
-    )
 
 
 def _not_launched(launched: Collection[str], grads: Iterable[str]) -> str | None:

@@ -13,14 +13,9 @@ from thinwire.errors import PayloadCorrupt
 
 
 def make_common_(state: Mapping[str, Tensor], nodes: Nodes) -> None:
-    """Give all ranks of each node the mean of their `state`, by name, unless it is equal already.
-
-    State that was saved with every rank as a source of its own, or with other ranks, differs inside
-    a node. The mean preserves the pending update, which is the mean over all ranks.
-
-    Raises:
-        Mismatch: Ranks hold state of different tensors, or one of them is at another step.
-    """
+    """Give all ranks of each node the mean of their `state`, by name, unless it is equal."""
+    # it differs where it was saved with every rank as a source of its own, or with other ranks. The
+    # mean preserves the pending update, which is the mean over all ranks
     facts = {"state of": [f"{name} {list(tensor.shape)}" for name, tensor in state.items()]}
     require_agreement(nodes.all_ranks, facts, action="comparing the state inside the nodes")
     make_mean_(list(state.values()), nodes.node, action="averaging the state inside the node")

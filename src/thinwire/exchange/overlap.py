@@ -81,15 +81,10 @@ class Overlap:
     """Follows the gradients of one backward pass and launches every bucket that is ready.
 
     All ranks launch the same buckets in the same order, in any case. A rank that cannot fill a
-    bucket sends zeros and reports that in the vote which follows. All ranks then exchange again
-    after the backward pass. Reasons are a parameter without a gradient, a row-sparse gradient, or
-    one that changed after it was sent (re-entrant checkpointing, a hook).
-
-    **Communication**: the buckets, and an agreement of 24 bytes per rank after them, none before.
-    **Failure**: this rank reports an error in its backward pass in that vote, and all ranks can
-    continue with the next step. If it cannot report it (the link is broken, the error occurred
-    while sending, or it asks the process to end), the exchange is abandoned. The other ranks then
-    see this rank as lost or stalled.
+    bucket (a gradient is missing, row-sparse, or changed after it was sent) sends zeros and says so
+    in the vote which follows; all ranks then exchange again. **Failure**: that vote also reports an
+    error in the backward pass, and all ranks can continue. Where this rank cannot report it, the
+    exchange is abandoned, and the others see a rank that is lost or stalled.
     """
 
     def __init__(
@@ -147,10 +142,7 @@ class Overlap:
             gradients.forget()
 
     def complete(self) -> None:
-        """Launch the remaining buckets after the backward pass.
-
-        Call it before gradients are unscaled in place.
-        """
+        """Launch the rest after the backward pass, before gradients are unscaled in place."""
         # hooks are off: this thread launches the remaining buckets
         self._armed = False
         if self._pending is not None:
@@ -160,10 +152,7 @@ class Overlap:
             self._pending.check_unchanged(self._params)
 
     def unusable(self, grads: Mapping[str, Tensor]) -> str | None:
-        """Return why the launched messages do not match the update's gradients, or None.
-
-        The exchange must follow.
-        """
+        """Return why the launched messages do not match the gradients; the exchange must follow."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.compare(grads)
@@ -195,11 +184,8 @@ class Overlap:
         self._pending = None
         text = f"{type(error).__name__}: {error}"
         # the others can no longer be reached by a vote: they see this rank as lost
-        if (
-            pending.launching
-            or isinstance(error, ThinwireError)
-            or not isinstance(error, Exception)
-        ):
+        unsaid = pending.launching or isinstance(error, ThinwireError)
+        if unsaid or not isinstance(error, Exception):
             pending.gradients.abandon(text)
             return
         # the others launch all buckets and vote: do the same with zeros, and report the error there
@@ -237,10 +223,7 @@ class _PendingStep:
         self._seen: dict[str, tuple[Tensor | None, int]] = {}
 
     def gradient(self, name: str, param: Parameter) -> Tensor:
-        """Return the tensor to send for a parameter.
-
-        It is zeros if there is no dense gradient, which is then noted as the reason.
-        """
+        """Return the tensor to send for a parameter; without a dense gradient zeros, and a note."""
         grad = param.grad
         # torch counts writes into a tensor, so a later change shows without a copy
         self._seen[name] = grad, 0 if grad is None else grad._version

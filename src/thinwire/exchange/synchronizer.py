@@ -106,11 +106,9 @@ class Ranks:
     @property
     def rank_and_size(self) -> tuple[int, int]:
         """Rank of this process, and number of ranks."""
-        return (
-            rank_and_size_in(self.process_group)
-            if self.members is None
-            else self.members._rank_and_size
-        )
+        if self.members is not None:
+            return self.members._rank_and_size
+        return rank_and_size_in(self.process_group)
 
     def deadline(self) -> AbstractContextManager[None]:
         """Return a context in which all waiting counts against one time-out."""

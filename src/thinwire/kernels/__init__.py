@@ -8,18 +8,14 @@ rounding of trust ratios in `compiled_steps`.
 import functools
 import os
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.kernels import reference
 from thinwire.kernels.rules import (
     Fold,
-    LambRule,
-    LarsRule,
     Sparse,
     Tensors,
     has_address,
@@ -29,10 +25,7 @@ from thinwire.kernels.rules import (
 
 
 class Kernels(Protocol):
-    """Functions of every body.
-
-    `core.feedback` describes them and checks the arguments.
-    """
+    """Functions of every body; `core.feedback` describes them and checks the arguments."""
 
     def top_k(self, values: Tensor, k: int) -> Tensor: ...
 
@@ -60,17 +53,7 @@ class Kernels(Protocol):
 
 
 def for_device(device: torch.device) -> Kernels:
-    """Return the kernels for tensors on `device`.
-
-    Args:
-        device: Of all tensors of the call.
-
-    Returns:
-        The numba body for a CPU, if numba can be imported; else the torch body.
-
-    Raises:
-        ValueError: `THINWIRE_KERNELS` is unknown.
-    """
+    """Return the numba body for a CPU, if numba can be imported; else the torch body."""
     choice = os.environ.get("THINWIRE_KERNELS", "auto")
     if choice not in {"auto", "reference"}:
         left = "the Triton kernels left in 0.4, and every GPU runs torch operations instead; "
@@ -88,50 +71,12 @@ def body_name(device: torch.device) -> str:
     return "reference" if for_device(device) is reference else "numba"
 
 
-class CompiledSteps(Kernels, Protocol):
-    """Whole steps for lists of tensors too, as in `core.lamb` and `core.lars`; `wire.codes`."""
+def compiled_steps(*lists: Tensors) -> Any:
+    """Return `cpu.body` for lists of tensors, the first not empty; None if torch must compute.
 
-    def encode_slots(
-        self,
-        slots: NDArray[np.int64],
-        parts: Sequence[Sparse],
-        bits: int,
-        over: NDArray[np.int64],
-        code: NDArray[np.uint8],
-    ) -> tuple[list[Tensor], int]: ...
-
-    def decode_slots(
-        self, slots: NDArray[np.int64], code: NDArray[np.uint8], bits: int
-    ) -> list[Sparse] | None: ...
-
-    def lamb_(
-        self,
-        params: Tensors,
-        grads: Tensors,
-        exp_avgs: Tensors,
-        exp_avg_sqs: Tensors,
-        rule: LambRule,
-    ) -> Tensor: ...
-
-    def lars_(
-        self, params: Tensors, grads: Tensors, velocities: Tensors | None, rule: LarsRule
-    ) -> Tensor: ...
-
-
-def compiled_steps(*lists: Tensors) -> CompiledSteps | None:
-    """Return compiled steps for tensors like these, or None if torch must compute them.
-
-    Args:
-        lists: All tensors of the call; the first list is not empty.
-
-    Returns:
-        The numba body, if `for_device` chooses it and all tensors fit: contiguous, all float32 or
-        all float64, on the CPU, of torch's own classes. Shards and tensors of a compiler's trace
-        have no memory that may be written to. No tensor of the first list may share memory with
-        another one, since several threads work on them.
-
-    Raises:
-        ValueError: `THINWIRE_KERNELS` is unknown. Tensors of one index have different lengths.
+    All tensors must be contiguous, all float32 or all float64, on the CPU, of torch's own classes:
+    shards and tensors of a compiler's trace have no memory that may be written to. No tensor of the
+    first list may share memory with another one, since several threads work on them.
     """
     dtype = lists[0][0].dtype
     fit = dtype in (torch.float32, torch.float64) and all(
@@ -143,13 +88,13 @@ def compiled_steps(*lists: Tensors) -> CompiledSteps | None:
     return _numba_kernels()
 
 
-def compiled_codes() -> CompiledSteps | None:
-    """Return compiled codes of messages, which are made on a CPU; None: NumPy must code them."""
+def compiled_codes() -> Any:
+    """Return `cpu.body`, which codes messages on a CPU; None if NumPy must code them."""
     return None if for_device(torch.device("cpu")) is reference else _numba_kernels()
 
 
 @functools.cache
-def _numba_kernels() -> CompiledSteps | None:
+def _numba_kernels() -> Any:
     """Return the numba body, or None without numba; the import takes half a second."""
     try:
         import numba
@@ -159,4 +104,4 @@ def _numba_kernels() -> CompiledSteps | None:
         return None
     from thinwire.kernels.cpu import body
 
-    return cast("CompiledSteps", body)
+    return body

@@ -102,8 +102,6 @@ def travels_checksummed(nbytes: int, sources: int) -> bool:
     return sources > 1 and (sources - 1) * (nbytes + CHECKSUM_BYTES) <= _MOST_CHECKSUMMED_BYTES
 
 
-def first_split(layout: Layout, *, up_to: int = 256) -> int | None:
-    """Return the least number of sources for which "auto" splits messages, or None."""
-    return next(
-        (w for w in range(2, up_to + 1) if chosen_split("auto", layout, w) is not None), None
-    )
+def first_split(layout: Layout) -> int | None:
+    """Return the least number of sources, up to 256, for which "auto" splits messages, or None."""
+    return next((w for w in range(2, 257) if chosen_split("auto", layout, w) is not None), None)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from thinwire.comm import Group, Pending, Regrouped
 from thinwire.comm.private import forget_ended
+from thinwire.comm.replicate import copy_from_first_
 from thinwire.errors import Mismatch, NonFinite, PayloadCorrupt
 from thinwire.exchange.agreement import Answers
 from thinwire.exchange.digest import RollingDigest
@@ -69,9 +70,8 @@ class Averager(Synchronizer):
         self._members, self._after_averaging, self._scaler = members, after_averaging, scaler
         self._parts = fragments_of(tensors.trained, self.config)
         adaptive, shards = isinstance(self.config, AdaptiveLocalSGD), group.shards
-        self._answers_at_once = (
-            not when.overlaps or adaptive or scaler is not None or shards is not None
-        )
+        scaled_or_sharded = scaler is not None or shards is not None
+        self._answers_at_once = not when.overlaps or adaptive or scaled_or_sharded
         """True if the next local step needs the answers of the agreement to send."""
         if shards is not None:
             purpose = "asking whether a round is over"
@@ -336,7 +336,11 @@ class Averager(Synchronizer):
         self.all_flush = all("flushing" in report for report in answers)
         shards, buffers = self.group.shards, self.tensors.buffers()
         if shards is not None and buffers:
-            pending.refused = self.tensors.settle_buffers(shards)
+            purpose = "copying the buffers of the first shard"
+            try:
+                copy_from_first_(buffers.values(), shards, action=purpose)
+            except PayloadCorrupt as refusal:
+                pending.refused = str(refusal)
             wide = {key: widened(buffer) for key, buffer in buffers.items()}
             # a delayed averaging must not see later writes into the buffers
             keep = pending.delayed

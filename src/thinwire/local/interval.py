@@ -27,10 +27,10 @@ class Interval:
         """Losses observed since the last step."""
         self.last: float | Tensor | None = None
         self._rate, self._dropped = 0.0, False
-        self.k_steps = (
-            config.init_k_steps if isinstance(config, AdaptiveLocalSGD) else config.k_steps
-        )
-        self.longest = self.k_steps if self._adaptive is None else self._adaptive.max_k_steps
+        if isinstance(config, AdaptiveLocalSGD):
+            self.k_steps, self.longest = config.init_k_steps, config.max_k_steps
+        else:
+            self.k_steps = self.longest = config.k_steps
         self.first_loss: float | None = None
         self.first_rate: float | None = None
         if self._adaptive is not None and "lr" not in optimizer.param_groups[0]:
@@ -42,11 +42,6 @@ class Interval:
     def allowed(self, k_steps: int) -> int:
         """Return the interval of a loaded state, within the limits of the config."""
         return self.longest if self._adaptive is None else min(k_steps, self.longest)
-
-    @property
-    def lacks_start(self) -> bool:
-        """True if an adaptive interval still waits for its first loss at a positive rate."""
-        return self._adaptive is not None and self.first_loss is None
 
     def observe(self, loss: float | Tensor) -> None:
         """Implement `LocalUpdates.observe`."""
@@ -251,7 +246,9 @@ class Timetable:
         """Return what follows by the steps since the last averaging."""
         if self.counters.step - self.counters.last >= self._part_steps:
             return Due.FRAGMENT
-        return Due.FIRST_LOSS if self.interval.lacks_start else Due.NOTHING
+        adaptive = isinstance(self.config, AdaptiveLocalSGD)
+        begins = adaptive and self.interval.first_loss is None  # at a positive rate
+        return Due.FIRST_LOSS if begins else Due.NOTHING
 
     def work_report(self, part: int | None = None) -> tuple[int, int, int | None] | None:
         """Return the steps of this timed round, and the work on a fragment or the whole model."""

@@ -20,11 +20,10 @@ from thinwire._names import named_buffers, named_parameters, require_shapes
 from thinwire._wording import warn_user
 from thinwire.comm import Group
 from thinwire.comm.ddp import living
-from thinwire.comm.replicate import copy_from_first_, make_models_equal_, overwrite_
+from thinwire.comm.replicate import make_models_equal_, overwrite_
 from thinwire.core.checksum import flat_bytes
 from thinwire.core.several import SeveralOptimizers, all_of, combined, kinds_of
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
-from thinwire.errors import PayloadCorrupt
 from thinwire.exchange.agreement import Answers, Report, Vote
 
 
@@ -189,15 +188,6 @@ class LocalModel:
             if not _is_copy(copy, self.params[name].detach()):
                 copy.copy_(self.params[name].detach())
         self.made_common()
-
-    def settle_buffers(self, shards: Group) -> str | None:
-        """Copy the buffers of a site's first rank to the site; return why this rank refused."""
-        try:
-            purpose = "copying the buffers of the first shard"
-            copy_from_first_(self.buffers().values(), shards, action=purpose)
-        except PayloadCorrupt as refusal:
-            return str(refusal)
-        return None
 
 
 def _is_copy(theirs: Tensor, ours: Tensor) -> bool:

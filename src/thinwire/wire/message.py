@@ -11,8 +11,9 @@ bits, without positions, flag and count of entries.
 """
 
 import zlib
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,16 +32,8 @@ _CRC_BYTES = 4
 _FLAG_NONFINITE = 1
 
 
-class Form(Protocol):
-    """Properties of a message that are known before it arrives; equal on all ranks."""
-
-    @property
-    def nbytes(self) -> int:
-        """Length of a message, header included."""
-
-    @property
-    def digest(self) -> int:
-        """64 bits that identify the form in the header."""
+Form = Layout | WholeLayout
+"""What is known of a message before it arrives; equal on all ranks."""
 
 
 class Unpacked(NamedTuple):
@@ -55,18 +48,10 @@ class Unpacked(NamedTuple):
 def pack(
     layout: Layout, step: int, bucket: int, parts: Sequence[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the message of the entries, and the values that receivers will decode.
+    """Return the message, uint8 (layout.nbytes,), and the values that receivers will decode.
 
-    Args:
-        layout: Of the message.
-        step: Update this belongs to, in [0, 2^64).
-        bucket: Number of the bucket, in [0, 65536).
-        parts: Per slot (indices, values), shape (j,), j at most the slot's k; indices int64,
-            strictly ascending; values finite.
-
-    Returns:
-        The message, shape (layout.nbytes,), uint8, on the device of the parts; and per slot the
-        sent values at the given indices, shape (j,), float32, 0 where the value was 0.
+    `parts`: per slot indices, int64, strictly ascending, and finite values, shape (j,), j at most
+    the slot's k. Per slot the sent values are float32, 0 where the value was 0.
 
     >>> layout = Layout.of([1000], sparsity=0.99, value_bits=1)
     >>> part = torch.tensor([3, 500]), torch.tensor([1.0, -1.0])
@@ -110,16 +95,19 @@ def pack_nonfinite(layout: Layout, step: int, bucket: int, culprit: int) -> Tens
 
 def unpack(layout: Layout, message: Tensor, *, step: int, bucket: int, source: int) -> Unpacked:
     """Return the content of a message after all checks."""
-    try:
+    with _refusing(step, bucket, source):
         return _unpack(layout, message, step, bucket)
+
+
+@contextmanager
+def _refusing(step: int, bucket: int, source: int) -> Iterator[None]:
+    """Add the sending rank, and the expected step and bucket, to a refusal."""
+    try:
+        yield
     except PayloadCorrupt as refusal:
-        raise refused(refusal, step=step, bucket=bucket, source=source) from None
-
-
-def refused(refusal: PayloadCorrupt, *, step: int, bucket: int, source: int) -> PayloadCorrupt:
-    """Return the same error with the sending rank, and the expected step and bucket."""
-    message = f"the message of rank {source} for bucket {bucket} of step {step}"
-    return PayloadCorrupt(f"{message} was refused and nothing applied: {refusal}")
+        message = f"the message of rank {source} for bucket {bucket} of step {step}"
+        text = f"{message} was refused and nothing applied: {refusal}"
+        raise PayloadCorrupt(text) from None
 
 
 def with_checksum(
@@ -209,7 +197,7 @@ def unpack_whole(
     layout: WholeLayout, message: Tensor, *, step: int, bucket: int, source: int
 ) -> list[WholeReader]:
     """Return what reads each tensor of a message, after all checks; else as `unpack`."""
-    try:
+    with _refusing(step, bucket, source):
         _, flags, carried = opened(layout, message, step, bucket)
         if (flags, carried) != (0, 0):
             raise PayloadCorrupt(f"flags {flags} and {carried} entries came, expected 0 and 0")
@@ -220,6 +208,4 @@ def unpack_whole(
         )
         if not bool(scales.isfinite().all()):
             raise PayloadCorrupt("scales came that are not finite")
-    except PayloadCorrupt as refusal:
-        raise refused(refusal, step=step, bucket=bucket, source=source) from None
     return [WholeReader(code, layout.value_bits) for code in whole]

@@ -56,11 +56,7 @@ def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor,
 
 def commit_list_(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]) -> None:
     for kind, members in _by_kind(folds).items():
-        chosen = (
-            [folds[i] for i in members],
-            [sent[i] for i in members],
-            [seeds[i] for i in members],
-        )
+        chosen = zip(*((folds[i], sent[i], seeds[i]) for i in members), strict=True)
         if kind is None:
             reference.commit_list_(*chosen)
         else:

@@ -5,11 +5,10 @@ a thread of their own beside the training.
 """
 
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -25,25 +24,14 @@ SMALLEST = 1 << 16
 _BUNDLES = 8
 
 
-class _Pool:
+@cache
+def _pool() -> ThreadPoolExecutor:
     """One executor per process. A forked child inherits the object, but not its threads."""
-
-    def __init__(self) -> None:
-        self.executor: ThreadPoolExecutor | None = None
-        self.lock = threading.Lock()
-
-    def get(self) -> ThreadPoolExecutor:
-        with self.lock:
-            if self.executor is None:
-                self.executor = ThreadPoolExecutor(
-                    os.cpu_count() or 1, thread_name_prefix="thinwire-kernel"
-                )
-            return self.executor
+    return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="thinwire-kernel")
 
 
-_pool = _Pool()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.__init__)  # type: ignore[misc]
+    os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def run_all(works: Sequence[Callable[[], object]]) -> None:
@@ -62,7 +50,7 @@ def run_all(works: Sequence[Callable[[], object]]) -> None:
             work()
 
     helpers = min(torch.get_num_threads(), len(works)) - 1
-    futures = [_pool.get().submit(take) for _ in range(helpers)]
+    futures = [_pool().submit(take) for _ in range(helpers)]
     try:
         take()
     finally:

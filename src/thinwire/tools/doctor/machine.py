@@ -169,9 +169,7 @@ def named_interfaces() -> list[str]:
 
 
 def announced() -> tuple[tuple[str, ...], str]:
-    """Return the addresses on which a temporary gloo group of this process listens, or why it does
-    not.
-    """
+    """Return the addresses on which a temporary gloo group listens here, or why it does not."""
     before, gloo = listeners(), dist.ProcessGroupGloo
     try:
         devices = [gloo.create_device(interface=name) for name in named_interfaces()]

@@ -60,9 +60,7 @@ def enter_network(namespace_fd: int) -> None:
 
 
 def forward(latency_s: float, loss: float, pairs: list[tuple[int, int]]) -> None:
-    """Forward packets between pairs of TUN devices; those from the first to the second are
-    delayed.
-    """
+    """Forward packets between pairs of TUN devices; those to the second are delayed."""
     to_hub = dict(pairs)
     to_worker = {hub: worker for worker, hub in pairs}
     readable = [*to_hub, *to_worker]
@@ -97,9 +95,7 @@ def _send(end: int, packet: bytes) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Enter the namespace, then replace this process by the command; both still end with the
-    parent.
-    """
+    """Enter the namespace and become the command, which ends with the parent."""
     if arguments[0] == "forward":
         ends = list(map(int, arguments[3:]))
         pairs = list(zip(ends[::2], ends[1::2], strict=True))

@@ -75,26 +75,20 @@ class Network:
         return min(self.bit_s, self.down) / 8 * FRAMES
 
     def all_reduce_s(self, nbytes: float, idle_s: float = 0.0) -> float:
-        """Return the seconds of a ring all-reduce after `idle_s` seconds of silence; each rank
-        sends 2(W-1)/W of the buffer.
-        """
+        """Return the seconds of a ring all-reduce of `nbytes` after `idle_s` seconds of silence."""
         if self.relay:
             return self.relayed_s(nbytes, idle_s)
         sent = ring_bytes(self.ranks, nbytes)
         return self._ring_s(reduce_pairs(self.ranks, nbytes), sent, idle_s)
 
     def all_gather_s(self, nbytes: float, idle_s: float = 0.0) -> float:
-        """Return the seconds of a ring all-gather after `idle_s` seconds of silence; each rank
-        forwards W-1 messages.
-        """
+        """Return the seconds of a ring all-gather after a silence: W - 1 messages of each rank."""
         if self.relay:
             return self.relayed_s(nbytes, idle_s)
         return self._ring_s(self.ranks - 1, (self.ranks - 1) * nbytes, idle_s)
 
     def all_to_all_s(self, nbytes: float, idle_s: float = 0.0) -> float:
-        """Return the seconds of an all-to-all after `idle_s` seconds of silence; each rank sends
-        `nbytes` in all.
-        """
+        """Return the seconds of an all-to-all after a silence; each rank sends `nbytes` in all."""
         if self.ranks == 1:
             return 0.0
         sending_s = self.transfer_s(nbytes, idle_s)
@@ -112,9 +106,7 @@ class Network:
         return self.call_s + 2 * self.latency_s + max(sending_s, receiving_s)
 
     def broadcast_s(self, nbytes: float) -> float:
-        """Return the seconds of a tree broadcast: in each round all that have the data send it
-        on.
-        """
+        """Return the seconds of a tree broadcast: in each round all that have it pass it on."""
         if self.ranks == 1:
             return 0.0
         once_s, more = self.transfer_s(nbytes), ceil(log2(self.ranks)) - 1
@@ -148,9 +140,7 @@ class Network:
         return rtt * log2(self.bytes_s / first) + (nbytes - grown) / self.bytes_s
 
     def _ring_s(self, pairs: int, sent: float, idle_s: float) -> float:
-        """Return the seconds of a ring; a piece leaves when the receiver, with room for two, is
-        ready.
-        """
+        """Return the seconds of a ring; a piece leaves once the receiver has room, for two."""
         if not pairs:
             return 0.0
         piece_s = self.transfer_s(sent) / (2 * pairs)

@@ -69,9 +69,7 @@ class Workload:
         return muon_numel if optimizer == "muon" else 0
 
     def bytes_inside(self, optimizer: str | None, ranks: int) -> float:
-        """Return the bytes that each of `ranks` that share the model sends to the others in
-        a step.
-        """
+        """Return the bytes that one of `ranks` that share the model sends the others in a step."""
         words = 3 * self.numel + 2 * self.by_muon(optimizer) / ranks
         return self.width * words * (ranks - 1) / ranks
 

@@ -41,9 +41,7 @@ class Block(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """Next-byte model: learned positions, pre-normalised blocks, no biases, a separate
-    output layer.
-    """
+    """Next-byte model: learned positions, pre-normalised blocks, no biases, an output layer."""
 
     # Source: the usual decoder of Radford et al. 2019, with residual branches that start small by
     # the depth.
@@ -60,9 +58,7 @@ class ByteTransformer(nn.Module):
                 nn.init.normal_(p, std=_spread(name, p.shape[1], size.layers))
 
     def forward(self, text: Tensor) -> Tensor:
-        """Return logits of shape (batch, context, 256) for integer bytes of shape (batch,
-        context).
-        """
+        """Return logits of shape (batch, context, 256) for bytes of shape (batch, context)."""
         x = self.bytes(text) + self.positions(torch.arange(text.shape[1], device=text.device))
         for block in self.blocks:
             x = block(x)

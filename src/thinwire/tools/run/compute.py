@@ -123,9 +123,7 @@ def _timed(
 
 
 def _longer_by_muon(clock: "_Clock", timed: list[dict[str, Any]], most_s: float) -> float | None:
-    """Return the extra seconds of an update by Muon, from its products where there is no time to
-    measure it; None if Muon refuses the model.
-    """
+    """Return the extra seconds of an update by Muon, measured or estimated; None if it refuses."""
     try:
         optimizer = Muon(muon_groups(clock.model), lr=_LR)
     except (TypeError, ValueError):

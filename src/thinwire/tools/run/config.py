@@ -83,9 +83,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class ConvolutionSize:
-    """Size of the convolutional net: channels of the first layer; others have 2 and 4 times as
-    many.
-    """
+    """Size of the convolutional net: channels of the first layer; later ones have 2 and 4 times."""
 
     width: int
     kind: Literal["convolution"] = "convolution"
@@ -113,9 +111,7 @@ def size_of(model: str, text: str) -> ModelSize | ConvolutionSize:
 
 
 def parse_size(text: str) -> ModelSize:
-    """Return the size for a name ("tiny", "small", "medium", "large") or a number of
-    parameters ("3M", "500k", "1000000").
-    """
+    """Return the size for a name, or a number of parameters ("3M", "500k", "1000000")."""
     word = text.strip().lower()
     if word in _NAMED_SIZES:
         return ModelSize(*_NAMED_SIZES[word])

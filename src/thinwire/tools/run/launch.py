@@ -61,9 +61,7 @@ class Events:
 
 
 def event_log(folder: Path, rank: int) -> Events:
-    """Return an event log as JSON lines in a file of this rank, which the command reads as it
-    grows.
-    """
+    """Return an event log as JSON lines in a file, which the command reads as it grows."""
     file = _file_of(folder, rank).open("a", encoding="utf-8", buffering=1)
     return Events(lambda event: file.write(json.dumps(event) + "\n"), folder)
 
@@ -93,9 +91,7 @@ _PORT, _PORTS_TRIED = 29500, 1000
 
 
 def environments(workers: int, network: Network | None) -> list[tuple[int, dict[str, str]]]:
-    """Return the namespace of each rank, -1 for that of this process, and its environment:
-    that of this process, plus the variables of torchrun.
-    """
+    """Return the namespace of each rank, -1 for our own, and our environment with torchrun's."""
     machines = 1 if network is None else len(network.addresses)
     local = workers // machines
     default = {"OMP_NUM_THREADS": threads_of(workers), "TORCH_CPP_LOG_LEVEL": "ERROR"}

@@ -71,9 +71,7 @@ class Setup:
         return dist.get_world_size() // self.shard
 
     def sharded(self, model: nn.Module, *, within: bool) -> DeviceMesh | None:
-        """Shard the elements of every ModuleList and the rest of a model among the ranks of
-        a site.
-        """
+        """Shard the elements of every ModuleList, and the rest, among the ranks of a site."""
         if self.shard == 1:
             return None
         kind = next(p.device.type for p in model.parameters())
@@ -152,16 +150,12 @@ class DDPTrainer:
         return ddp
 
     def train_step(self, inputs: Any, targets: Any) -> Tensor:
-        """Run forward pass, backward pass, exchange and update; return this rank's mean loss,
-        detached.
-        """
+        """Train on a batch; return this rank's mean loss, detached."""
         self.steps += 1
         return bare_step(self.setup, self.trained, self.optimizer, inputs, targets)
 
     def sent_bytes(self) -> float:
-        """Return the bytes that this rank, or its site, has sent to others, without headers of TCP
-        and IP.
-        """
+        """Return the bytes that this rank, or its site, has sent to others, without headers."""
         sites, dense = self.setup.sites, gradient_bytes(self.module)
         if self.hook == "fp16":
             dense = gradient_bytes(self.module, 2)

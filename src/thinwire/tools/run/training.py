@@ -109,9 +109,7 @@ def shortened(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rehearse(config: RunConfig, work: Workload) -> None:
-    """Train a copy of the model until every part of the strategy was used; collective over
-    ranks.
-    """
+    """Train a copy of the model until every part of the strategy was used, on all ranks."""
     recipe = config.recipe
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -214,7 +212,9 @@ class TrainingRun:
     def train(self) -> dict[str, Any]:
         """Train; return the measurements, as means over the ranks."""
         budget = self._budget()
-        self._wait_for_the_link()
+        dist.barrier()  # until all ranks are prepared, and the command has restored the limits
+        self.events.write("prepared")
+        self.events.wait_for_release()
         self._evaluate()
         self.preparation_s = time.time() - self.config.launched_unix_s
         due = stop = False
@@ -251,12 +251,6 @@ class TrainingRun:
             return [float(group["lr"]) for group in groups]
         rate = self.config.recipe.rates[self.setup.optimizer] if given is None else given
         return [rate] * len(groups)
-
-    def _wait_for_the_link(self) -> None:
-        """Wait until all ranks are prepared and the command has restored the link limits."""
-        dist.barrier()
-        self.events.write("prepared")
-        self.events.wait_for_release()
 
     def _budget(self) -> BySteps | ByClock:
         config = self.config
