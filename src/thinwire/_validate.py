@@ -62,9 +62,7 @@ def integer(name: str, value: Any, *, at_least: int | None = None) -> int:
     return number
 
 
-def set_fields(
-    config: object, kind: Callable[..., float], *names: str, **limits: float | None
-) -> None:
+def set_fields(config: object, kind: Callable[..., Any], *names: str, **limits: Any) -> None:
     """Replace fields of a frozen dataclass by their values as `kind` returns them."""
     for name in names:
         object.__setattr__(config, name, kind(name, getattr(config, name), **limits))
@@ -105,12 +103,29 @@ def instance(name: str, value: object, kinds: type | tuple[type, ...], *, advice
         )
 
 
-def words(name: str, value: Any, *, advice: str) -> tuple[str, ...]:
+def sequence(
+    kind: Callable[..., Any], name: str, values: Any, *, advice: str = "", **limits: Any
+) -> tuple[Any, ...]:
+    """Return the entries of a list or tuple as `kind` returns them, as a tuple."""
+    instance(name, values, (tuple, list), advice=advice)
+    return tuple(kind(f"{name}[{i}]", value, **limits) for i, value in enumerate(values))
+
+
+def words(name: str, value: Any, *, advice: str = "") -> tuple[str, ...]:
     """Return a list or tuple of strings as a tuple; raise `TypeError` for anything else."""
     instance(name, value, (tuple, list), advice=advice)
     for i, word in enumerate(value):
-        instance(f"{name}[{i}]", word, str)
+        instance(f"{name}[{i}]", word, str, advice=advice)
     return tuple(value)
+
+
+def entries(name: str, value: Any, content: str) -> list[Any]:
+    """Return the entries of an iterable; a tensor, a string or a mapping is none."""
+    if isinstance(value, torch.Tensor | str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise TypeError(
+            f"{name} must be a list of {content}, got {shown(value)} of type {type(value).__name__}"
+        )
+    return list(value)
 
 
 def one_of(name: str, value: object, allowed: Iterable[object]) -> None:

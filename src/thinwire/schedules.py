@@ -156,12 +156,8 @@ class PiecewiseConstant(Schedule):
     values: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        check.instance("milestones", self.milestones, (list, tuple))
-        check.instance("values", self.values, (list, tuple))
-        steps = tuple(
-            check.integer(f"milestones[{i}]", m, at_least=1) for i, m in enumerate(self.milestones)
-        )
-        values = tuple(check.real(f"values[{i}]", v, at_least=0) for i, v in enumerate(self.values))
+        steps = check.sequence(check.integer, "milestones", self.milestones, at_least=1)
+        values = check.sequence(check.real, "values", self.values, at_least=0)
         if not steps:
             raise ValueError(
                 "milestones must not be empty; use Constant for a value that never changes"
@@ -182,13 +178,14 @@ class PiecewiseConstant(Schedule):
         return self.values[min(passed, len(self.values) - 1)]
 
 
+@dataclass(frozen=True)
 class _Decay(Schedule):
     """Arguments of the three decays that share them, and s/D with or without staircase."""
 
     lr: float
     decay_rate: float
     decay_steps: int
-    staircase: bool
+    staircase: bool = False
 
     def __post_init__(self) -> None:
         check.set_fields(self, check.real, "lr", "decay_rate", above=0)
@@ -214,11 +211,6 @@ class ExponentialDecay(_Decay):
         staircase: True if the value changes only every D steps.
     """
 
-    lr: float
-    decay_rate: float
-    decay_steps: int
-    staircase: bool = False
-
     def value_at(self, step: int) -> float:
         """See `Schedule.value_at`."""
         return self.lr * float(self.decay_rate ** self._decays(step))
@@ -243,11 +235,6 @@ class NaturalExpDecay(_Decay):
     Differs: MindSpore's documentation divides s by D; its code and this class do not.
     """
 
-    lr: float
-    decay_rate: float
-    decay_steps: int
-    staircase: bool = False
-
     def value_at(self, step: int) -> float:
         """See `Schedule.value_at`."""
         s = step // self.decay_steps * self.decay_steps if self.staircase else step
@@ -268,11 +255,6 @@ class InverseDecay(_Decay):
         decay_steps: D, an int >= 1.
         staircase: True if the value changes only every D steps.
     """
-
-    lr: float
-    decay_rate: float
-    decay_steps: int
-    staircase: bool = False
 
     def value_at(self, step: int) -> float:
         """See `Schedule.value_at`."""
@@ -299,12 +281,8 @@ class CosineDecay(Schedule):
 
     def __post_init__(self) -> None:
         check.set_fields(self, check.real, "min_lr", at_least=0)
-        check.set_fields(self, check.real, "max_lr")
+        check.set_fields(self, check.real, "max_lr", above=self.min_lr)
         check.set_fields(self, check.integer, "decay_steps", at_least=1)
-        if self.max_lr <= self.min_lr:
-            raise ValueError(
-                f"max_lr must be larger than min_lr ({self.min_lr}), got {self.max_lr}"
-            )
 
     def value_at(self, step: int) -> float:
         """See `Schedule.value_at`."""
@@ -345,12 +323,10 @@ class PolynomialDecay(Schedule):
 
     def value_at(self, step: int) -> float:
         """See `Schedule.value_at`."""
+        length = self.decay_steps
         if self.update_decay_steps:
-            length = self.decay_steps * max(-(-step // self.decay_steps), 1)
-            done = step
-        else:
-            length = self.decay_steps
-            done = min(step, self.decay_steps)
+            length *= max(-(-step // length), 1)
+        done = min(step, length)
         return (self.lr - self.end_lr) * float((1 - done / length) ** self.power) + self.end_lr
 
 
@@ -401,15 +377,9 @@ class Table(Schedule):
                     f"values must have one dimension, got a tensor of shape {tuple(values.shape)}"
                 )
             values = values.tolist()
-        if not isinstance(values, list | tuple):
-            raise TypeError(
-                f"values must be a list, a tuple or a tensor, got {values!r} of type "
-                f"{type(values).__name__}"
-            )
-        if not values:
+        object.__setattr__(self, "values", check.sequence(check.real, "values", values, at_least=0))
+        if not self.values:
             raise ValueError("values must not be empty: a table needs one entry for each update")
-        numbers = tuple(check.real(f"values[{i}]", v, at_least=0) for i, v in enumerate(values))
-        object.__setattr__(self, "values", numbers)
 
     def __repr__(self) -> str:
         shown = ", ".join(map(repr, self.values[:3]))

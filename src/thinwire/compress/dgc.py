@@ -308,7 +308,7 @@ class DGCCompressor:
                 [sent[name].parts[name] for name in names],
                 [momentum.rate(name) for name in names],
                 sent[names[0]].context.sources,
-                [_wide(param) for param in params],
+                [state_dtype(param) for param in params],
             )
         return kept
 
@@ -316,7 +316,7 @@ class DGCCompressor:
         """Make one step of SGD with momentum from a mean that travelled densely."""
         param, (m, nesterov) = self._params[name].detach(), momentum.factors(name)
         stored = self._state_of(name)["momentum_buffer"]
-        buffer = stored.to(_wide(param))
+        buffer = stored.to(state_dtype(param))
         grad = arrived.mean(name, param).to(buffer.dtype)
         if clip and momentum.limit is not None:
             grad = clipped(ClipByNorm(momentum.limit), [grad])[0]
@@ -344,7 +344,7 @@ class DGCCompressor:
     def _state_of(self, name: str, *, keep: bool = True) -> dict[str, Tensor]:
         """Return u and v, in the types of the config; zeros, which `keep` makes state, at first."""
         param, compresses, state = self._params[name], self._compresses(name), self._kept(name)
-        dtype = self._config(name).stored_dtype(param) if compresses else _wide(param)
+        dtype = self._config(name).stored_dtype(param) if compresses else state_dtype(param)
         kinds = ["momentum_buffer"] if self._momentum is not None else []
         found = {
             kind: _fitted(state.get(kind), param, dtype)
@@ -379,11 +379,6 @@ class DGCCompressor:
         grad = momentum.decayed(name, grad)
         u = state["momentum_buffer"].view(-1)
         return Fold(grad.reshape(-1).contiguous(), v, u, *momentum.factors(name))
-
-
-def _wide(param: Tensor) -> torch.dtype:
-    """Return the dtype in which the update of this parameter is computed."""
-    return param.dtype if param.is_complex() else state_dtype(param)
 
 
 def _fitted(entry: Tensor | None, param: Tensor, dtype: torch.dtype) -> Tensor:

@@ -75,12 +75,13 @@ _CHOICES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def state_dtype(param: Tensor) -> torch.dtype:
-    """Return the type of state and computation: float32, float64 for float64 parameters.
+    """Return the type of state and computation: that of complex and float64 parameters, or float32.
 
     >>> state_dtype(torch.zeros(1, dtype=torch.float16))
     torch.float32
     """
-    return torch.float64 if param.dtype == torch.float64 else torch.float32
+    wide = param.is_complex() or param.dtype == torch.float64
+    return param.dtype if wide else torch.float32
 
 
 def named_dtype(
@@ -134,6 +135,22 @@ def cache_sized(tensors: TensorList) -> Iterator[slice]:
         if (size >= _CACHED_BYTES and tensor.device.type == "cpu") or i == len(tensors) - 1:
             yield slice(start, i + 1)
             start, size = i + 1, 0
+
+
+def require_loss(loss: object, *, trains: bool) -> None:
+    """Raise unless the loss has one element and, if it `trains`, depends on a parameter."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"the loss must be a tensor of one element, got {type(loss).__name__}")
+    if loss.numel() != 1:
+        raise ValueError(
+            f"the loss must be a scalar, got shape {tuple(loss.shape)}: take its mean over the "
+            "batch"
+        )
+    if trains and not loss.requires_grad:
+        raise ValueError(
+            "the loss depends on no parameter that requires a gradient, so there is nothing to "
+            "train"
+        )
 
 
 def called(module: nn.Module, inputs: Any) -> Any:

@@ -141,9 +141,8 @@ class _PerRankCallback(Callback):
         """Average first, so that all ranks validate the same model."""
         self._flush()
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Average, so that an average over epochs, of another callback, is equal on all ranks."""
-        self._flush()
+    # so that an average over epochs, of another callback, is equal on all ranks
+    on_train_epoch_end = on_validation_start
 
 
 def _name(filepath: str | Path, i: int) -> str:
@@ -309,8 +308,7 @@ class ThinwireCallback(_PerRankCallback):
         """Average once more and end. Saving stays in place, for a checkpoint after the fit."""
         self._flush = lambda: None
         self.engine.flush()
-        self.engine.close()
-        trainer.gradient_clip_val = self._limit
+        self._release(trainer)
 
     def _release(self, trainer: Trainer) -> None:
         if hasattr(self, "engine"):

@@ -131,15 +131,11 @@ class ThinwireCallback(TrainerCallback):
         trainer.log = log_with_numbers
         self._undo.callback(delattr, trainer, "log")
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """Keep the Trainer from clipping before the exchange; the engine clips after it."""
         self._max_grad_norm, args.max_grad_norm = args.max_grad_norm, 0.0
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """Restore the argument, for code that reads or saves it."""
         args.max_grad_norm = self._max_grad_norm
 
@@ -152,16 +148,14 @@ class ThinwireCallback(TrainerCallback):
 
     on_epoch_end = on_step_end  # also if another callback has ended the training
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Write the state of all ranks into the checkpoint."""
         if not args.save_only_model:
             extra = {"step": state.global_step, "parameters": _checksum(kwargs["model"])}
             self.engine.save(_folder(args, state), extra=extra, keep=1)
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
     ) -> None:
         """Close the engine."""
         if not (args.load_best_model_at_end and state.best_model_checkpoint):
@@ -172,12 +166,10 @@ class ThinwireCallback(TrainerCallback):
         self, args: TrainingArguments, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> Engine:
         clip = ClipByGlobalNorm(args.max_grad_norm) if args.max_grad_norm > 0 else None
+        unused = bool(args.ddp_find_unused_parameters)
         try:
             return self._strategy.prepare(
-                model,
-                optimizer,
-                grad_clip=clip,
-                find_unused_parameters=bool(args.ddp_find_unused_parameters),
+                model, optimizer, grad_clip=clip, find_unused_parameters=unused
             )
         except StrategyError as error:
             if clip is None:

@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 from thinwire._names import plain_name
 
 Groups = Sequence[Mapping[str, Any]]
-_Name = tuple[str, int]
 _WRAPPER = "module"
 """Prefix that DistributedDataParallel puts before the names of the wrapped model."""
 
@@ -24,13 +23,8 @@ def in_order(
     saved_names: Sequence[Sequence[str]] | None,
     own_names: Sequence[Sequence[str]] | None,
 ) -> list[dict[str, Any]]:
-    """Reorder the saved groups of a state_dict to the groups and parameters of this optimizer.
-
-    The names of the parameters are given by group, for the state and for the optimizer that loads;
-    None where there are none. Then the groups stay as they are: torch loads by position.
-
-    Raises:
-        ValueError: No saved group has the parameters of a group here; names the first such group.
+    """Reorder the saved groups of a state_dict to the groups and parameters of this optimizer, by
+    name. Without names, given by group, they stay as they are: torch loads by position.
     """
     groups = [dict(group) for group in saved]
     if (
@@ -39,7 +33,7 @@ def in_order(
         or [len(names) for names in saved_names] != [len(g["params"]) for g in groups]
     ):
         return groups
-    matches = _matched(list(map(_numbered, saved_names)), list(map(_numbered, own_names)))
+    matches = _matched(saved_names, own_names)
     if matches is None:  # a wrapper may have changed the names
         known, wanted = (
             [[_plain(name) for name in names] for names in groups_of_names]
@@ -48,16 +42,14 @@ def in_order(
         counts = [len(set(names)) for names in (*saved_names, *own_names)]
         # plain names are still unique
         if [len(set(names)) for names in (*known, *wanted)] == counts:
-            matches = _matched(list(map(_numbered, known)), list(map(_numbered, wanted)))
+            matches = _matched(known, wanted)
         if matches is None:
             _refuse(known, wanted)
     result = []
-    for group_index, params in matches:
+    for group_index, positions in matches:
         group = groups[group_index]
-        ordered = {**group, "params": [group["params"][index] for index in params]}
-        if "param_names" in group:
-            ordered["param_names"] = [group["param_names"][index] for index in params]
-        result.append(ordered)
+        keys = [key for key in ("params", "param_names") if key in group]
+        result.append(group | {key: [group[key][i] for i in positions] for key in keys})
     return result
 
 
@@ -72,13 +64,13 @@ def _numbered(names: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def _matched(
-    known: Sequence[Sequence[_Name]], wanted: Sequence[Sequence[_Name]]
+    known_names: Sequence[Sequence[str]], wanted_names: Sequence[Sequence[str]]
 ) -> list[tuple[int, list[int]]] | None:
     """Return for each wanted group its known one and the index of each name there, or None."""
-    if len(known) != len(wanted):
+    known, found = list(map(_numbered, known_names)), []
+    if len(known) != len(wanted_names):
         return None
-    found = []
-    for i, names in enumerate(wanted):
+    for i, names in enumerate(map(_numbered, wanted_names)):
         # groups without parameters, such as those of other stages, are all equal: try the same
         # index first
         match = next((k for k in [i, *range(len(known))] if set(known[k]) == set(names)), None)

@@ -1,10 +1,10 @@
 """Base class of all optimizers: groups, the update, the two phases and the saved state."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter, Signature, signature
-from typing import Any, ClassVar, TypedDict, Unpack
+from types import NoneType
+from typing import Any, ClassVar, TypedDict, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -15,16 +15,7 @@ from torch._compile import _disable_dynamo
 from thinwire import _validate as check
 from thinwire._names import plain_name
 from thinwire.comm import is_alone
-from thinwire.core.gradients import (
-    Clip,
-    ClipByGlobalNorm,
-    ClipByNorm,
-    ClipByValue,
-    Regularizer,
-    centralized,
-    clipped,
-    decayed,
-)
+from thinwire.core.gradients import Clip, Regularizer, centralized, clipped, decayed
 from thinwire.core.sharded import is_sharded, shard_of
 from thinwire.core.tensors import coalesced, state_dtype
 from thinwire.optim import groups as grouping
@@ -73,25 +64,15 @@ class CommonOwn(Common, total=False):
     foreach: bool | None
 
 
-def require_known(kind: type, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise `TypeError`, as Python does, for a keyword that the constructor of `kind` lacks."""
-    for key in given:
-        if key not in known:
-            raise TypeError(
-                f"{kind.__name__}.__init__() got an unexpected keyword argument {key!r}"
-            )
+_DEFAULTS = {"maximize": False, "foreach": None}
+"""Defaults of hyper-parameters that all methods have which are not torch's."""
 
 
 def spelled_out(constructor: Signature, common: type) -> Signature:
     """Return the signature with the common arguments by name in place of `**common`, for `help`."""
     own = [p for p in constructor.parameters.values() if p.kind != Parameter.VAR_KEYWORD]
     shared = [
-        Parameter(
-            key,
-            Parameter.KEYWORD_ONLY,
-            default=False if key == "maximize" else None,
-            annotation=kind,
-        )
+        Parameter(key, Parameter.KEYWORD_ONLY, default=_DEFAULTS.get(key), annotation=kind)
         for key, kind in common.__annotations__.items()
     ]
     return constructor.replace(parameters=[*own, *shared])
@@ -132,9 +113,11 @@ class CommonOptimizer(torch.optim.Optimizer):
         self, params: object, lr: object, values: Mapping[str, Any], common: CommonOwn
     ) -> None:
         """Construct a method of this library; `values` are its hyper-parameters."""
-        require_known(type(self), common, CommonOwn.__annotations__)
-        shared: dict[str, Any] = {"maximize": False, "foreach": None, **common}
-        own = {key: shared.pop(key) for key in ("maximize", "foreach")}
+        shared: dict[str, Any] = {**_DEFAULTS, **common}
+        if unknown := shared.keys() - CommonOwn.__annotations__.keys():
+            name = f"{type(self).__name__}.__init__()"
+            raise TypeError(f"{name} got an unexpected keyword argument {min(unknown)!r}")
+        own = {key: shared.pop(key) for key in _DEFAULTS}
         groups, rate = self._open(params, lr, **shared)
         torch.optim.Optimizer.__init__(self, groups, {"lr": rate, **values, **own})
         self._close()
@@ -142,10 +125,9 @@ class CommonOptimizer(torch.optim.Optimizer):
     def _open(self, params: object, lr: object, **common: Unpack[Common]) -> tuple[Any, float]:
         """Check the common arguments; return `params` and `lr` for torch's constructor."""
         rate, clip = parse_rate("lr", lr), common.get("grad_clip")
-        if clip is not None:
-            check.instance("grad_clip", clip, (ClipByGlobalNorm, ClipByNorm, ClipByValue))
+        check.instance("grad_clip", clip, (*get_args(Clip), NoneType))
         regularizer = common.get("regularizer")
-        grouping.check_regularizer(regularizer)
+        check.instance("regularizer", regularizer, (*get_args(Regularizer), NoneType))
         exclude = grouping.parse_exclusion(common.get("exclude_from_weight_decay"))
         groups, order = grouping.split_order(params)
         self._common = _Common(rate, clip, regularizer, exclude, order)
@@ -193,7 +175,7 @@ class CommonOptimizer(torch.optim.Optimizer):
         own_lr = "lr" in group
         rate = parse_rate("lr of a parameter group", group["lr"]) if own_lr else common.lr
         schedule = rate if isinstance(rate, Schedule) else None
-        group["lr"] = rate_at(rate, common.position) if isinstance(rate, Schedule) else rate
+        group["lr"] = rate if schedule is None else rate_at(schedule, common.position)
         if schedule is None:
             self._check_rate(group["lr"], "lr")
         grouping.check_common_values(group)
@@ -223,12 +205,6 @@ class CommonOptimizer(torch.optim.Optimizer):
     def grad_clip(self) -> Clip | None:
         """Clipping config passed to the constructor."""
         return self._common.grad_clip
-
-    def replace_grad_clip(self, clip: Clip | None) -> Callable[[], None]:
-        """Replace the clipping config (None: no clipping); return a function that undoes it."""
-        undo = functools.partial(setattr, self._common, "grad_clip", self.grad_clip)
-        self._common.grad_clip = clip
-        return undo
 
     def call_params(self, names: Mapping[Tensor, str]) -> None:
         """Name parameters that came without names, for messages and arguments only."""
@@ -271,7 +247,7 @@ class CommonOptimizer(torch.optim.Optimizer):
         record = self._common.records[param]
         group = self.param_groups[record.group_index]
         decay = 0.0 if record.excluded else group["weight_decay"]
-        return ParamFacts(record.name, record.group_index, group, decay)
+        return ParamFacts(record.group_index, group, decay)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one update from the gradients in `p.grad`, which stay unchanged.
@@ -511,8 +487,7 @@ class CommonOptimizer(torch.optim.Optimizer):
             ValueError: The groups do not fit, or the position is missing while a schedule drives
                 the rate.
         """
-        as_loaded = self._as_loaded if self._wide_state else None
-        with restoring(self, self.has_schedule, self.begin_at, as_loaded, self._label):
+        with restoring(self):
             super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from thinwire import _validate as check
 
+_ADVICE = 'write a single pattern as ("*.bias",)'
+
 
 @dataclass(frozen=True)
 class LARS:
@@ -31,8 +33,9 @@ class LARS:
     exclude_from_weight_decay: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lars_coeff", check.real("lars_coeff", self.lars_coeff, above=0))
-        _settle(self, "lars_weight_decay", "epsilon")
+        check.set_fields(self, check.real, "lars_coeff", above=0)
+        check.set_fields(self, check.real, "lars_weight_decay", "epsilon", at_least=0)
+        check.set_fields(self, check.words, "exclude_from_weight_decay", advice=_ADVICE)
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,5 @@ class LAMB:
     exclude_from_weight_decay: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _settle(self, "lamb_weight_decay")
-
-
-def _settle(config: LARS | LAMB, *numbers: str) -> None:
-    """Check the patterns, and that each of `numbers` is at least 0."""
-    for name in numbers:
-        object.__setattr__(config, name, check.real(name, getattr(config, name), at_least=0))
-    advice = 'write a single pattern as ("*.bias",)'
-    name = "exclude_from_weight_decay"
-    object.__setattr__(config, name, check.words(name, getattr(config, name), advice=advice))
+        check.set_fields(self, check.real, "lamb_weight_decay", at_least=0)
+        check.set_fields(self, check.words, "exclude_from_weight_decay", advice=_ADVICE)

@@ -23,7 +23,7 @@ from thinwire.compress.protocol import report_coverage
 from thinwire.core.arithmetic import arithmetic
 from thinwire.core.checksum import bit_sums
 from thinwire.core.feedback import compile_loops
-from thinwire.core.gradients import Clip, ClipByNorm
+from thinwire.core.gradients import ClipByNorm
 from thinwire.core.provenance import PROVENANCE, Provenance, checksum_of, without_provenance
 from thinwire.core.sharded import Shards, require_shards, shard_of, sharded_like
 from thinwire.core.stats import numbers
@@ -34,7 +34,8 @@ from thinwire.exchange.digest import DIGEST_EVERY, RollingDigest, optimizer_stat
 from thinwire.exchange.gradients import GradientExchange
 from thinwire.exchange.synchronizer import NO_TRAFFIC, Ranks
 from thinwire.optim.common import CommonOptimizer, CommonOwn
-from thinwire.optim.folded import FoldedSGD
+from thinwire.optim.folded import FoldedSGD, why_no_local_clip
+from thinwire.optim.own import check_nesterov
 from thinwire.optim.saving import of_params
 from thinwire.schedules import Schedule
 from thinwire.wire.message import WIRE_VERSION
@@ -152,10 +153,14 @@ class DGCMomentum(CommonOptimizer):
         streams: int | None = None,
         **common: Unpack[CommonOwn],
     ) -> None:
-        _check_clip(common.get("grad_clip"), local_grad_clip_norm, mesh)
         self._dgc = DGC(
             value_bits=value_bits, state_dtype=state_dtype, node_size=node_size, exchange=exchange
         )
+        if (clip := common.get("grad_clip")) is not None:
+            limits = dataclasses.replace(self._dgc, local_grad_clip_norm=local_grad_clip_norm)
+            if (why := why_no_local_clip(limits, clip, sharded=mesh is not None)) is not None:
+                kind = ValueError if isinstance(clip, ClipByNorm) else TypeError
+                raise kind(f"grad_clip={clip} is not possible: {why}")
         self.num_trainers = num_trainers
         if num_trainers is not None:
             self.num_trainers = check.integer("num_trainers", num_trainers, at_least=1)
@@ -179,9 +184,8 @@ class DGCMomentum(CommonOptimizer):
         require_shards({} if mesh is None else self._params_by_name, self._ranks.shards)
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
-        momentum = check.real("momentum", values["momentum"], at_least=0)
-        if check.boolean("nesterov", values["nesterov"]) and momentum == 0:
-            raise ValueError("nesterov needs a momentum above 0, got momentum=0")
+        check.real("momentum", values["momentum"], at_least=0)
+        check_nesterov(values)
         DGC(**{key: values[key] for key in _RAMP})  # checks them
 
     @property
@@ -231,11 +235,6 @@ class DGCMomentum(CommonOptimizer):
             )
         self._attached = Attached(self, ddp)
         return self._attached
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """Process group passed to the constructor; None for all ranks."""
-        return self._ranks.process_group
 
     def call_params(self, names: Mapping[Tensor, str]) -> None:
         """Name parameters, as in the base class; the exchange uses these names too."""
@@ -333,8 +332,7 @@ class DGCMomentum(CommonOptimizer):
 
     def _as_loaded(self, param: Tensor, value: Tensor) -> Tensor:
         compressed = self._compresses(param)
-        dtype = param.dtype if param.is_complex() else state_dtype(param)
-        dtype = self._dgc.stored_dtype(param) if compressed else dtype
+        dtype = self._dgc.stored_dtype(param) if compressed else state_dtype(param)
         # flat views of it are folded, so it is contiguous whatever the layout of the parameter
         return narrowed(shard_of(value).to(param.device), dtype).contiguous()
 
@@ -355,7 +353,7 @@ class DGCMomentum(CommonOptimizer):
         if self._named is None:
             self._named = {}
             for key, p in enumerate(self._common.order):
-                name = self._facts(p).name or f"parameter {key}"
+                name = self._common.records[p].name or f"parameter {key}"
                 self._named[name if name not in self._named else f"{name} (parameter {key})"] = p
             self._names = {p: name for name, p in self._named.items()}
         return self._named
@@ -371,7 +369,7 @@ class DGCMomentum(CommonOptimizer):
         return self._exchange
 
     def _configs_now(self) -> list[DGC]:
-        return [self._config_of(group) for group in self.param_groups]
+        return list(map(self._config_of, self.param_groups))
 
     def _restarted(self, params: Mapping[str, Tensor]) -> GradientExchange:
         """Return the exchange of these parameters, whose settings are equal on all ranks."""
@@ -434,7 +432,9 @@ class DGCMomentum(CommonOptimizer):
         overflow = None if found is None else bool(found)
         factor = 1.0 if scale is None else 1.0 / float(scale)
         pairs = self._pairs()  # without a sign change: the exchange takes plain gradients
-        given = {self._names[p]: _unscaled(p, shard_of(g), factor) for p, g in pairs}
+        given = {self._names[p]: shard_of(g) for p, g in pairs}
+        if factor != 1.0:
+            given = {name: grad.to(state_dtype(grad)) * factor for name, grad in given.items()}
         given, unchanged = self._limited(given), None
         if self._attached is not None:
             unchanged = self._attached._unchanged(given, scaled=found is not None)
@@ -475,25 +475,6 @@ class DGCMomentum(CommonOptimizer):
 @functools.lru_cache(maxsize=256)
 def _config(whole: DGC, **of_group: Any) -> DGC:
     return dataclasses.replace(whole, **of_group)
-
-
-def _check_clip(clip: Clip | None, local_limit: float | None, mesh: DeviceMesh | None) -> None:
-    """Raise for a `grad_clip` that does not commute with local accumulation, or beside another."""
-    if clip is None:
-        return
-    advice = "other norms do not commute with local accumulation"
-    check.instance("grad_clip", clip, ClipByNorm, advice=advice)
-    if local_limit is not None:
-        raise ValueError(
-            f"grad_clip={clip} and local_grad_clip_norm={local_limit} limit the same gradient: "
-            "give only one"
-        )
-    if mesh is not None:
-        raise ValueError(
-            f"grad_clip={clip} cannot be combined with mesh, because the norm of an arriving "
-            "gradient would cover one shard only: use local_grad_clip_norm, whose norms cover all "
-            "shards"
-        )
 
 
 def _facts_of(optimizer: DGCMomentum, params: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -539,12 +520,6 @@ def _initial_values(params: Mapping[str, Tensor], shards: Group | None) -> dict[
         name: [int.from_bytes(answer[4 * i : 4 * i + 4], "little") for answer in answers]
         for i, name in enumerate(params)
     }
-
-
-def _unscaled(param: Tensor, grad: Tensor, factor: float) -> Tensor:
-    if factor == 1.0:
-        return grad
-    return grad.to(grad.dtype if grad.is_complex() else state_dtype(param)) * factor
 
 
 class Attached:

@@ -6,10 +6,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.compress import field_of
+from thinwire.compress.protocol import Compression
 from thinwire.core.gradients import Clip, ClipByNorm, centralized, decayed
 from thinwire.core.sharded import shard_of
 from thinwire.core.tensors import state_dtype
 from thinwire.optim.common import CommonOptimizer
+
+
+def why_no_local_clip(
+    compression: Compression, clip: Clip | None, *, sharded: bool = False
+) -> str | None:
+    """Return why gradients cannot be clipped so before they are accumulated, if so."""
+    field, limit = field_of(compression), compression.local_grad_clip_norm
+    if not isinstance(clip, ClipByNorm):
+        return (
+            f"{field} accumulates gradients: other norms do not commute with local accumulation. "
+            "Use ClipByNorm, which limits each tensor, or omit grad_clip and set "
+            f"local_grad_clip_norm of {field}"
+        )
+    if limit is not None:
+        return f"{field}'s local_grad_clip_norm={limit} limits the same gradient: give only one"
+    if sharded:
+        return (
+            f"{field} would clip each shard on its own under mesh=: use local_grad_clip_norm of "
+            f"{field}, which takes norms over all shards"
+        )
+    return None
 
 
 class FoldedSGD:
@@ -48,7 +71,7 @@ class FoldedSGD:
             decay = optimizer._facts(param).weight_decay
         if not (decay or regularizer or group.get("grad_centralization")):
             return grad
-        wide = grad if grad.is_complex() else grad.to(state_dtype(param))
+        wide = grad.to(state_dtype(param))
         wide = decayed(wide, shard_of(param), weight_decay=decay, regularizer=regularizer)
         return centralized(wide) if group.get("grad_centralization") else wide
 

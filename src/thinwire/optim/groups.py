@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import NoneType
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from thinwire import _validate as check
 from thinwire._names import matches
 from thinwire._wording import warn_user
-from thinwire.core.gradients import L1Decay, L2Decay
+from thinwire.core.gradients import Regularizer
 
 Predicate = Callable[[str, Tensor], bool]
 Exclusion = tuple[str, ...] | Predicate | None
@@ -42,8 +43,6 @@ class ParamRecord:
 class ParamFacts(NamedTuple):
     """Settings of one parameter in the current update."""
 
-    name: str | None
-    """Name, if named parameters were given."""
     group_index: int
     """Index of its group in `param_groups`."""
     group: dict[str, Any]
@@ -71,9 +70,7 @@ def listed(group: dict[str, Any]) -> list[tuple[str | None, Tensor]]:
         return []
     group["params"] = [param if name is None else (name, param) for name, param in entries]
     if "param_names" in group and all(name is None for name, _ in entries):
-        entries = [
-            (name, param) for name, (_, param) in zip(group["param_names"], entries, strict=True)
-        ]
+        entries = list(zip(group["param_names"], (param for _, param in entries), strict=True))
     if len({param for _, param in entries}) != len(entries):
         raise ValueError(
             "some parameters appear more than once in a parameter group; list every parameter once"
@@ -118,15 +115,9 @@ def require_layout(grad: Tensor, method: str, name: str, *, rows: bool) -> None:
         )
 
 
-def check_regularizer(regularizer: object) -> None:
-    """Raise `TypeError` unless the value is a regularizer or None."""
-    if regularizer is not None:
-        check.instance("regularizer", regularizer, (L1Decay, L2Decay))
-
-
 def check_common_values(values: dict[str, Any]) -> None:
     """Check the common keys of a group. Tensors of one element become numbers."""
-    check_regularizer(values.get("regularizer"))
+    check.instance("regularizer", values.get("regularizer"), (*get_args(Regularizer), NoneType))
     check.boolean("grad_centralization", values.get("grad_centralization", False))
     check.boolean("maximize", values.get("maximize", False))
     if values.get("foreach") is not None:
@@ -156,15 +147,8 @@ def parse_exclusion(exclude: object) -> Exclusion:
     """Check and return the argument `exclude_from_weight_decay`; a single str is a `TypeError`."""
     if exclude is None or (callable(exclude) and not isinstance(exclude, type)):
         return exclude
-    if isinstance(exclude, str) or not isinstance(exclude, list | tuple):
-        raise TypeError(
-            "exclude_from_weight_decay must be a tuple or list of glob patterns or a predicate "
-            f"(name, parameter) -> bool, got {exclude!r} of type {type(exclude).__name__}; "
-            "write a single pattern as ('*.bias',)"
-        )
-    for pattern in exclude:
-        check.instance("every pattern of exclude_from_weight_decay", pattern, str)
-    return tuple(exclude)
+    advice = "write a single pattern as ('*.bias',), or a predicate (name, parameter) -> bool"
+    return check.words("exclude_from_weight_decay", exclude, advice=advice)
 
 
 def excluded_flags(exclude: Exclusion, entries: Sequence[tuple[str | None, Tensor]]) -> list[bool]:
@@ -173,7 +157,13 @@ def excluded_flags(exclude: Exclusion, entries: Sequence[tuple[str | None, Tenso
         return [False] * len(entries)
     if callable(exclude):
         return [_ask(exclude, name, param) for name, param in entries]
-    return [any(matches(_need_name(name), pattern) for pattern in exclude) for name, _ in entries]
+    names = [name for name, _ in entries if name is not None]
+    if len(names) < len(entries):
+        raise ValueError(
+            "exclude_from_weight_decay has patterns over names, but the parameters have no names; "
+            "pass model.named_parameters() instead of model.parameters()"
+        )
+    return [any(matches(name, pattern) for pattern in exclude) for name in names]
 
 
 def require_matches(exclude: Exclusion, names: Iterable[str | None]) -> None:
@@ -184,10 +174,8 @@ def require_matches(exclude: Exclusion, names: Iterable[str | None]) -> None:
     for pattern in exclude:
         if not any(matches(name, pattern) for name in given):
             bare = pattern.replace("*", "").replace("?", "")
-            ends = {name: name for name in given} | {
-                name.rpartition(".")[2]: name for name in given
-            }
-            hint = check.closest(bare, ends) or f"; the names begin with {given[:5]}"
+            ends = (name.rpartition(".")[2] for name in given)
+            hint = check.closest(bare, [*given, *ends]) or f"; the names begin with {given[:5]}"
             raise ValueError(
                 f"exclude_from_weight_decay: the pattern {pattern!r} matches no parameter "
                 f"name{hint}"
@@ -215,9 +203,12 @@ def split_order(params: object) -> tuple[Any, list[Tensor] | None]:
             f"order_params must be alone in its dictionary, got {others} beside it; move them to a "
             "group"
         )
-    return [entry for entry in entries if entry is not orders[0]], _as_params(
-        orders[0]["order_params"]
-    )
+    order = check.entries("order_params", orders[0]["order_params"], "parameters")
+    params = [p[1] if isinstance(p, tuple) and len(p) == 2 else p for p in order]
+    advice = "give parameters or (name, parameter) pairs"
+    for i, param in enumerate(params):
+        check.instance(f"order_params[{i}]", param, Tensor, advice=advice)
+    return [entry for entry in entries if entry is not orders[0]], params
 
 
 def ordered(order: Sequence[Tensor], records: Mapping[Tensor, ParamRecord]) -> list[Tensor]:
@@ -242,30 +233,6 @@ def ordered(order: Sequence[Tensor], records: Mapping[Tensor, ParamRecord]) -> l
             f"{', '.join(missing[:5])}"
         )
     return list(order)
-
-
-def _as_params(order: object) -> list[Tensor]:
-    if isinstance(order, Tensor | str | Mapping) or not isinstance(order, Iterable):
-        raise TypeError(
-            f"order_params must be an iterable of parameters, got {order!r} of type "
-            f"{type(order).__name__}"
-        )
-    params = [
-        entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry for entry in order
-    ]
-    for i, param in enumerate(params):
-        advice = "give parameters or (name, parameter) pairs"
-        check.instance(f"order_params[{i}]", param, Tensor, advice=advice)
-    return params
-
-
-def _need_name(name: str | None) -> str:
-    if name is None:
-        raise ValueError(
-            "exclude_from_weight_decay has patterns over names, but the parameters have no names; "
-            "pass model.named_parameters() instead of model.parameters()"
-        )
-    return name
 
 
 def _ask(predicate: Predicate, name: str | None, param: Tensor) -> bool:

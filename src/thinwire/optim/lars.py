@@ -11,7 +11,7 @@ from thinwire.core.tensors import TensorList
 from thinwire.kernels.rules import LarsRule, TrustRule
 from thinwire.optim.common import CommonOptimizer, CommonOwn
 from thinwire.optim.layerwise import Run, smallest, trust_ratios, update_runs_
-from thinwire.optim.own import buffer_of
+from thinwire.optim.own import buffer_of, check_nesterov
 from thinwire.optim.pairs import ParamGrad
 
 
@@ -87,13 +87,10 @@ class Lars(CommonOptimizer):
             lars_list_([p], [grad], [velocity], LarsRule(0.0, 0.0, False, TrustRule()))
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
-        momentum = check.real("momentum", values["momentum"], at_least=0)
+        check.real("momentum", values["momentum"], at_least=0)
         check.real("trust_coefficient", values["trust_coefficient"], above=0)
         check.real("eps", values["eps"], at_least=0)
-        if check.boolean("nesterov", values["nesterov"]) and momentum == 0:
-            raise ValueError(
-                "nesterov needs momentum > 0, got momentum=0; set nesterov=False or give a momentum"
-            )
+        check_nesterov(values)
 
     def _update_group(self, group: dict[str, Any], pairs: Sequence[ParamGrad], rate: float) -> None:
         momentum = group["momentum"]

@@ -41,8 +41,8 @@ def trust_ratios(optimizer: CommonOptimizer) -> dict[str | Tensor, float]:
         By name, or by parameter where there are no names; empty before the first update. This call
         waits for the device; the update does not.
     """
-    ratios = optimizer._ratios or {}
-    return {optimizer._facts(param).name or param: float(ratio) for param, ratio in ratios.items()}
+    ratios, records = optimizer._ratios or {}, optimizer._common.records
+    return {records[param].name or param: float(ratio) for param, ratio in ratios.items()}
 
 
 def update_runs_(
@@ -54,16 +54,6 @@ def update_runs_(
     count: bool,
 ) -> None:
     """Update the parameters of `pairs` in place, in runs of one device, type, decay and count."""
-    for run in _runs(optimizer, group, pairs, count=count):
-        with widened(run.params) as wide:
-            ratios = update_(run, wide)
-        assert optimizer._ratios is not None, "ratios come from updates"
-        optimizer._ratios.update(zip(run.params, ratios, strict=True))
-
-
-def _runs(
-    optimizer: CommonOptimizer, group: dict[str, Any], pairs: Sequence[ParamGrad], *, count: bool
-) -> list[Run]:
     kinds: dict[tuple[Any, ...], Run] = {}
     steps = counted(optimizer, [param for param, _ in pairs]) if count else [0] * len(pairs)
     for i, ((param, grad), step) in enumerate(zip(pairs, steps, strict=True)):
@@ -80,4 +70,8 @@ def _runs(
         run = kinds.setdefault(key, Run([], [], decay, step, fast))
         run.params.append(param)
         run.grads.append(grad)
-    return list(kinds.values())
+    assert optimizer._ratios is not None, "ratios come from updates"
+    for run in kinds.values():
+        with widened(run.params) as wide:
+            ratios = update_(run, wide)
+        optimizer._ratios.update(zip(run.params, ratios, strict=True))

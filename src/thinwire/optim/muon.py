@@ -137,11 +137,9 @@ class Muon(TorchOptimizer):
         check.boolean("conv", values["conv"])
         check.real("adam_lr_scale", values["adam_lr_scale"], at_least=0)
         numbers = values["ns_coefficients"]
-        check.instance("ns_coefficients", numbers, (tuple, list), advice="give three numbers")
+        check.sequence(check.real, "ns_coefficients", numbers, advice="give three numbers")
         if len(numbers) != 3:
             raise ValueError(f"ns_coefficients has {len(numbers)} numbers; give three")
-        for i, number in enumerate(numbers):
-            check.real(f"ns_coefficients[{i}]", number)
         check.integer("ns_steps", values["ns_steps"], at_least=1)
         if values["ns_dtype"] is not None:
             check.one_of("ns_dtype", values["ns_dtype"], ("float32", "bfloat16"))

@@ -46,17 +46,10 @@ def update_rows_(
     starts: Mapping[str, float],
     update_: Callable[..., None],
 ) -> None:
-    """Update the parameters of `pairs` and their state in place.
+    """Update the parameters of one group and their state, which begins with `starts`, in place.
 
-    Dense gradients update whole tensors. For a row-sparse gradient, copies of the rows present are
-    updated and written back.
-
-    Args:
-        optimizer: The optimizer that holds the state.
-        pairs: Processed gradients of one group.
-        starts: First values of a parameter's state tensors, by name.
-        update_: Called with parameter, gradient, the number of this update from 1, and the state
-            tensors by name, all of one shape and type; changes them element by element.
+    `update_` gets the parameter, the gradient, the number of this update from 1 and the state by
+    name, or copies of the rows that a row-sparse gradient has, and changes them by element.
     """
     for param, grad in pairs:
         buffers = {key: buffer_of(optimizer, param, key, fill) for key, fill in starts.items()}
@@ -84,10 +77,19 @@ def widened(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             param.copy_(copy)
 
 
+def check_nesterov(values: Mapping[str, Any]) -> None:
+    """Raise unless Nesterov momentum is off, or has a momentum and no dampening."""
+    momentum, dampening = values["momentum"], values.get("dampening", 0)
+    if check.boolean("nesterov", values["nesterov"]) and (momentum == 0 or dampening != 0):
+        raise ValueError(
+            "nesterov needs a momentum above 0 and no dampening, got "
+            f"momentum={momentum} and dampening={dampening}"
+        )
+
+
 def check_betas(values: Mapping[str, Any]) -> None:
     """Raise unless `betas` is a pair of numbers in [0, 1)."""
     betas = values["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise TypeError(f"betas must be two numbers in [0, 1), got {betas!r}")
-    for i, beta in enumerate(betas):
-        check.real(f"betas[{i}]", beta, at_least=0, below=1)
+    check.sequence(check.real, "betas", betas, at_least=0, below=1)

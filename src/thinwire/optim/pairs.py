@@ -1,6 +1,7 @@
 """Checked arguments of the two phases of a step, backward and update."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +16,9 @@ ParamGrad = tuple[Tensor, Tensor]
 
 def checked_callbacks(callbacks: object) -> list[Callable[[Tensor, Tensor], object]]:
     """Return the callbacks of `backward` as a checked sequence; None becomes an empty one."""
-    if callbacks is None:
-        return []
-    advice = "each called as (param, grad)"
-    check.instance("callbacks", callbacks, Iterable, advice=advice)
-    calls = list(callbacks) if isinstance(callbacks, Iterable) else []
+    given: Any = () if callbacks is None else callbacks
+    check.instance("callbacks", given, Iterable, advice="each called as (param, grad)")
+    calls = list(given)
     for i, call in enumerate(calls):
         if not callable(call):
             raise TypeError(f"callbacks[{i}] must be callable as (param, grad), got {call!r}")
@@ -47,35 +46,25 @@ def differentiate(loss: Tensor, wanted: Sequence[Tensor], order: Sequence[Tensor
 
 
 def selected(
-    order: Sequence[Tensor],
-    records: Mapping[Tensor, ParamRecord],
-    parameters: object,
-    no_grad_set: object,
+    order: Sequence[Tensor], records: Mapping[Tensor, ParamRecord], wanted: Any, unwanted: Any
 ) -> list[Tensor]:
-    """Return the parameters in `parameters` and not in `no_grad_set` that need gradients."""
-    wanted = set(order) if parameters is None else _resolved("parameters", parameters, records)
-    unwanted = set() if no_grad_set is None else _resolved("no_grad_set", no_grad_set, records)
-    return [
-        param
-        for param in order
-        if param in wanted and param not in unwanted and param.requires_grad
-    ]
+    """Return the parameters that need gradients and are `wanted` (None: all) and not `unwanted`."""
+    chosen = set(order) if wanted is None else _resolved("parameters", wanted, records)
+    chosen -= set() if unwanted is None else _resolved("no_grad_set", unwanted, records)
+    return [param for param in order if param in chosen and param.requires_grad]
 
 
 def checked_pairs(
     params_grads: object, order: Sequence[Tensor], records: Mapping[Tensor, ParamRecord]
 ) -> list[ParamGrad]:
     """Return the pairs that have a gradient, in the order of the optimizer."""
-    if isinstance(params_grads, Tensor | str | Mapping) or not isinstance(params_grads, Iterable):
-        raise TypeError(
-            f"params_grads must be a list of (parameter, gradient) pairs, got {params_grads!r}"
-        )
+    pairs = check.entries("params_grads", params_grads, "(parameter, gradient) pairs")
     found: dict[Tensor, Tensor | None] = {}
-    for i, pair in enumerate(params_grads):
-        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], Tensor):
-            raise TypeError(f"params_grads[{i}] must be a (parameter, gradient) pair, got {pair!r}")
-        param, grad = pair
+    for i, pair in enumerate(pairs):
         where = f"params_grads[{i}]"
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], Tensor):
+            raise TypeError(f"{where} must be a (parameter, gradient) pair, got {pair!r}")
+        param, grad = pair
         if param not in records:
             raise ValueError(
                 f"{where}: the parameter of shape {tuple(param.shape)} is not one of this "
@@ -96,14 +85,12 @@ def checked_pairs(
 
 
 def _resolved(argument: str, entries: object, records: Mapping[Tensor, ParamRecord]) -> set[Tensor]:
-    if isinstance(entries, Tensor | str) or not isinstance(entries, Iterable):
-        raise TypeError(f"{argument} must be a list or set of parameters or names, got {entries!r}")
     by_name: dict[str, list[Tensor]] = {}
     for param, record in records.items():
         if record.name is not None:
             by_name.setdefault(record.name, []).append(param)
     found = set()
-    for entry in entries:
+    for entry in check.entries(argument, entries, "parameters or names"):
         if isinstance(entry, Tensor):
             if entry not in records:
                 raise ValueError(
@@ -111,13 +98,9 @@ def _resolved(argument: str, entries: object, records: Mapping[Tensor, ParamReco
                     "optimizer's"
                 )
             found.add(entry)
-        elif isinstance(entry, str):
-            found.add(_of_name(argument, entry, by_name))
         else:
-            raise TypeError(
-                f"{argument} must hold parameters or names, got {entry!r} of type "
-                f"{type(entry).__name__}"
-            )
+            check.instance(f"an entry of {argument}", entry, (Tensor, str))
+            found.add(_of_name(argument, entry, by_name))
     return found
 
 

@@ -26,9 +26,7 @@ def parse_rate(name: str, lr: object) -> float | Schedule:
             raise ValueError(
                 f"{name} must not be an empty list: it needs one entry for each update"
             )
-        return Table(
-            tuple(check.scalar(f"{name}[{i}]", value, at_least=0) for i, value in enumerate(lr))
-        )
+        return Table(check.sequence(check.scalar, name, lr, at_least=0))
     if callable(lr) and not isinstance(lr, torch.Tensor):
         raise TypeError(
             f"{name} must be a number, a list or a Schedule, got {lr!r}; subclass "

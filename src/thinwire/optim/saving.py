@@ -16,16 +16,8 @@ from thinwire.optim.by_name import in_order, names_of
 
 _REGULARIZERS: dict[str, type[L1Decay | L2Decay]] = {"L1Decay": L1Decay, "L2Decay": L2Decay}
 _LIKE_THE_PARAMETER = (
-    "momentum_buffer",
-    "residual",
-    "exp_avg",
-    "exp_avg_sq",
-    "max_exp_avg_sq",
-    "accumulator",
-    "linear",
-    "sum",
-    "square_avg",
-    "grad_avg",
+    "momentum_buffer residual exp_avg exp_avg_sq max_exp_avg_sq accumulator linear sum square_avg "
+    "grad_avg"
 )
 """State tensors with the shape of their parameter."""
 
@@ -40,50 +32,37 @@ class _Kept:
 def packed(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state_dict with regularizers as plain values, so that `weights_only` loads it."""
     groups = [
-        {**group, "regularizer": _plain(group.get("regularizer"))}
+        {**group, "regularizer": decay and [type(decay).__name__, decay.c]}
         for group in state_dict["param_groups"]
+        for decay in [group.get("regularizer")]
     ]
     return {**state_dict, "param_groups": groups}
 
 
 @contextmanager
-def restoring(
-    optimizer: torch.optim.Optimizer,
-    has_schedule: bool,
-    begin_at: Callable[[int], None],
-    as_loaded: Callable[[Tensor, Tensor], Tensor] | None,
-    label: Callable[[Tensor], str],
-) -> Iterator[None]:
-    """Unpack what `packed` wrote while torch loads a state_dict, and keep wide state out of torch's
-    cast.
-
-    The position is read before anything changes. `begin_at` is called with it after torch has
-    accepted the rest. `as_loaded(param, value)` gives floating-point state the type and layout that
-    it has here; None leaves it to torch. `label(param)` is the name of a parameter in messages.
-
-    Both run innermost: after the user's hooks that change the dictionary, before those that look.
+def restoring(optimizer: Any) -> Iterator[None]:
+    """Unpack what `packed` wrote while torch loads a state_dict into a `CommonOptimizer`, and keep
+    wide state out of torch's cast.
     """
+    # the position is read before anything changes, and used when torch has accepted the rest. Both
+    # hooks run innermost: after the user's that change the dictionary, before those that look
+    wide = optimizer._wide_state
     positions: list[int] = []
 
     def before(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        positions.append(_position(state_dict, has_schedule))
+        positions.append(_position(state_dict, optimizer.has_schedule))
         saved, here = state_dict["param_groups"], optimizer.param_groups
-        groups = in_order(saved, names_of(saved), names_of(here))
-        _require_shapes(groups, state_dict["state"], here, label)
-        return {
-            **state_dict,
-            "param_groups": _unpacked(groups, here),
-            "state": {
-                k: _loadable(v, hide=as_loaded is not None) for k, v in state_dict["state"].items()
-            },
-        }
+        groups, state = in_order(saved, names_of(saved), names_of(here)), state_dict["state"]
+        _require_shapes(groups, state, optimizer)
+        loadable = {k: _loadable(v, hide=wide) for k, v in state.items()}
+        return {**state_dict, "param_groups": _unpacked(groups, here), "state": loadable}
 
     def after(_: torch.optim.Optimizer) -> None:
         for param, entries in optimizer.state.items():
-            if isinstance(entries, dict) and as_loaded is not None:
+            if isinstance(entries, dict) and wide:
                 kept = {k: v.tensor for k, v in entries.items() if isinstance(v, _Kept)}
-                entries.update({k: as_loaded(param, tensor) for k, tensor in kept.items()})
-        begin_at(positions[0])
+                entries.update({k: optimizer._as_loaded(param, x) for k, x in kept.items()})
+        optimizer.begin_at(positions[0])
 
     handles = [
         optimizer.register_load_state_dict_pre_hook(before),
@@ -105,24 +84,19 @@ def _position(saved: Mapping[str, Any], has_schedule: bool) -> int:
     return check.integer("state_dict['position']", saved.get("position", 0), at_least=0)
 
 
-def _require_shapes(
-    groups: list[dict[str, Any]],
-    state: Mapping[Any, Any],
-    here: list[dict[str, Any]],
-    label: Callable[[Tensor], str],
-) -> None:
+def _require_shapes(groups: list[dict[str, Any]], state: Mapping[Any, Any], optimizer: Any) -> None:
     """Raise if a shape does not fit, which can reveal another order where there are no names."""
     keys = (key for group in groups for key in group["params"])
-    params = (param for group in here for param in group["params"])
+    params = (param for group in optimizer.param_groups for param in group["params"])
     for key, param in zip(keys, params, strict=False):  # torch checks the lengths
-        for name in _LIKE_THE_PARAMETER:
+        for name in _LIKE_THE_PARAMETER.split():
             value = state.get(key, {}).get(name)
             if not isinstance(value, Tensor):
                 continue
             wanted = param.shape if is_sharded(value) else shard_of(param).shape
             if value.shape != wanted:
                 raise ValueError(
-                    f"the state does not fit: {name} of {label(param)} has shape "
+                    f"the state does not fit: {name} of {optimizer._label(param)} has shape "
                     f"{tuple(value.shape)}, the parameter has {tuple(wanted)}. Give the "
                     "optimizer the parameters in the same order, or named ones"
                 )
@@ -155,10 +129,6 @@ def refill_(dictionary: dict[Any, Any], content: Any) -> None:
     dictionary.update(values)
 
 
-def _plain(regularizer: Regularizer | None) -> list[Any] | None:
-    return None if regularizer is None else [type(regularizer).__name__, regularizer.c]
-
-
 def _unpacked(saved: list[dict[str, Any]], current: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the saved groups; keys that they lack are taken from the current groups."""
     groups = []
@@ -175,10 +145,7 @@ def _regularizer(plain: Any) -> Regularizer | None:
     if plain is None:
         return None
     kind, coefficient = plain
-    if kind not in _REGULARIZERS:
-        raise ValueError(
-            f"the state_dict has a regularizer {kind!r}; known are {list(_REGULARIZERS)}"
-        )
+    check.one_of("the regularizer of a group in the state_dict", kind, _REGULARIZERS)
     return _REGULARIZERS[kind](coefficient)
 
 

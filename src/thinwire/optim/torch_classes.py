@@ -10,20 +10,13 @@ from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.core.tensors import state_dtype
-from thinwire.optim.common import Common, CommonOptimizer, require_known, spelled_out
+from thinwire.optim.common import Common, CommonOptimizer, spelled_out
 from thinwire.optim.groups import ParamFacts
-from thinwire.optim.own import check_betas
+from thinwire.optim.own import check_betas, check_nesterov
 from thinwire.optim.pairs import ParamGrad
 
-_NUMBERS = (
-    "weight_decay",
-    "momentum",
-    "dampening",
-    "alpha",
-    "eps",
-    "lr_decay",
-    "initial_accumulator_value",
-)
+_NUMBERS = "weight_decay momentum dampening alpha eps lr_decay initial_accumulator_value"
+"""Hyper-parameters of torch's classes that are numbers."""
 
 
 class TorchOptimizer(CommonOptimizer):
@@ -43,11 +36,9 @@ class TorchOptimizer(CommonOptimizer):
             cls.__signature__ = spelled_out(signature(cls._torch_class), Common)
 
     def __init__(self, *given: Any, **named: Any) -> None:
-        theirs = signature(self._torch_class)
-        require_known(type(self), named, {**theirs.parameters, **Common.__annotations__})
         common = {key: named.pop(key) for key in Common.__annotations__ if key in named}
         try:
-            bound = theirs.bind(*given, **named)
+            bound = signature(self._torch_class).bind(*given, **named)
         except TypeError as error:
             raise TypeError(f"{type(self).__name__}: {error}") from None
         bound.apply_defaults()
@@ -59,7 +50,7 @@ class TorchOptimizer(CommonOptimizer):
         self._close()
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
-        for key in filter(values.__contains__, _NUMBERS):
+        for key in filter(values.__contains__, _NUMBERS.split()):
             number = check.scalar(key, values[key], at_least=0 if key != "dampening" else None)
             check.real(key, number, below=1 if key == "alpha" else None)
         betas = values.get("betas")
@@ -67,13 +58,8 @@ class TorchOptimizer(CommonOptimizer):
             isinstance(betas, tuple | list) and any(isinstance(beta, Tensor) for beta in betas)
         ):
             check_betas(values)
-        if "nesterov" in values and check.boolean("nesterov", values["nesterov"]):
-            momentum, dampening = values.get("momentum", 1), values.get("dampening", 0)
-            if momentum == 0 or dampening != 0:
-                raise ValueError(
-                    "nesterov needs a momentum above 0 and no dampening, got "
-                    f"momentum={momentum} and dampening={dampening}"
-                )
+        if "nesterov" in values:
+            check_nesterov(values)
 
     def _coupled_decay(self, facts: ParamFacts) -> float:
         # torch adds the decay itself before the update; it is added here only if a stage must come
@@ -148,14 +134,9 @@ class TorchOptimizer(CommonOptimizer):
             facts = self._facts(param)
             left_to_torch = 0.0 if self._coupled_decay(facts) else facts.weight_decay
             members.setdefault((facts.group_index, left_to_torch), []).append(param)
+        plus = {"maximize": False}  # the signs of gradients have been changed already
         return [
-            {
-                **self.param_groups[i],
-                "params": params,
-                "weight_decay": decay,
-                "lr": rates[i],
-                "maximize": False,
-            }
+            self.param_groups[i] | plus | {"params": params, "weight_decay": decay, "lr": rates[i]}
             for (i, decay), params in members.items()
         ]
 

@@ -34,13 +34,12 @@ class Pipeline:
     split_points: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("stages", "micro_batches"):
-            object.__setattr__(self, name, check.integer(name, getattr(self, name), at_least=1))
+        check.set_fields(self, check.integer, "stages", "micro_batches", at_least=1)
         check.instance("schedule", self.schedule, str, advice='write "1f1b" or "gpipe"')
         check.one_of("schedule", self.schedule, ("1f1b", "gpipe"))
         advice = 'write a single name as ("blocks.4",)'
-        points = check.words("split_points", self.split_points, advice=advice)
-        object.__setattr__(self, "split_points", points)
+        check.set_fields(self, check.words, "split_points", advice=advice)
+        points = self.split_points
         if len(set(points)) != len(points):
             raise ValueError(f"split_points must be different modules, got {list(points)}")
         if points and len(points) != self.stages - 1:

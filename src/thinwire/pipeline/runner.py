@@ -44,10 +44,10 @@ class PipelineRunner:
         scale: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self._stage, self._config, self._grid, self._scale = stage, config, grid, scale
-        self._device = next(
+        device = next(
             (t.device for t in [*stage.parameters(), *stage.buffers()]), torch.device("cpu")
         )
-        self._worker = StageWorker(stage, self._device, dtype, loss_fn)
+        self._worker = StageWorker(stage, device, dtype, loss_fn)
         self._parcels: dict[str, _Parcels] = {}
         """By the look of a mini-batch."""
         self._passed_bytes = 0
@@ -95,7 +95,7 @@ class PipelineRunner:
         if not agreed and (damage := _damage(conclusions)):
             raise PayloadCorrupt(f"{damage}. No stage of this replica has made the update")
         _, kind, value, *_ = conclusions[-1]
-        return torch.tensor(value, dtype=_LOSS_TYPES[kind], device=self._device)
+        return torch.tensor(value, dtype=_LOSS_TYPES[kind], device=self._worker.device)
 
     def _concluded(self) -> list[tuple[Any, ...]]:
         """Wait for the outcomes of all stages."""
@@ -141,15 +141,7 @@ class PipelineRunner:
                 if backward:
                     worker.guarded(loss.backward)
         else:
-            schedule = Schedule(
-                worker,
-                self._config,
-                self._grid,
-                self._device,
-                source=source,
-                result=result,
-                backward=backward,
-            )
+            schedule = Schedule(worker, self._config, self._grid, backward)
             try:
                 schedule.run()
             except RuntimeError as error:
@@ -180,11 +172,8 @@ class PipelineRunner:
                     "a step needs gradients, but torch.no_grad() is active: use evaluate instead"
                 )
             parts = micro_batches(inputs, targets, self._config.micro_batches)
-            facts |= {
-                "inputs": describe(inputs),
-                "targets": describe(targets),
-                "content of targets": content(targets),
-            }
+            facts |= {"inputs": describe(inputs), "targets": describe(targets)}
+            facts["content of targets"] = content(targets)
         except (TypeError, ValueError, RuntimeError) as error:
             problem = error
         if problem is not None:
@@ -206,7 +195,7 @@ class PipelineRunner:
 
     def _rehearsed(self, inputs: Any) -> _Parcels:
         try:
-            learned = rehearse(self._worker, inputs, self._grid.peers, self._device)
+            learned = rehearse(self._worker, inputs, self._grid.peers)
         except Exception:
             self._broken = False  # raised on all stages; no message is in flight
             raise
@@ -259,7 +248,7 @@ def _require_equal(facts: list[dict[str, Any]]) -> None:
                 )
 
 
-def rehearse(worker: StageWorker, inputs: Any, peers: Group, device: torch.device) -> list[Parcel]:
+def rehearse(worker: StageWorker, inputs: Any, peers: Group) -> list[Parcel]:
     """Run one micro-batch through all stages but the last, one after another."""
     # the first stage gets real inputs, the others zeros; buffers and torch's random numbers are
     # restored
@@ -269,10 +258,10 @@ def rehearse(worker: StageWorker, inputs: Any, peers: Group, device: torch.devic
         answer: dict[str, Any] = {}
         if peers.rank == stage:
             try:
-                with _restoring_buffers(worker.stage, device):
+                with _restoring_buffers(worker.stage, worker.device):
                     source = parcels[-1] if parcels else None
                     worker.begin([(inputs, None)], source, None, 1.0)
-                    value = worker.output(inputs, source.blanks(device) if source else ())
+                    value = worker.output(inputs, source.blanks(worker.device) if source else ())
                     parcel, _ = Parcel.of(value, name="the output of a stage")
                     answer = {"layout": parcel.layout, "tensors": parcel.tensors}
             except Exception as problem:  # raised below, after it was reported
@@ -289,11 +278,8 @@ def rehearse(worker: StageWorker, inputs: Any, peers: Group, device: torch.devic
         description = json.loads(answers[stage])
         if "error" in description:
             raise failure(stage, peers.size, *description["error"])
-        parcels.append(
-            Parcel(
-                description["layout"], tuple((d, tuple(s), g) for d, s, g in description["tensors"])
-            )
-        )
+        tensors = tuple((dtype, tuple(s), back) for dtype, s, back in description["tensors"])
+        parcels.append(Parcel(description["layout"], tensors))
     return parcels
 
 

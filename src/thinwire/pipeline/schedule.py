@@ -9,7 +9,7 @@ from torch.distributed import Work
 from thinwire.comm.nodes import Grid
 from thinwire.core.checksum import bit_sums
 from thinwire.pipeline.config import Pipeline
-from thinwire.pipeline.worker import Parcel, StageWorker
+from thinwire.pipeline.worker import StageWorker
 
 
 class Schedule:
@@ -18,21 +18,11 @@ class Schedule:
     # GPipe makes all forward passes first; 1F1B alternates as soon as the last stage has returned a
     # gradient, and keeps fewer activations
 
-    def __init__(
-        self,
-        worker: StageWorker,
-        config: Pipeline,
-        grid: Grid,
-        device: torch.device,
-        *,
-        source: Parcel | None,
-        result: Parcel | None,
-        backward: bool,
-    ) -> None:
+    def __init__(self, worker: StageWorker, config: Pipeline, grid: Grid, backward: bool) -> None:
         meta = torch.device("meta")
-        self._worker, self._grid, self._device, self._backward = worker, grid, device, backward
-        self._inputs = source.blanks(meta) if source else ()
-        outputs = result.blanks(meta) if result else ()
+        self._worker, self._grid, self._backward = worker, grid, backward
+        self._inputs = worker.source.blanks(meta) if worker.source else ()
+        outputs = worker.result.blanks(meta) if worker.result else ()
         self._gradients = tuple(blank for blank in outputs if blank.requires_grad)
         count, ahead = config.micro_batches, config.micro_batches
         if config.schedule == "1f1b":
@@ -57,7 +47,7 @@ class Schedule:
         to = after
         for index, forward in self._passes:
             blanks, end = (self._inputs, before) if forward else (self._gradients, after)
-            arriving = [torch.empty_like(blank, device=self._device) for blank in blanks]
+            arriving = [torch.empty_like(blank, device=self._worker.device) for blank in blanks]
             in_flight += self._grid.transfer(leaving, to, arriving, end)
             self._bits[to, True] += bit_sums(leaving)
             self._bits[end, False] += bit_sums(arriving)

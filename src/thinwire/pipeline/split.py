@@ -35,13 +35,8 @@ def obstacle(module: nn.Module) -> str | None:
         return "it defines its own forward"
     if any(module.parameters(recurse=False)) or any(module.buffers(recurse=False)):
         return "it has parameters or buffers outside its modules"
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    if any(hooks):
+    kinds = ("forward", "forward_pre", "backward", "backward_pre")
+    if any(getattr(module, f"_{kind}_hooks") for kind in kinds):
         return "it has hooks, which would not be called (register them on a module inside it)"
     return None if len(module) else "it is empty"
 
@@ -82,11 +77,8 @@ def split_model(model: nn.Module, config: Pipeline) -> list[nn.Module]:
             "Make it an nn.Sequential of its parts (nested ones are allowed), or remove pipeline"
         )
     links = list(chain(model))
-    begins = (
-        _starts(model, links, config.split_points)
-        if config.split_points
-        else _balanced(links, config.stages)
-    )
+    points = config.split_points
+    begins = _starts(model, links, points) if points else _balanced(links, config.stages)
     pieces = [links[begin:end] for begin, end in pairwise([*begins, len(links)])]
     _require_parameters(pieces)
     _require_one_owner(pieces)
@@ -167,11 +159,8 @@ def _require_one_owner(pieces: Sequence[Sequence[ChainModule]]) -> None:
     owners: dict[int, tuple[int, str]] = {}
     for i, piece in enumerate(pieces, start=1):
         for link in piece:
-            tensors = [
-                *link.module.named_parameters(link.name),
-                *link.module.named_buffers(link.name),
-            ]
-            for name, tensor in tensors:
+            module, own = link.module, link.name
+            for name, tensor in [*module.named_parameters(own), *module.named_buffers(own)]:
                 stage, first = owners.setdefault(id(tensor), (i, plain_name(name)))
                 if stage != i:
                     raise StrategyError(

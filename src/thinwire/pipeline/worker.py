@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.core.tensors import called
+from thinwire.core.tensors import called, require_loss
 
 _PLAIN = (type(None), bool, int, float, str)
 _SAMPLE = 256
@@ -144,10 +144,8 @@ class Parcel:
     def blanks(self, device: torch.device) -> tuple[Tensor, ...]:
         """Return zeros like the tensors; they need a gradient if these do."""
         return tuple(
-            torch.zeros(
-                shape, dtype=getattr(torch, dtype), device=device, requires_grad=requires_grad
-            )
-            for dtype, shape, requires_grad in self.tensors
+            torch.zeros(shape, dtype=getattr(torch, dtype), device=device, requires_grad=trains)
+            for dtype, shape, trains in self.tensors
         )
 
     def nbytes(self, *, back: bool = False) -> int:
@@ -172,7 +170,7 @@ class StageWorker(nn.Module):
         super().__init__()
         self.stage = stage
         self.loss_fn = loss_fn
-        self._device, self._dtype = device, dtype
+        self.device, self._dtype = device, dtype
         self.begin([], None, None, 1.0)
 
     def begin(
@@ -185,7 +183,7 @@ class StageWorker(nn.Module):
         """Prepare for a step: (inputs, targets) of the micro-batches, the parcels before and after
         this stage, and the factor of the loss before the backward pass.
         """
-        self._parts, self._source, self._result, self._factor = parts, source, result, factor
+        self._parts, self.source, self.result, self._factor = parts, source, result, factor
         self.losses: list[Tensor] = []
         self.error: Exception | None = None
         self._next = 0
@@ -199,9 +197,9 @@ class StageWorker(nn.Module):
                 return self._run(index, received)
             except Exception as error:  # raised on all ranks at the end of the step
                 self.error = error
-        if self._result is None:
-            return torch.zeros((), device=self._device, requires_grad=torch.is_grad_enabled())
-        return self._result.blanks(self._device)
+        if self.result is None:
+            return torch.zeros((), device=self.device, requires_grad=torch.is_grad_enabled())
+        return self.result.blanks(self.device)
 
     def guarded(self, call: Callable[[], object]) -> None:
         """Make a call unless an error came before. Keep its error."""
@@ -214,17 +212,21 @@ class StageWorker(nn.Module):
     def _run(self, index: int, received: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
         inputs, targets = self._parts[index]
         assert self.loss_fn is not None, "the runner checks it"
-        if self._result is None:
+        if self.result is None:
             with self._precision():
-                loss = _as_loss(self.loss_fn(self.output(inputs, received), targets))
-            self.losses.append(loss.detach())
-            return loss * self._factor
+                loss: Any = self.loss_fn(self.output(inputs, received), targets)
+            if isinstance(loss, Tensor) and not loss.is_floating_point():
+                raise TypeError(f"loss_fn must return a floating-point loss, got {loss.dtype}")
+            require_loss(loss, trains=torch.is_grad_enabled())
+            mean: Tensor = loss.reshape(())
+            self.losses.append(mean.detach())
+            return mean * self._factor
         parcel, tensors = Parcel.of(self.output(inputs, received), name="the output of a stage")
-        if parcel != self._result:
+        if parcel != self.result:
             raise ValueError(
                 "the output of a stage must have the same layout and plain values for all "
                 f"micro-batches: micro-batch {index} gave {parcel}, but the rehearsal gave "
-                f"{self._result}"
+                f"{self.result}"
             )
         return tuple(tensor.contiguous() for tensor in tensors)
 
@@ -233,29 +235,12 @@ class StageWorker(nn.Module):
         with self._precision():
             # copies: a first module that works in place would change the user's mini-batch, of
             # which all micro-batches are views, or tensors that torch still needs
-            if self._source is None:
+            if self.source is None:
                 return called(self.stage, mapped(Tensor.clone, inputs))
             tensors = [tensor.clone() if tensor.requires_grad else tensor for tensor in received]
-            return self.stage(unpack(self._source.layout, tensors))
+            return self.stage(unpack(self.source.layout, tensors))
 
     def _precision(self) -> AbstractContextManager[Any]:
         if self._dtype is None:
             return nullcontext()
-        return torch.autocast(self._device.type, dtype=self._dtype)
-
-
-def _as_loss(loss: object) -> Tensor:
-    """Return the value of a loss function, shape (); raise if it is something else."""
-    if not isinstance(loss, Tensor):
-        raise TypeError(f"loss_fn must return a tensor of one element, got {type(loss).__name__}")
-    if loss.numel() != 1:
-        raise ValueError(
-            f"loss_fn must return one element, got shape {tuple(loss.shape)}: take its mean"
-        )
-    if not loss.is_floating_point():
-        raise TypeError(f"loss_fn must return a floating-point loss, got {loss.dtype}")
-    if torch.is_grad_enabled() and not loss.requires_grad:
-        raise ValueError(
-            "the loss depends on no parameter that requires a gradient: there is nothing to train"
-        )
-    return loss.reshape(())
+        return torch.autocast(self.device.type, dtype=self._dtype)

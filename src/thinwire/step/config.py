@@ -35,8 +35,7 @@ class AMP:
     def __post_init__(self) -> None:
         advice = 'write "bfloat16" or "float16"'
         check.instance("dtype", self.dtype, (str, torch.dtype), advice=advice)
-        name = named_dtype("dtype", self.dtype, ("bfloat16", "float16"))
-        object.__setattr__(self, "dtype", name)
+        check.set_fields(self, named_dtype, "dtype", allowed=("bfloat16", "float16"))
         if self.loss_scale is not None:
             check.instance("loss_scale", self.loss_scale, (FixedLossScale, DynamicLossScale))
 
@@ -66,9 +65,8 @@ class Recompute:
 
     def __post_init__(self) -> None:
         advice = 'write a single pattern as ("blocks.*",)'
-        checkpoints = check.words("checkpoints", self.checkpoints, advice=advice)
-        object.__setattr__(self, "checkpoints", checkpoints)
-        if not checkpoints:
+        check.set_fields(self, check.words, "checkpoints", advice=advice)
+        if not self.checkpoints:
             raise ValueError(
                 "checkpoints is empty: name the modules to recompute, or leave recompute out"
             )
@@ -95,5 +93,5 @@ class GradientMerge:
     avg: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "k_steps", check.integer("k_steps", self.k_steps, at_least=1))
+        check.set_fields(self, check.integer, "k_steps", at_least=1)
         check.boolean("avg", self.avg)

@@ -56,24 +56,13 @@ class ForwardLayer:
 
 class Autocast(ForwardLayer):
     """Runs the forward pass of a model under autocast, in training and in evaluation, until
-    `remove`.
+    `remove`. Outputs may have the narrow type; the loss belongs under autocast too.
 
-    Parameters, optimizer state and gradients keep their types. Outputs may have the narrow type;
-    the loss belongs under autocast too, which computes it in float32.
-
-    Example:
-        >>> model = nn.Linear(2, 1)
-        >>> autocast = Autocast(model, torch.bfloat16)
-        >>> model(torch.ones(1, 2)).dtype
-        torch.bfloat16
-        >>> autocast.remove()
-
-    Args:
-        module: Changed: gets its own `forward`, which is copied and pickled with it.
-        dtype: `torch.bfloat16` or `torch.float16`.
-
-    Raises:
-        TypeError: A scripted module.
+    >>> model = nn.Linear(2, 1)
+    >>> autocast = Autocast(model, torch.bfloat16)
+    >>> model(torch.ones(1, 2)).dtype
+    torch.bfloat16
+    >>> autocast.remove()
 
     Source: Micikevicius et al., 2018, arXiv 1710.03740; torch.autocast.
     """

@@ -12,21 +12,13 @@ from thinwire.core.tensors import state_dtype, with_own_storage
 
 class GradientSum:
     """Sum of gradients by parameter name: acc <- acc + factor g on every microstep. `take` returns
-    their mean or sum.
+    their mean or sum. A gradient that a microstep lacks counts as zero there.
 
-    A parameter without gradient in some microsteps counts as zero there. A parameter without any
-    gradient is absent.
-
-    Example:
-        >>> merge = GradientSum()
-        >>> merge.add({"w": torch.tensor([1.0])})
-        >>> merge.add({"w": torch.tensor([3.0])})
-        >>> merge.take(avg=True)
-        {'w': tensor([2.])}
-
-    **State**: the sums in float32 (float64 and complex128 for gradients of those types, complex64
-    for complex64), the number of microsteps and whether one of them overflowed. **Communication**:
-    none.
+    >>> merge = GradientSum()
+    >>> merge.add({"w": torch.tensor([1.0])})
+    >>> merge.add({"w": torch.tensor([3.0])})
+    >>> merge.take(avg=True)
+    {'w': tensor([2.])}
 
     Source: Paddle, GradientMergeOptimizer. Differs: sums of narrow gradients are kept in float32.
     """
@@ -52,9 +44,8 @@ class GradientSum:
     def preview(
         self, name: str, grad: Tensor | None, factor: float = 1.0, avg: bool = True
     ) -> Tensor | None:
-        """Return the result of `take` for one parameter if `grad`, or None, were added last.
-        Nothing changes. If nothing is added, it may be the tensor of the sum itself.
-        """
+        """Return the result of `take` for one parameter if `grad`, or None, were added last."""
+        # nothing changes; without a gradient it may be the tensor of the sum itself
         total = self._sums.get(name)
         if grad is not None:
             total = _added(None if total is None else total.clone(), grad, factor)
@@ -75,12 +66,9 @@ class GradientSum:
     def completed_(
         self, grads: Mapping[str, Tensor], factor: float = 1.0, avg: bool = True
     ) -> dict[str, Tensor]:
-        """Return the result of `take` after `add` of these gradients. The sum is unchanged until
-        `clear`.
-
-        The result is written into dense gradients that share no storage and have the type of the
-        sum, which saves a second set of gradients.
-        """
+        """Return the result of `take` after `add` of these gradients; nothing is added."""
+        # written into dense gradients that share no storage and have the type of the sum, which
+        # saves a second set of gradients
         owned, count = with_own_storage(grads), self.microsteps + 1
         done = {}
         for name in dict.fromkeys([*self._sums, *grads]):
@@ -89,14 +77,13 @@ class GradientSum:
                 assert total is not None, "of one of them"
                 done[name] = total / count if avg and count > 1 else total
                 continue
-            if name in owned and grad.dtype == (_sum_dtype(grad) if total is None else total.dtype):
-                whole = (
-                    grad.mul_(factor)
-                    if total is None
-                    else torch.add(total.to(grad.device), grad, alpha=factor, out=grad)
-                )
-            else:
+            reuses = name in owned and grad.dtype == state_dtype(grad if total is None else total)
+            if not reuses:
                 whole = _added(None if total is None else total.clone(), grad, factor)
+            elif total is None:
+                whole = grad.mul_(factor)
+            else:
+                whole = torch.add(total.to(grad.device), grad, alpha=factor, out=grad)
             done[name] = whole.div_(count) if avg and count > 1 else whole
         return done
 
@@ -111,11 +98,7 @@ class GradientSum:
         return {"microsteps": self.microsteps, "overflowed": self.overflowed, "sums": sums}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state_dict`. Tensors go to the device of the next gradient.
-
-        Raises:
-            TypeError, ValueError: The argument is no such state; nothing has changed.
-        """
+        """Resume from `state_dict`. Tensors go to the device of the next gradient."""
         if set(state) != {"microsteps", "overflowed", "sums"}:
             raise ValueError(
                 f"the state of a merge has microsteps, overflowed and sums, got {sorted(state)}"
@@ -128,13 +111,8 @@ class GradientSum:
         self.microsteps, self.overflowed = microsteps, overflowed
 
 
-def _sum_dtype(grad: Tensor) -> torch.dtype:
-    return grad.dtype if grad.is_complex() else state_dtype(grad)
-
-
 def _added(total: Tensor | None, grad: Tensor, factor: float) -> Tensor:
-    sparse = grad.layout is not torch.strided
-    dtype = _sum_dtype(grad)
+    sparse, dtype = grad.layout is not torch.strided, state_dtype(grad)
     if total is None:
         first = (grad.to_dense() if sparse else grad).to(dtype)
         if factor != 1.0:

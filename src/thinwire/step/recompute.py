@@ -4,8 +4,7 @@ import random
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,36 +17,28 @@ from thinwire._names import plain_name
 from thinwire.step.forwarding import ForwardLayer
 
 Buffers = dict[str, Tensor | None]
+_Parts = list[tuple[nn.Module, bool, Buffers]]
+"""Modules, the mode and the buffers of each."""
 _Generators = tuple[Any, Any]
 """States of Python's and NumPy's generators, each a copy."""
 
 
-class _Part(NamedTuple):
-    module: nn.Module
-    training: bool
-    buffers: Buffers
-    """Copies of the buffers."""
-
-
 class Remembered:
     """Snapshot of a module's mode and buffers, and of the random states of Python and NumPy. In the
-    context the forward pass runs from the snapshot; torch's checkpoint handles torch's random
-    state.
-
-    In the context the module has copies instead of its buffers. The real buffers are not written
-    to: the first pass has advanced them already, and a backward pass may need their memory.
-
-    Cost: a copy of the module's buffers for as long as a backward pass may need them.
+    context the forward pass runs from it; torch's checkpoint handles torch's random state.
     """
+
+    # in the context the module has copies instead of its buffers, which are not written to: the
+    # first pass has advanced them already, and a backward pass may need their memory
 
     def __init__(self, module: nn.Module) -> None:
         copies: dict[Tensor, Tensor] = {}
-        self._parts = [
-            _Part(part, part.training, _copied(part._buffers, copies)) for part in module.modules()
+        self._parts: _Parts = [
+            (part, part.training, _copied(part._buffers, copies)) for part in module.modules()
         ]
         self._module = module
         self._versions: list[tuple[str, Tensor, int]] = []
-        self._real: list[tuple[bool, Buffers]] = []
+        self._real: _Parts = []
         self._drawn = self._now = _generators()
 
     @contextmanager
@@ -69,21 +60,13 @@ class Remembered:
         _set_generators(self._drawn)
         # a graph that is kept is walked again; the forward pass must repeat from the same values
         copies: dict[Tensor, Tensor] = {}
-        self._real = [(part.module.training, part.module._buffers) for part in self._parts]
-        for part in self._parts:
-            part.module.training, part.module._buffers = (
-                part.training,
-                _copied(part.buffers, copies),
-            )
+        self._real = [(part, part.training, part._buffers) for part, *_ in self._parts]
+        for part, training, buffers in self._parts:
+            part.training, part._buffers = training, _copied(buffers, copies)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for part, (training, buffers) in zip(self._parts, self._real, strict=True):
-            part.module.training, part.module._buffers = training, buffers
+    def __exit__(self, *_: object) -> None:
+        for part, training, buffers in self._real:
+            part.training, part._buffers = training, buffers
         self._real = []
         _set_generators(self._now)
 
@@ -134,36 +117,12 @@ def recompute(
     model: nn.Module, checkpoints: Iterable[str], *, stage: nn.Module | None = None
 ) -> Recomputed:
     """Make matched modules keep only their inputs, and repeat their forward pass in the backward
-    pass. Changes `model`.
+    pass. Changes `model`: each match gets its own `forward`. Of a pipeline it is the `stage` here.
 
     On one device, gradients are bit-identical to those without recompute. The repeat uses the same
     random numbers, autocast, mode and buffers; buffers such as running statistics advance once.
     Other state that a forward changes, such as a counter attribute, changes twice. Under
     `torch.no_grad()` the forward pass is unchanged.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-        >>> handle = recompute(model, ["0"])
-        >>> handle.names
-        ('0',)
-        >>> handle.remove()
-
-    Args:
-        model: Changed: each match gets its own `forward`, which is copied and pickled with it.
-            Names, types and state_dict stay.
-        checkpoints: Glob patterns over the names of `model.named_modules()`. Where one match
-            contains another, the outer one counts.
-        stage: Under a pipeline: the part of the model that runs here, with the names of the model.
-            Patterns are matched in the whole model. If a match spans two stages, each stage
-            recomputes its part.
-
-    Returns:
-        A handle. Its `remove` restores the model.
-
-    Raises:
-        TypeError: A match is a scripted module.
-        ValueError: A pattern matches no module with a forward.
-        RuntimeError: In a backward pass: a parameter was changed after the forward pass.
 
     Source: Chen et al., 2016, arXiv 1604.06174; torch.utils.checkpoint. Differs: buffers advance
     once.
@@ -176,15 +135,9 @@ def recompute(
 
 
 def matches(model: nn.Module, checkpoints: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of the outermost modules that match, in the model's order.
-
-    Modules without a forward (`ModuleList`) do not count, since they are never called. Only the
-    pattern "" matches the model itself: repeating all of it at once saves nothing. In a compiled
-    model (`torch.compile`) names may be written without `_orig_mod.`.
-
-    Raises:
-        ValueError: A pattern matches no module with a forward; with the closest names.
-    """
+    """Return the names of the outermost modules that match, in the model's order."""
+    # modules without a forward (`ModuleList`) do not count, since they are never called. Only the
+    # pattern "" matches the model itself: repeating all of it at once saves nothing
     found: dict[str, None] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     for pattern in checkpoints:
@@ -202,9 +155,8 @@ class _Recompute(ForwardLayer):
     def _around(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or getattr(_here, "inside", False):
             return self._inside(*args, **kwargs)
-        if (
-            torch.compiler.is_compiling()
-        ):  # a compiled graph holds its buffers and repeats without writing to them
+        # a compiled graph holds its buffers and repeats without writing to them
+        if torch.compiler.is_compiling():
             return checkpoint(self._inside, *args, use_reentrant=False, **kwargs)
         memory = Remembered(self.module)
         # values of keyword arguments are passed positionally: torch saves them, checks them for

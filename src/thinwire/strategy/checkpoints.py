@@ -64,13 +64,9 @@ def save(
     except Exception as error:  # reported to the others, which wait for this rank
         content = error
     part = parts.part
-
-    def write(group: Group) -> Path:
-        return save_checkpoint(
-            directory, content, step=step, group=group, facts=facts, part=part, keep=keep
-        )
-
-    return write
+    return lambda group: save_checkpoint(
+        directory, content, step=step, group=group, facts=facts, part=part, keep=keep
+    )
 
 
 def load(directory: str | Path, parts: Parts, step: int | None) -> tuple[Path, Restored]:

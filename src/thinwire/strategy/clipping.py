@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Group, wrong_call_site
-from thinwire.compress import field_of
 from thinwire.compress.protocol import Compression
 from thinwire.core.gradients import Clip, ClipByGlobalNorm, ClipByNorm, clipped, scaled
 from thinwire.core.norms import global_norm, grad_norm, norms_over_shards
 from thinwire.core.tensors import coalesced, values_of, with_own_storage, with_values
 from thinwire.errors import StrategyError
 from thinwire.optim.common import CommonOptimizer
+from thinwire.optim.folded import why_no_local_clip
 
 
 @dataclass(slots=True)
@@ -78,12 +78,10 @@ def require_one_clip(
     momentum cannot have this clipping, as where tensors are `sharded`.
     """
     own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
-    if grad_clip is None and (own is None or folding is None):
-        return
     why = None
     if grad_clip is not None and own is not None:
         why = f"the optimizer already clips by {own}: use one of them"
-    elif folding is not None:
+    elif folding is not None and (grad_clip or own) is not None:
         why = why_no_local_clip(folding, grad_clip or own, sharded=sharded)
     if why is not None:
         raise StrategyError(f"prepare got grad_clip={grad_clip or own}, but {why}")
@@ -102,27 +100,6 @@ def require_clip_of_one(optimizers: Sequence[torch.optim.Optimizer], *, parts: b
             )
 
 
-def why_no_local_clip(
-    compression: Compression, clip: Clip | None, *, sharded: bool = False
-) -> str | None:
-    """Return why gradients cannot be clipped so before they are accumulated, if so."""
-    field, limit = field_of(compression), compression.local_grad_clip_norm
-    if not isinstance(clip, ClipByNorm):
-        return (
-            f"{field} accumulates gradients: other norms do not commute with local accumulation. "
-            "Use ClipByNorm, which limits each tensor, or omit grad_clip and set "
-            f"local_grad_clip_norm of {field}"
-        )
-    if limit is not None:
-        return f"{field}'s local_grad_clip_norm={limit} limits the same gradient: use one of them"
-    if sharded:
-        return (
-            f"{field} would clip each shard on its own under mesh=: use local_grad_clip_norm of "
-            f"{field}, which takes norms over all shards"
-        )
-    return None
-
-
 def take_clip_(
     optimizer: torch.optim.Optimizer,
     grad_clip: Clip | None,
@@ -136,8 +113,8 @@ def take_clip_(
     over_parts = (ClipByGlobalNorm, ClipByNorm) if shards is not None else (ClipByGlobalNorm,)
     if (stages is not None or shards is not None) and isinstance(own, over_parts):
         assert isinstance(optimizer, CommonOptimizer), "it has a clipping"
-        undo.callback(optimizer.replace_grad_clip(None))
-        grad_clip = own
+        undo.callback(setattr, optimizer._common, "grad_clip", own)
+        optimizer._common.grad_clip, grad_clip = None, own
     return Clipping(grad_clip, shards, stages)
 
 

@@ -61,11 +61,8 @@ def _entries(config: Any) -> Iterator[tuple[str, Any, str | None]]:
     """Return keys, values and tags; positional keys first."""
     for field in sorted(fields(config), key=lambda field: bool(field.kw_only)):
         value, tags = getattr(config, field.name), _TAGGED.get((type(config), field.name), {})
-        yield (
-            field.name,
-            value,
-            next((tag for tag, kind in tags.items() if isinstance(value, kind)), None),
-        )
+        tag = next((tag for tag, kind in tags.items() if isinstance(value, kind)), None)
+        yield field.name, value, tag
 
 
 def from_dict(
@@ -145,13 +142,10 @@ def _require_keys(
         else:
             continue
         problems.append(where(below) + problem)
+    if (more := len(problems) - _MOST_UNKNOWN) > 0:
+        problems[_MOST_UNKNOWN:] = [f"{more} more are unknown"]
     if problems:
-        more = len(problems) - _MOST_UNKNOWN
-        shown_ones = [
-            *problems[:_MOST_UNKNOWN],
-            *([f"{more} more are unknown"] if more > 0 else []),
-        ]
-        raise StrategyError("; ".join(shown_ones))
+        raise StrategyError("; ".join(problems))
 
 
 def load(kind: type[F], path: Path) -> F:

@@ -20,7 +20,7 @@ from thinwire.comm import busy, mapping_of, require_agreement, wrong_call_site
 from thinwire.core.several import all_of
 from thinwire.core.sharded import reshard_, shard_of
 from thinwire.core.stats import numbers
-from thinwire.core.tensors import called
+from thinwire.core.tensors import called, require_loss
 from thinwire.errors import CheckpointMissing, ThinwireError
 from thinwire.exchange.agreement import StepDecision
 from thinwire.local.model import SCALER, refuse_scaler
@@ -133,7 +133,7 @@ class Engine:
         if parts.runner is not None:
             return self._train_stages(parts.runner, inputs, targets, tokens)
         self._begin_microstep(tokens)
-        _check_mean(loss := self._loss_of(inputs, targets, "train_step"))
+        require_loss(loss := self._loss_of(inputs, targets, "train_step"), trains=True)
         self._steps.minimize(loss)
         self._steps.after_step()
         return loss.detach().reshape(())
@@ -189,8 +189,7 @@ class Engine:
             with self._parts.group.one_deadline():
                 return self._parts.runner.evaluate(inputs, targets)
         with busy(self._parts.group.timeout_s):
-            loss = self._loss_of(inputs, targets, "evaluate")
-            _check_mean(loss)
+            require_loss(loss := self._loss_of(inputs, targets, "evaluate"), trains=False)
         if self._steps.sharded:  # the root module has kept whole parameters
             reshard_(self._parts.model)
         return loss.detach().reshape(())
@@ -231,7 +230,7 @@ class Engine:
                 "loss: use engine.train_step(inputs, targets)"
             )
         self._begin_microstep(tokens)
-        _check_mean(loss)
+        require_loss(loss, trains=True)
         self._steps.minimize(loss)
         self._steps.after_step()
         return [], [(p, p.grad) for p in parts.params.values() if p.grad is not None]
@@ -870,12 +869,3 @@ class Following:
         """Stop following steps. May be called twice."""
         self.active = False
         self._undo()
-
-
-def _check_mean(loss: Tensor) -> None:
-    check.instance("loss", loss, Tensor)
-    if loss.numel() != 1:
-        raise ValueError(
-            f"the loss must be a scalar, got shape {tuple(loss.shape)}: take its mean over the "
-            "batch"
-        )

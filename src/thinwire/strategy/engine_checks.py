@@ -149,12 +149,9 @@ class MovingBuffers:
             del self._seen[name]
         moved = [name for name in buffers if name in set(self._changed)]
         if moved:
+            action = "copying the buffers of rank 0"
             try:
-                copy_from_first_(
-                    (buffers[name] for name in moved),
-                    self.group,
-                    action="copying the buffers of rank 0",
-                )
+                copy_from_first_((buffers[name] for name in moved), self.group, action=action)
             except PayloadCorrupt as error:
                 self._damage = str(error)
                 raise

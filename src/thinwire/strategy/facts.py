@@ -64,11 +64,8 @@ class Change(NamedTuple):
         if self.name.endswith(".outer_momentum"):
             return 0 not in (self.before, self.now)  # the buffer exists in both cases
         if self.name == "amp":  # of its settings only the loss scale has state
-            return not any(
-                "loss_scale" in value
-                for value in (self.before, self.now)
-                if isinstance(value, Mapping)
-            )
+            values = [value for value in (self.before, self.now) if isinstance(value, Mapping)]
+            return not any("loss_scale" in value for value in values)
         return any(fnmatchcase(self.name, pattern) for pattern in _FREE)
 
 
@@ -152,6 +149,10 @@ def model_facts(
 ) -> dict[str, Any]:
     """Return the facts to compare beside the strategy; `digest`: also the optimizer's state."""
     names = {p: name for name, p in named_parameters(model)}
+    # ranks that continue from different moments would diverge silently; beside a residual they
+    # differ by design
+    state = optimizer.state_dict()["state"] if digest else {}
+    moments = {key: entries for key, entries in state.items() if "residual" not in entries}
     return {
         "parameter": [
             f"{name} {shape_text(p)} requires_grad={p.requires_grad}" for p, name in names.items()
@@ -167,15 +168,5 @@ def model_facts(
             single.shared_settings() if isinstance(single, CommonOptimizer) else None
             for single in all_of(optimizer)
         ],
-        # ranks that continue from different moments would diverge silently; beside a residual they
-        # differ by design
-        "state of the optimizer": checksum_of(
-            {
-                key: entries
-                for key, entries in optimizer.state_dict()["state"].items()
-                if "residual" not in entries
-            }
-        )
-        if digest
-        else None,
+        "state of the optimizer": checksum_of(moments) if digest else None,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args, get_type_hints
 
 from thinwire import _validate as check
 from thinwire.compress.dgc import DGC
@@ -15,20 +15,6 @@ from thinwire.optim.config import LAMB, LARS
 from thinwire.pipeline.config import Pipeline
 from thinwire.step.config import AMP, GradientMerge, Recompute
 from thinwire.strategy.rules import rules_between
-
-CONFIGS: dict[str, type] = {
-    "amp": AMP,
-    "recompute": Recompute,
-    "pipeline": Pipeline,
-    "gradient_merge": GradientMerge,
-    "dgc": DGC,
-    "lars": LARS,
-    "lamb": LAMB,
-    "localsgd": LocalSGD,
-    "adaptive_localsgd": AdaptiveLocalSGD,
-    "low_rank": LowRank,
-}
-"""The config of every field."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,3 +93,8 @@ class Fields:
                 "pipeline and localsgd.round_seconds: the stages of a replica step together, but "
                 "each would end a round by its own clock; omit round_seconds"
             )
+
+
+_HINTS = get_type_hints(Fields)
+CONFIGS: dict[str, type] = {field.name: get_args(_HINTS[field.name])[0] for field in fields(Fields)}
+"""The config of every field."""

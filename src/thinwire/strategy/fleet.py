@@ -69,8 +69,8 @@ def _recompute(keys: Keys) -> Recompute:
 
 
 def _dgc(keys: Keys) -> DGC:
-    sparsity = _listed("sparsity", keys["sparsity"]) or (0.999,)
-    return DGC(keys["rampup_begin_step"], keys["rampup_step"], sparsity)
+    sparsity = check.entries("sparsity", keys["sparsity"], "numbers") or [0.999]
+    return DGC(keys["rampup_begin_step"], keys["rampup_step"], tuple(sparsity))
 
 
 def _excluded(keys: Keys, pattern: str) -> tuple[str, ...]:
@@ -311,13 +311,5 @@ def _flag(name: str, given: Keys, wrong: list[Exception]) -> bool:
         return False
 
 
-def _listed(name: str, value: Any) -> tuple[Any, ...]:
-    if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
-        raise TypeError(f"{name} must be a list, got {value!r} of type {type(value).__name__}")
-    return tuple(value)
-
-
 def _words(name: str, value: Any) -> tuple[str, ...]:
-    for i, word in enumerate(words := _listed(name, value)):
-        check.instance(f"{name}[{i}]", word, str)
-    return words
+    return check.words(name, check.entries(name, value, "strings"))

@@ -18,7 +18,7 @@ from thinwire.comm.group import collective_calls
 from thinwire.compress.dense import not_finite
 from thinwire.core.several import all_of
 from thinwire.core.sharded import is_sharded, shard_of, sharded_like
-from thinwire.core.tensors import with_own_storage
+from thinwire.core.tensors import state_dtype, with_own_storage
 from thinwire.errors import Mismatch, PeerLost, PeerStalled
 from thinwire.exchange.agreement import StepDecision
 from thinwire.exchange.gradients import Grads, layout_change
@@ -115,8 +115,8 @@ class Microsteps:
         if self.sync is not None:
             return self.sync._counts() | counters
         goodput = self.pace.goodput(self.step, int(counters["dropped_steps"]))
-        found = {"sparsity": self.parts.unsent_share(self.step)}
-        found["merge_steps"] = self.parts.merge_steps
+        parts = self.parts
+        found = {"sparsity": parts.unsent_share(self.step), "merge_steps": parts.merge_steps}
         return self.exchange.traffic() | found | goodput | counters
 
     def idle_locally(self) -> None:
@@ -193,16 +193,7 @@ class Microsteps:
             trained.grad = None
 
     def minimize(self, loss: Tensor) -> None:
-        """Run one microstep from a loss with one element.
-
-        Raises:
-            ValueError: The loss depends on no parameter.
-        """
-        if not loss.requires_grad:
-            raise ValueError(
-                "the loss depends on no parameter that requires a gradient, so there is nothing "
-                "to train"
-            )
+        """Run one microstep from a loss with one element."""
         self.clear_grads()
         scaler = self.parts.scaler
         with self.with_advice(), self.parts.group.one_deadline():
@@ -228,7 +219,7 @@ class Microsteps:
         factor = 1.0 if parts.scaler is None else parts.scaler.inverse_scale
         if parts.merge.microsteps:
             return parts.merge.preview(name, grad, factor, parts.merge_avg)
-        return grad if grad is None or factor == 1.0 else _wide(grad) * factor
+        return grad if grad is None or factor == 1.0 else grad.to(state_dtype(grad)) * factor
 
     def finish(self, loss: Tensor | None) -> None:
         """Finish one microstep after its backward pass. `loss` may be None."""
@@ -360,8 +351,7 @@ class Microsteps:
         if self.parts.momentum is not None:
             self.parts.momentum.count_()
         for name, grad in own.items():
-            param = self.parts.params[name]
-            param.grad = sharded_like(_laid_out(grad, shard_of(param)), param)
+            _set_grad(self.parts.params[name], grad)
         return exchanging
 
     def _step_optimizers(self, grads: Grads) -> torch.optim.Optimizer | None:
@@ -373,7 +363,7 @@ class Microsteps:
         for name, param in params.items():
             param.grad = None
             if name in grads:
-                param.grad = sharded_like(_laid_out(grads[name], shard_of(param)), param)
+                _set_grad(param, grads[name])
         wide = any(grad.dtype != params[name].dtype for name, grad in grads.items())
         exchanging: torch.optim.Optimizer | None = None
         with allow_step(optimizer):
@@ -392,7 +382,8 @@ class Microsteps:
         return exchanging
 
     def _end_round(self) -> None:
-        compare, rate = self.step > self.parts.settled_step, self.exchange.sources.rate_bit_s
+        compression, rate = self.parts.compression, self.exchange.sources.rate_bit_s
+        compare = self.step > (1 if compression is None else compression.settled_step)
         warning = self.pace.round(
             self.parts.merge_steps, time.perf_counter(), self.waited_s(), rate, compare=compare
         )
@@ -442,11 +433,8 @@ class _Trained:
         for name, param in self._parts.params.items():
             if (param.shape, param.dtype) != self._layouts[name]:
                 return layout_change(name, self._layouts[name], param)
-        new = [
-            p
-            for p in params_of(self._parts.optimizer)
-            if p.requires_grad and p not in self._trained
-        ]
+        trainable = (p for p in params_of(self._parts.optimizer) if p.requires_grad)
+        new = [p for p in trainable if p not in self._trained]
         if new:
             names: dict[Tensor, str] = {p: name for name, p in named_parameters(self._parts.model)}
             listed = ", ".join(names.get(p, f"one of shape {tuple(p.shape)}") for p in new[:3])
@@ -492,18 +480,16 @@ def _unscaled(
         return dict(grads)
     new, owned = {}, with_own_storage(grads)
     for name, grad in grads.items():
-        wide = _wide(grad)
+        wide = grad.to(state_dtype(grad))
         new[name] = wide.mul_(factor) if wide is grad and name in owned else wide * factor
         params[name].grad = sharded_like(new[name].to(grad.dtype), params[name])
     return new
 
 
-def _laid_out(grad: Tensor, param: Tensor) -> Tensor:
-    if grad.is_sparse or (grad.dtype == param.dtype and grad.stride() == param.stride()):
-        return grad.to(param.dtype)
-    # fused kernels need equal strides
-    return torch.empty_like(param, requires_grad=False).copy_(grad)
-
-
-def _wide(grad: Tensor) -> Tensor:
-    return grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
+def _set_grad(param: Tensor, grad: Tensor) -> None:
+    shard = shard_of(param)
+    if grad.is_sparse or (grad.dtype == shard.dtype and grad.stride() == shard.stride()):
+        grad = grad.to(shard.dtype)
+    else:  # fused kernels need equal strides
+        grad = torch.empty_like(shard, requires_grad=False).copy_(grad)
+    param.grad = sharded_like(grad, param)

@@ -102,15 +102,14 @@ def _pickle(path: Path, known: Collection[str], part: int) -> _Opened:
 
 def _indexed(stored: Mapping[str, Any], part: int, wanted: _Tensors) -> _Tensors:
     """Return the rows of each wanted tensor that this rank holds."""
-    rows = {
-        name: rows_of(t.shape, t.device_mesh.size(), part)  # type: ignore[attr-defined]
-        for name, t in wanted.items()
-        if is_sharded(t)
-    }
-    return {
-        name: stored[name][slice(rows[name].start, rows[name].stop) if name in rows else ...]
-        for name in wanted
-    }
+
+    def rows(tensor: Any) -> Any:
+        if not is_sharded(tensor):
+            return ...
+        own = rows_of(tensor.shape, tensor.device_mesh.size(), part)
+        return slice(own.start, own.stop)
+
+    return {name: stored[name][rows(tensor)] for name, tensor in wanted.items()}
 
 
 def _folder(path: Path, known: Collection[str], part: int) -> _Opened:

@@ -235,15 +235,14 @@ _CONVERSION = "_converted_by"
 """Attribute of a converted optimizer; torch does not copy or pickle it."""
 
 
-def conversion_obstacles(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the obstacles to another method in the same object, in words."""
+def conversion_obstacles(optimizer: torch.optim.Optimizer) -> Iterator[str]:
+    """Yield the obstacles to another method in the same object, in words."""
     step = vars(optimizer).get("step")
-    if step is None or hasattr(step, "_wrapped_by_lr_sched"):  # a scheduler's wrapper stays
-        return []
-    return [
-        "optimizer.step was replaced on this object, and the strategy would ignore the "
-        "replacement: undo it"
-    ]
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):  # of a scheduler: it stays
+        yield (
+            "optimizer.step was replaced on this object, and the strategy would ignore the "
+            "replacement: undo it"
+        )
 
 
 def converted_by(optimizer: torch.optim.Optimizer) -> Any:

@@ -86,25 +86,8 @@ class Setup:
 
 
 @dataclass(slots=True, kw_only=True)
-class Preparation:
-    """Built before ranks agree; rolled back if they do not."""
-
-    stage: nn.Module
-    params: dict[str, Parameter]
-    compressor: Compression | None
-    folds: bool = False
-    """True if the compressor keeps the optimizer's momentum."""
-    scaler: LossScaler | None
-    sync: LocalUpdates | None
-    names_of_stages: list[list[str]]
-    """Names of the trained parameters of each pipeline stage; empty without a pipeline."""
-    undo: ExitStack = field(default_factory=ExitStack)
-    """Restores the given optimizer, in class and contents."""
-
-
-@dataclass(slots=True, kw_only=True)
 class Parts:
-    """Parts of an engine, as `prepare` put them together."""
+    """Parts of an engine. Those from `runner` on are made after ranks have agreed."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -113,39 +96,39 @@ class Parts:
     """Trained parameters of this rank, by the name in the whole model."""
     group: Group
     """All ranks."""
-    gradients: GradientExchange | None
-    """The exchange of every update; None if ranks train locally."""
-    sync: LocalUpdates | None
-    clip: Clipping
-    limit: Limit | None
-    """Clips this rank's gradients before they are compressed."""
+    part: int
+    """Index of this rank's pipeline stage or shard; else 0."""
+    names_of_stages: list[list[str]]
+    """Names of the trained parameters of each pipeline stage; empty without a pipeline."""
     compression: Compression | None
-    """Compression of gradients; None if it compresses no tensor."""
-    momentum: FoldedSGD | None
-    """Momentum of an SGD that the compressor keeps, if it does."""
-    buffers: MovingBuffers
+    """Compression of gradients; None if the exchange compresses no tensor."""
+    folds: bool = False
+    """True if the compression keeps the optimizer's momentum."""
+    sync: LocalUpdates | None
     scaler: LossScaler | None
-    merge: GradientSum
+    merge: GradientSum = field(default_factory=GradientSum)
     merge_steps: int
     """Microsteps of an update, as the strategy says."""
     merge_avg: bool
-    overlap: Overlap | None
-    """Begins the exchange during the backward pass; None if the exchange follows it."""
-    batches: Batches
-    """Reports which ranks still have a batch, if every update is exchanged."""
     find_unused: bool
     """True if gradients that this rank lacks count as zero in every update."""
-    runner: PipelineRunner | None
-    part: int
-    """Index of this rank's pipeline stage or shard; else 0."""
-    autocast: Callable[[], torch.autocast] | None
-    undo: ExitStack
+    undo: ExitStack = field(default_factory=ExitStack)
     """Undoes changes to model and optimizer."""
-    planned: Planned | None
-    """Plan to compare updates with; local updates compare by themselves."""
-    settled_step: int
-    """First update at which messages have their final length."""
-    facts: dict[str, Any]
+    runner: PipelineRunner | None = None
+    autocast: Callable[[], torch.autocast] | None = None
+    clip: Clipping = field(default_factory=Clipping)
+    limit: Limit | None = None
+    """Clips this rank's gradients before they are compressed."""
+    batches: Batches = field(default_factory=Batches)
+    """Reports which ranks still have a batch, if every update is exchanged."""
+    buffers: MovingBuffers = field(init=False)
+    gradients: GradientExchange | None = None
+    """The exchange of every update; None if ranks train locally."""
+    momentum: FoldedSGD | None = None
+    """Momentum of an SGD that the compression keeps, if it does."""
+    overlap: Overlap | None = None
+    """Begins the exchange during the backward pass; None if the exchange follows it."""
+    facts: dict[str, Any] = field(default_factory=dict)
     """Facts that a checkpoint must share with the engine that loads it."""
 
     @property

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -29,7 +28,7 @@ from thinwire.errors import StrategyError, ThinwireError
 from thinwire.exchange.agreement import Check, Participants
 from thinwire.exchange.checks import SameHyperparameters
 from thinwire.exchange.digest import RollingDigest, optimizer_state
-from thinwire.exchange.gradients import GradientExchange, gradients_of
+from thinwire.exchange.gradients import gradients_of
 from thinwire.exchange.overlap import Overlap
 from thinwire.exchange.synchronizer import Ranks
 from thinwire.local.model import require_own_params, warn_of_misplaced, warn_of_others
@@ -41,11 +40,10 @@ from thinwire.optim.muon import Muon
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.pipeline.split import split_model
 from thinwire.step.forwarding import Autocast
-from thinwire.step.merge import GradientSum
 from thinwire.step.recompute import matches, recompute
-from thinwire.strategy.clipping import Clipping, require_clip_of_one, require_one_clip, take_clip_
+from thinwire.strategy.clipping import require_clip_of_one, require_one_clip, take_clip_
 from thinwire.strategy.engine import Engine
-from thinwire.strategy.engine_checks import Batches, MovingBuffers
+from thinwire.strategy.engine_checks import MovingBuffers
 from thinwire.strategy.facts import checkpoint_facts, model_facts, strategy_facts
 from thinwire.strategy.fields import Fields
 from thinwire.strategy.ownership import (
@@ -58,7 +56,7 @@ from thinwire.strategy.ownership import (
     require_unowned,
     stage_split_of,
 )
-from thinwire.strategy.parts import Parts, Preparation, Setup
+from thinwire.strategy.parts import Parts, Setup
 from thinwire.strategy.replace import select_optimizers
 from thinwire.strategy.requirements import (
     check_kinds,
@@ -100,10 +98,10 @@ def _prepared(setup: Setup) -> Engine:
     begin_s = time.perf_counter()
     model, group = setup.model, setup.group
     _form_groups_(setup)
-    plan = _agreed_plan(setup)
+    parts = _agreed_parts(setup)
     with ExitStack() as undo:
-        undo.push(plan.undo)
-        setup.ranks.compile(partial(_compile_loops, setup, plan))
+        undo.push(parts.undo)
+        setup.ranks.compile(partial(_compile_loops, setup, parts))
         split = stage_split_of(model)
         if split is None:
             # the model of rank 0, or of the first site
@@ -113,7 +111,8 @@ def _prepared(setup: Setup) -> Engine:
         else:
             gather_stages_(model, split, group)
             record_stage_split(model, [model])
-        engine = Engine(_assembled(setup, plan, undo.enter_context(ExitStack())))
+        _assemble(setup, parts, undo.enter_context(ExitStack()))
+        engine = Engine(parts)
         undo.pop_all()
     kind, on = kinds_of(setup.optimizer), ", ".join(setup.strategy.on) or "no field"
     took_s = time.perf_counter() - begin_s
@@ -151,18 +150,18 @@ def _form_groups_(setup: Setup) -> None:
         )
 
 
-def _compile_loops(setup: Setup, plan: Preparation) -> None:
+def _compile_loops(setup: Setup, parts: Parts) -> None:
     """Compile what this training calls, without the loops of local updates."""
     for single in all_of(setup.optimizer):
         if isinstance(single, CommonOptimizer):
             single.compile_loops()
-    of_gradients = plan.compressor if plan.sync is None else None
-    if of_gradients and (loops := of_gradients.loops([*Shards(plan.params).values()])):
+    of_gradients = parts.compression if parts.sync is None else None
+    if of_gradients and (loops := of_gradients.loops([*Shards(parts.params).values()])):
         loops()
 
 
-def _agreed_plan(setup: Setup) -> Preparation:
-    """Return the plan, or raise on all ranks at once."""
+def _agreed_parts(setup: Setup) -> Parts:
+    """Return the parts that need no change of the model, or raise on all ranks at once."""
     model, optimizer = setup.model, setup.optimizer
     alike = setup.strategy.local is None and setup.sites is None
     facts = model_facts(model, optimizer, digest=alike)
@@ -179,9 +178,9 @@ def _agreed_plan(setup: Setup) -> Preparation:
         "find_unused_parameters of prepare": setup.find_unused_parameters,
     }
     problem: Exception | None = None
-    plan = None
+    parts = None
     try:
-        plan = _planned(setup)
+        parts = _planned(setup)
     except (TypeError, ValueError, RuntimeError) as error:
         problem = error
     # a failed rank takes part in the agreement too: the others would wait for it otherwise
@@ -192,17 +191,17 @@ def _agreed_plan(setup: Setup) -> Preparation:
             replicas = setup.replica_ranks()
             require_agreement(replicas, of_stage, action="comparing the replicas of a stage")
     except BaseException as error:
-        if plan is not None:
-            plan.undo.close()
+        if parts is not None:
+            parts.undo.close()
         if problem is None or not isinstance(error, ThinwireError):
             raise
     if problem is not None:
         raise problem
-    assert plan is not None
-    return plan
+    assert parts is not None
+    return parts
 
 
-def _planned(setup: Setup) -> Preparation:
+def _planned(setup: Setup) -> Parts:
     strategy, model, optimizer = setup.strategy, setup.model, setup.optimizer
     grad_clip = setup.grad_clip
     require_unowned(model, optimizer)
@@ -238,15 +237,15 @@ def _planned(setup: Setup) -> Preparation:
             if one.optimizer is not given:
                 undo.callback(convert_(given, one.optimizer, one.conversion))
         of_stages = of_stages if len(stages) > 1 else []
-        plan = _planned_for(setup, stage, selected[0].compressor, of_stages)
-        plan.folds = selected[0].folds
-        plan.undo = undo.pop_all()
-        return plan
+        parts = _planned_for(setup, stage, selected[0].compressor, of_stages)
+        parts.folds = selected[0].folds
+        parts.undo = undo.pop_all()
+        return parts
 
 
 def _planned_for(
     setup: Setup, stage: nn.Module, compressor: Compression | None, names_of_stages: list[list[str]]
-) -> Preparation:
+) -> Parts:
     strategy, optimizer = setup.strategy, setup.optimizer
     local = strategy.local
     trained = {p for group in optimizer.param_groups for p in group["params"]}
@@ -272,108 +271,57 @@ def _planned_for(
             mesh=setup.mesh,
         )
         sync._when.merge_steps = strategy._merge_steps
-    return Preparation(
-        stage=stage,
+    merge = strategy.gradient_merge
+    return Parts(
+        model=stage,
+        optimizer=optimizer,
+        loss_fn=setup.loss_fn,
         params=params,
-        compressor=compressor,
-        scaler=scaler,
-        sync=sync,
+        group=setup.group,
+        part=setup.part,
         names_of_stages=names_of_stages,
+        compression=compressor,
+        sync=sync,
+        scaler=scaler,
+        merge_steps=strategy._merge_steps,
+        merge_avg=merge is None or merge.avg,
+        find_unused=setup.find_unused_parameters and sync is None,
     )
 
 
-def _assembled(setup: Setup, plan: Preparation, undo: ExitStack) -> Parts:
-    """Put the parts together. Changes the model from here on; `undo` undoes it."""
+def _assemble(setup: Setup, parts: Parts, undo: ExitStack) -> None:
+    """Make the other parts. Changes the model from here on; `undo` undoes it."""
     strategy, model, optimizer = setup.strategy, setup.model, setup.optimizer
+    parts.undo = undo
     for single in all_of(optimizer):
         undo.callback(OwnershipGuard(model, single).remove)
     if strategy.recompute is not None:
-        undo.callback(recompute(model, strategy.recompute.checkpoints, stage=plan.stage).remove)
+        undo.callback(recompute(model, strategy.recompute.checkpoints, stage=parts.model).remove)
     dtype = None if strategy.amp is None else getattr(torch, str(strategy.amp.dtype))
-    autocast = None
     if dtype is not None:
         device = next(model.parameters()).device.type
-        autocast = partial(torch.autocast, device, dtype=dtype)
+        parts.autocast = partial(torch.autocast, device, dtype=dtype)
         if strategy.pipeline is None:
             undo.callback(Autocast(model, dtype).remove)
-    scaler, runner = plan.scaler, None
+    scaler, grid, members = parts.scaler, setup.grid, setup.members
     if strategy.pipeline is not None:
-        assert setup.grid is not None, "made for the pipeline"
+        assert grid is not None, "made for the pipeline"
         record_stage_split(model, split_model(model, strategy.pipeline))
         scale = (lambda: 1.0) if scaler is None else (lambda: scaler.scale)
-        runner = PipelineRunner(
-            plan.stage, strategy.pipeline, setup.grid, setup.loss_fn, dtype=dtype, scale=scale
+        parts.runner = PipelineRunner(
+            parts.model, strategy.pipeline, grid, setup.loss_fn, dtype=dtype, scale=scale
         )
-    merge = strategy.gradient_merge
-    if plan.sync is not None:
-        undo.callback(plan.sync._enter(follow=False).close)
-    grid = setup.grid
-    clip = take_clip_(
-        optimizer,
-        setup.grad_clip,
-        undo,
-        stages=None if grid is None or grid.stages == 1 else grid.peers,
-        shards=setup.shards,
-    )
-    members = setup.members
+    if parts.sync is not None:
+        undo.callback(parts.sync._enter(follow=False).close)
+    stages = None if grid is None or grid.stages == 1 else grid.peers
+    parts.clip = take_clip_(optimizer, setup.grad_clip, undo, stages=stages, shards=setup.shards)
     peers = setup.replica_ranks() if members is None else members._group
-    buffers = MovingBuffers(plan.stage, peers)
-    batches = Batches()
-    job = None if grid is None else grid.job
-    checks: list[Check] = [batches, buffers] if runner is None else [runner, batches, buffers]
-    participants = Participants(checks, job, plan.names_of_stages)
-    gradients = limit = momentum = compression = None
-    if plan.sync is not None:
-        limit = _limit(strategy.compression, plan, setup)
-    else:
-        compression = plan.compressor
-        limit = None if setup.sites is None else _limit(compression, plan, setup)
-        own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
-        momentum = FoldedSGD(optimizer, plan.params, clip.clip or own) if plan.folds else None
-        if compression is not None and limit is not None:  # a compressor sees single shards
-            compression = replace(compression, local_grad_clip_norm=None)
-        gradients = _exchange(plan, setup, clip, participants, compression, momentum)
-    overlap = None
-    no_overlap = runner is not None or setup.replicas == 1 or setup.find_unused_parameters
-    # gradients of shards exist only after the model's own reduction
-    no_overlap = no_overlap or setup.sites is not None
-    if not no_overlap and gradients is not None:
-        first_bytes, bucket_bytes = buckets_of(plan.compressor)
-        overlap = Overlap(
-            plan.params, gradients, bucket_bytes=bucket_bytes, first_bytes=first_bytes
-        )
-        undo.callback(overlap.remove)
+    parts.buffers = MovingBuffers(parts.model, peers)
+    _exchange(setup, parts)
     for single in all_of(optimizer):
         if isinstance(single, CommonOptimizer):
             single.call_params({p: name for name, p in named_parameters(model)})
-    return Parts(
-        model=plan.stage,
-        optimizer=optimizer,
-        loss_fn=setup.loss_fn,
-        params=plan.params,
-        group=setup.group,
-        gradients=gradients,
-        sync=plan.sync,
-        clip=clip,
-        limit=limit,
-        compression=compression if _compresses(compression, plan) else None,
-        momentum=momentum,
-        overlap=overlap,
-        batches=batches,
-        find_unused=setup.find_unused_parameters and plan.sync is None,
-        buffers=buffers,
-        scaler=scaler,
-        merge=GradientSum(),
-        merge_steps=strategy._merge_steps,
-        merge_avg=merge is None or merge.avg,
-        runner=runner,
-        part=setup.part,
-        autocast=autocast,
-        undo=undo,
-        planned=setup.planned,
-        settled_step=1 if strategy.compression is None else strategy.compression.settled_step,
-        facts=checkpoint_facts(strategy, model, optimizer),
-    )
+    parts.facts = checkpoint_facts(strategy, model, optimizer)
 
 
 def _scaler(setup: Setup) -> LossScaler | None:
@@ -390,65 +338,72 @@ def _scaler(setup: Setup) -> LossScaler | None:
     return LossScaler(amp.loss_scale, setup.grid.stage_group)
 
 
-def _exchange(
-    plan: Preparation,
-    setup: Setup,
-    clip: Clipping,
-    participants: Participants,
-    compression: Compression | None,
-    momentum: FoldedSGD | None,
-) -> GradientExchange:
-    """Return the exchange of gradients."""
-    sites, params = setup.sites, Shards(plan.params)
-    gradients = gradients_of(
+def _exchange(setup: Setup, parts: Parts) -> None:
+    """Make the exchange of gradients and what goes with it; local updates have their own."""
+    sites, params, optimizer = setup.sites, Shards(parts.params), setup.optimizer
+    compression, parts.compression = parts.compression, None
+    if parts.sync is not None or sites is not None:  # a compressor sees single shards
+        parts.limit = _limit(compression, params, setup)
+    if parts.sync is not None:
+        return
+    whole, clip = compression, parts.clip
+    if parts.folds:
+        own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
+        parts.momentum = FoldedSGD(optimizer, parts.params, clip.clip or own)
+    if compression is not None and parts.limit is not None:
+        compression = replace(compression, local_grad_clip_norm=None)
+    if compression is not None and any(map(compression.compresses, params.values())):
+        parts.compression = compression
+    checks: list[Check] = [] if parts.runner is None else [parts.runner]
+    job = None if setup.grid is None else setup.grid.job
+    parts.gradients = gradients = gradients_of(
         setup.replica_ranks() if sites is None else sites,
         params,
         compression,
-        momentum=momentum,
+        momentum=parts.momentum,
         # a loss scale has checked the gradients, or was told not to
-        check_finite=plan.scaler is None,
+        check_finite=parts.scaler is None,
         sources=None if sites is None else sites.replicas,
-        participants=participants,
+        participants=Participants(
+            [*checks, parts.batches, parts.buffers], job, parts.names_of_stages
+        ),
     )
+    momentum = parts.momentum
     if momentum is not None and any("residual" in momentum.kept(name) for name in params):
         gradients.state_loaded()
-    gradients.watch(_digest(setup, plan), f"engine {next_identity()}")
-    gradients.add_check(SameHyperparameters(setup.optimizer))
+    gradients.watch(_digest(setup, parts), f"engine {next_identity()}")
+    gradients.add_check(SameHyperparameters(optimizer))
     if clip.stages is not None and isinstance(clip.clip, ClipByGlobalNorm):
         gradients.measure = lambda grads: norm_of(grads.values())
     if compression is not None and gradients.sources.rank == 0:
         report_coverage(compression, params.values())
     gradients.pace = Pace(setup.planned if setup.group.rank == 0 else None)
-    return gradients
+    # gradients of shards exist only after the model's own reduction
+    whole_model = parts.runner is None and sites is None
+    if whole_model and setup.replicas > 1 and not parts.find_unused:
+        first_bytes, bucket_bytes = buckets_of(whole)
+        parts.overlap = Overlap(
+            parts.params, gradients, bucket_bytes=bucket_bytes, first_bytes=first_bytes
+        )
+        parts.undo.callback(parts.overlap.remove)
 
 
-def _compresses(compression: Compression | None, plan: Preparation) -> bool:
-    some = Shards(plan.params).values()
-    return compression is not None and any(map(compression.compresses, some))
-
-
-def _limit(config: Any, plan: Preparation, setup: Setup) -> Limit | None:
+def _limit(config: Any, params: Shards, setup: Setup) -> Limit | None:
     """Return the local clip before compression."""
     if config is None or config.local_grad_clip_norm is None:
         return None
     gather = None if setup.shards is None else setup.shards.gather_now
-    params = Shards(plan.params)
-
-    def limit(step: int, grads: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        sources = setup.replicas
-        return locally_clipped(
-            grads, params, lambda _: config, step=step, sources=sources, gather=gather
-        )
-
-    return limit
+    return lambda step, grads: locally_clipped(
+        grads, params, lambda _: config, step=step, sources=setup.replicas, gather=gather
+    )
 
 
-def _digest(setup: Setup, plan: Preparation) -> RollingDigest | None:
+def _digest(setup: Setup, parts: Parts) -> RollingDigest | None:
     """Return the digest of this rank's replicas and optimizer; None if nothing is compared."""
     if not setup.digest_every:
         return None
-    params = {f"parameter {name}": p for name, p in named_parameters(plan.stage)}
-    names: dict[torch.Tensor, str] = {p: name for name, p in plan.params.items()}
+    params = {f"parameter {name}": p for name, p in named_parameters(parts.model)}
+    names: dict[torch.Tensor, str] = {p: name for name, p in parts.params.items()}
     return RollingDigest(
         partial(Shards, params),
         partial(optimizer_state, setup.optimizer, names),

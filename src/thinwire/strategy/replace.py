@@ -2,7 +2,8 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from thinwire.errors import StrategyError
 from thinwire.optim import Lamb, Lars
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.config import LAMB, LARS
+from thinwire.optim.folded import why_no_local_clip
 from thinwire.optim.settings import OptimizerSettings, restrict_, settings_of
-from thinwire.strategy.clipping import why_no_local_clip
 from thinwire.strategy.fields import Fields
-from thinwire.strategy.ownership import conversion_obstacles, converted_by
+from thinwire.strategy.ownership import conversion_obstacles, converted_by, params_of
 from thinwire.strategy.replacements import (
     ADAMS,
     SGDS,
@@ -34,7 +35,7 @@ from thinwire.strategy.replacements import (
 _SPEED = ("capturable", "fused")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SelectedOptimizer:
     """Optimizer selected for a strategy, and its settings."""
 
@@ -50,7 +51,7 @@ class SelectedOptimizer:
     """Fields that replace an optimizer, and so caused a new one."""
     notes: tuple[str, ...]
     """Notes in words on settings that were taken over, and on those that were not."""
-    restore: Callable[[], None] = lambda: None
+    restore: Callable[[], None]
     """Restores the parameters of other stages to the given optimizer, if `prepare` fails."""
 
 
@@ -116,17 +117,10 @@ def select_optimizer(
     else:
         new, notes = _converted(optimizer, lars, lamb, names, keep, is_only=is_only, prefix=prefix)
     notes += _compression(new, compression, local=local, folds=folds)
-    selected = SelectedOptimizer(
-        optimizer=new,
-        compressor=compression,
-        folds=folds,
-        conversion=conversion,
-        notes=tuple(notes),
-    )
-    everything = [p for group in optimizer.param_groups for p in group["params"]]
-    if new is not optimizer or keep is None or all(map(keep, everything)):
-        return selected
-    return replace(selected, restore=restrict_(optimizer, keep))
+    restore = ExitStack().close  # nothing
+    if new is optimizer and keep is not None and not all(map(keep, params_of(optimizer))):
+        restore = restrict_(optimizer, keep)
+    return SelectedOptimizer(new, compression, folds, conversion, tuple(notes), restore)
 
 
 def _converted(

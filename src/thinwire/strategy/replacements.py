@@ -15,15 +15,8 @@ from thinwire.optim.config import LAMB, LARS
 from thinwire.optim.groups import Exclusion, excluded_flags, require_matches
 from thinwire.optim.settings import OptimizerSettings
 
-_COMMON_KEYS = (
-    "lr",
-    "grad_centralization",
-    "regularizer",
-    "maximize",
-    "foreach",
-    "initial_lr",
-    "name",
-)
+_COMMON_KEYS = "lr grad_centralization regularizer maximize foreach initial_lr name"
+"""Keys of a group that every class has."""
 _Converters = Mapping[str, Callable[[Any], Any]]
 """Converters of values, by key."""
 
@@ -96,7 +89,7 @@ def convert_optimizer(
         values = {
             key: replacement.keys[key](group[key]) for key in replacement.keys if key in group
         }
-        common = {key: group[key] for key in _COMMON_KEYS if key in group}
+        common = {key: group[key] for key in _COMMON_KEYS.split() if key in group}
         groups.append(
             {"params": kept, "param_names": [names[param] for param in kept], **common, **values}
         )
@@ -127,7 +120,7 @@ def _keep_labels_(
     new: CommonOptimizer, settings: OptimizerSettings, replacement: Replacement
 ) -> None:
     """Copy the user's own keys, which no optimizer reads, to the groups of `new`. Changes `new`."""
-    known = {*_COMMON_KEYS, "params", *replacement.keys, *replacement.unused}
+    known = {*_COMMON_KEYS.split(), "params", *replacement.keys, *replacement.unused}
     for group, before in zip(new.param_groups, settings.groups, strict=True):
         group.update(
             {key: value for key, value in before.items() if key not in known and key not in group}
@@ -151,7 +144,6 @@ SGDS = (torch.optim.SGD, SGD)
 ADAMS = (torch.optim.Adam, torch.optim.AdamW, Adam, AdamW, LazyAdam)
 
 _SGD_KEYS: _Converters = {"momentum": float, "nesterov": bool, "weight_decay": float}
-_OF_SGD = {"momentum": float, "nesterov": bool, "maximize": bool}
 _SGD_UNUSED = ("dampening", "differentiable", "fused")
 _ADAM_UNUSED = ("eps", "amsgrad", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 
@@ -161,7 +153,8 @@ def as_lars(
 ) -> Replacement:
     """Return the conversion of an SGD to `Lars`."""
     arguments = {
-        **{key: kind(optimizer.defaults[key]) for key, kind in _OF_SGD.items()},
+        **{key: kind(optimizer.defaults[key]) for key, kind in _SGD_KEYS.items()},
+        "maximize": bool(optimizer.defaults["maximize"]),
         "trust_coefficient": lars.lars_coeff,
         "weight_decay": lars.lars_weight_decay,
         "eps": lars.epsilon,
@@ -170,8 +163,7 @@ def as_lars(
         kind=Lars, arguments=arguments, keys=_SGD_KEYS, unused=_SGD_UNUSED, state=()
     )
     replacement.patterns = lars.exclude_from_weight_decay
-    replacement.problems += refused_settings("lars", settings.groups)
-    _decide_decay_(replacement, optimizer, settings, "lars", lars.lars_weight_decay)
+    _decide_decay_(replacement, optimizer, settings, "lars")
     return replacement
 
 
@@ -194,8 +186,7 @@ def as_lamb(
         replacement.problems.append(
             "lamb has no amsgrad, but the optimizer uses it: set amsgrad=False"
         )
-    replacement.problems += refused_settings("lamb", settings.groups)
-    _decide_decay_(replacement, optimizer, settings, "lamb", lamb.lamb_weight_decay)
+    _decide_decay_(replacement, optimizer, settings, "lamb")
     replacement.notes.append(
         f"eps is LAMB's own 1e-06, not the optimizer's {optimizer.defaults['eps']:g}"
     )
@@ -219,9 +210,10 @@ def _decide_decay_(
     optimizer: torch.optim.Optimizer,
     settings: OptimizerSettings,
     field: str,
-    decay: float,
 ) -> None:
-    """Set the decay of `replacement` so that nothing decays twice and each choice is kept."""
+    """Set the decay so that nothing decays twice and each choice is kept; note all obstacles."""
+    replacement.problems += refused_settings(field, settings.groups)
+    decay = replacement.arguments["weight_decay"]
     own = float(optimizer.defaults["weight_decay"])
     decays = [float(group["weight_decay"]) for group in settings.groups]
     if set(decays) != {own}:

@@ -1,5 +1,8 @@
 """Checks of `prepare` that each rank makes by itself, before anything is changed."""
 
+from types import NoneType
+from typing import get_args
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,7 +14,7 @@ from thinwire._names import named_parameters, require_shapes
 from thinwire._wording import warn_user
 from thinwire.comm import require_mesh
 from thinwire.compress import field_of
-from thinwire.core.gradients import ClipByGlobalNorm, ClipByNorm, ClipByValue
+from thinwire.core.gradients import Clip
 from thinwire.core.several import all_of
 from thinwire.errors import StrategyError
 from thinwire.members.members import Members
@@ -88,8 +91,7 @@ def check_kinds(model: nn.Module, optimizer: object, loss_fn: object, grad_clip:
     check.instance("optimizer", optimizer, torch.optim.Optimizer)
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn must be callable as loss_fn(outputs, targets), got {loss_fn!r}")
-    if grad_clip is not None:
-        check.instance("grad_clip", grad_clip, (ClipByGlobalNorm, ClipByNorm, ClipByValue))
+    check.instance("grad_clip", grad_clip, (*get_args(Clip), NoneType))
 
 
 def require_split_works(

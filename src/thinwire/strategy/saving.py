@@ -8,6 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -169,13 +170,10 @@ def load(state: Mapping[str, Any], parts: Parts) -> Restored:
         own, parts, keep=settings_in_groups(changes), agreed=lambda problem, left: left
     )
     log_changes("the state", changes)
-    problem = (
-        None
-        if provenance is None
-        else provenance.problem(*rank_and_size_in(), checksum_of(_of_ranks(rest)))
-    )
-    if problem is not None:
-        warn_user(f"thinwire: {problem}")
+    if provenance is not None:
+        problem = provenance.problem(*rank_and_size_in(), checksum_of(_of_ranks(rest)))
+        if problem is not None:
+            warn_user(f"thinwire: {problem}")
     return restored
 
 
@@ -245,9 +243,8 @@ def _checked(state: Mapping[str, Any], parts: Parts) -> tuple[dict[str, float], 
     for key, value in counters.items():
         check.real(key, value, at_least=0)
     if (state["loss_scale"] is None) != (parts.scaler is None):
-        has, lacks = "state", "the engine"
-        if parts.scaler is not None:
-            has, lacks = lacks, has
+        sides = ("state", "the engine")
+        has, lacks = sides if parts.scaler is None else reversed(sides)
         raise ValueError(
             f"{has} has a loss_scale, but {lacks} has none: prepare the engine with the same "
             "strategy"
@@ -480,36 +477,33 @@ class BackgroundSave:
 
     def __init__(self) -> None:
         self._group: Group | None = None
-        self._thread: threading.Thread | None = None
-        self._path: Path | None = None
-        self._error: BaseException | None = None
+        self._begun: tuple[threading.Thread, Future[Path]] | None = None
 
     def begin(self, savers: Group, write: Callable[[Group], Path]) -> None:
         """Call `write` on the thread with a group of the savers, which the first call makes."""
         # collectives of two threads on one group would mix
         group = self._group = self._group or savers.detached()
+        written: Future[Path] = Future()
 
         def work() -> None:
             try:
-                self._path = write(group)
+                written.set_result(write(group))
             except BaseException as error:  # raised by `finish`
-                self._error = error
+                written.set_exception(error)
                 _unraised[threading.current_thread()] = traceback.format_exc()
 
-        self._thread = threading.Thread(target=work, name="thinwire: a checkpoint")
-        self._thread.start()
+        thread = threading.Thread(target=work, name="thinwire: a checkpoint")
+        thread.start()
+        self._begun = thread, written
 
     def finish(self) -> Path | None:
         """Wait for the save in progress and return its folder; None if there is none."""
-        if self._thread is not None:
-            # the join hands the thread's fields over: nothing else reads or writes them before it
-            self._thread.join()
-            _unraised.pop(self._thread, None)
-            self._thread = None
-        path, self._path, error, self._error = self._path, None, self._error, None
-        if error is not None:
-            raise error
-        return path
+        if self._begun is None:
+            return None
+        (thread, written), self._begun = self._begun, None
+        thread.join()
+        _unraised.pop(thread, None)
+        return written.result()
 
     def close(self) -> None:
         """Wait as `finish` does, and free the process group."""

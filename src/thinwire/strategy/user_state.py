@@ -90,17 +90,13 @@ def _put_back(module: nn.Module, state: Any) -> None:
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    found = [
-        (f"{name}._extra_state".removeprefix("."), module)
+    both = ("get_extra_state", "set_extra_state")
+    found = {
+        f"{name}._extra_state".removeprefix("."): module
         for name, module in model.named_modules()
-        if _overrides(module, "get_extra_state") and _overrides(module, "set_extra_state")
-    ]
-    keys = plain_names(key for key, _ in found)
-    return dict(zip(keys, (module for _, module in found), strict=True))
-
-
-def _overrides(module: nn.Module, method: str) -> bool:
-    return getattr(type(module), method) is not getattr(nn.Module, method)
+        if all(getattr(type(module), own) is not getattr(nn.Module, own) for own in both)
+    }
+    return dict(zip(plain_names(found), found.values(), strict=True))
 
 
 def _state_of_module(key: str, module: nn.Module) -> Any:
