@@ -113,8 +113,8 @@ def _coded(old: Array, new: Array, shift: int) -> Iterator[bytes]:
         for table, letters in reversed(streams):
             block, model, _ = _model(table, letters.size >= 2048)
             blocks = np.pad(letters, (0, -letters.size % block)).reshape(-1, block)
-            places = (len(table) ** np.arange(block)[::-1]).astype(np.uint16)
-            coder.encode_reverse((blocks @ places).astype(np.int32), model)
+            powers = (len(table) ** np.arange(block)[::-1]).astype(np.uint16)
+            coder.encode_reverse((blocks @ powers).astype(np.int32), model)
         words: Array = coder.get_compressed().astype("<u4")
         yield words.size.to_bytes(3, "little") + words.tobytes()
         raw, widths = np.minimum(steps, 0 - steps), _WIDTHS[symbols[changed]]
