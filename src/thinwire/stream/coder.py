@@ -28,16 +28,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Array = Any
-"""An array of NumPy, whose views and operators are untyped."""
+Array = Any  # of NumPy, whose views and operators are untyped
 VERSION = 1
 _SAME, _WHOLE, _ZLIB, _STEPS = range(4)
 _SHIFTS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
 """Types that are coded by steps: bits of the sign and below the exponent."""
-_SYMBOLS = 248
-"""Zero, and 123 sizes of either sign: what 32 bits need."""
-_SLICE = 1 << 18
-_TOTAL = 1 << 24
+_SYMBOLS = 248  # zero, and 123 sizes of either sign: what 32 bits need
+_SLICE, _TOTAL = 1 << 18, 1 << 24
 
 
 def encode(old: Tensor, new: Tensor) -> bytes:
@@ -45,10 +42,10 @@ def encode(old: Tensor, new: Tensor) -> bytes:
     if (old.dtype, old.shape) != (new.dtype, new.shape):
         got = " and ".join(f"{one.dtype} {tuple(one.shape)}" for one in (old, new))
         raise ValueError(f"two tensors of one dtype and shape are needed, got {got}")
-    before, after = _entries(old), _entries(new)
-    if np.array_equal(before, after):
+    before, after, shift = _entries(old), _entries(new), _SHIFTS.get(old.dtype)
+    if torch.equal(*(torch.from_numpy(entries.view(np.uint8)) for entries in (before, after))):
         return bytes((VERSION, _SAME))
-    shift, messages = _SHIFTS.get(old.dtype), list[bytes]()
+    messages: list[bytes] = []
     if shift:
         messages.append(b"".join((bytes((VERSION, _STEPS)), *_coded(before, after, shift))))
     if not shift or old.nbytes <= 4096:
@@ -84,7 +81,6 @@ def decode(old: Tensor, data: bytes) -> None:
 
 
 def _read(message: BytesIO, count: int) -> Array:
-    """Take bytes from a message."""
     part = message.read(count)
     if len(part) != count:
         raise ValueError(f"{count} more bytes are needed, {len(part)} are there")
@@ -117,11 +113,16 @@ def _coded(old: Array, new: Array, shift: int) -> Iterator[bytes]:
         for table, letters in reversed(streams):
             block, model, _ = _model(table, letters.size >= 2048)
             blocks = np.pad(letters, (0, -letters.size % block)).reshape(-1, block)
-            places = (len(table) ** np.arange(block)[::-1]).astype(np.uint16)
-            coder.encode_reverse((blocks @ places).astype(np.int32), model)
+            powers = (len(table) ** np.arange(block)[::-1]).astype(np.uint16)
+            coder.encode_reverse((blocks @ powers).astype(np.int32), model)
         words: Array = coder.get_compressed().astype("<u4")
         yield words.size.to_bytes(3, "little") + words.tobytes()
-        yield from _raw_bits(steps, _WIDTHS[symbols[changed]])
+        raw, widths = np.minimum(steps, 0 - steps), _WIDTHS[symbols[changed]]
+        for bit in (0, 8, 16):
+            yield (raw[widths >= bit + 8] >> bit).astype(np.uint8).tobytes()
+        top = (raw >> (widths & 24)).astype(np.uint8)
+        for bit in range(7):
+            yield np.packbits(top[widths & 7 > bit] & 1 << bit).tobytes()
 
 
 def _decode_(old: Array, message: BytesIO, shift: int) -> None:
@@ -134,8 +135,7 @@ def _decode_(old: Array, message: BytesIO, shift: int) -> None:
         raise ValueError("there are no such groups and alphabets: the bytes are damaged")
     for at in range(0, old.size, _SLICE):
         before = old[at : at + _SLICE]
-        size = 4 * int.from_bytes(_read(message, 3), "little")
-        words = _read(message, size).view("<u4")
+        words = _read(message, 4 * int.from_bytes(_read(message, 3), "little")).view("<u4")
         coder = _constriction().stream.stack.AnsCoder(words.astype(np.uint32))
         symbols, escapes = np.zeros(before.size, np.uint8), [np.empty(0, np.intp)]
         for table, members in _groups(before, starts, tables, shift):
@@ -147,10 +147,15 @@ def _decode_(old: Array, message: BytesIO, shift: int) -> None:
             raise ValueError("more words came than these entries need: the bytes are damaged")
         changed = np.flatnonzero(symbols)
         symbols = symbols[changed]
-        sizes = _SIZES.astype(old.dtype)[symbols]
-        _add_raw_bits_(sizes, _WIDTHS[symbols], message)
-        steps = np.where(symbols & 1, sizes, 0 - sizes)
-        signs = _signs(before[changed])
+        steps, widths = _SIZES.astype(old.dtype)[symbols], _WIDTHS[symbols]
+        for bit in (0, 8, 16):
+            far = np.flatnonzero(widths >= bit + 8)
+            steps[far] |= _read(message, far.size).astype(old.dtype) << bit
+        for bit in range(7):
+            far = np.flatnonzero(widths & 7 > bit)
+            bits = np.unpackbits(_read(message, (far.size + 7) // 8), count=far.size)
+            steps[far] |= bits.astype(old.dtype) << (widths[far] & 24) + bit
+        steps, signs = np.where(symbols & 1, steps, 0 - steps), _signs(before[changed])
         before[changed] = _ordered((before[changed] ^ signs) + steps) ^ signs
 
 
@@ -175,9 +180,10 @@ def _fitted(old: Array, new: Array, shift: int) -> tuple[list[int], list[bytes]]
     best, first = [0.0], [0]
     for end in range(1, present.size + 1):
         group = total[end] - total[:end]
-        bits = _bits(group.sum(1)) - _bits(group).sum(1) + np.minimum(group, 8).sum(1)
-        # the size of an alphabet and so on; and a group takes time, as a bit for 4096 entries does
-        bits += np.array(best) + 24 + old.size / 4096
+        shares = np.maximum(group, 1) / group.sum(1, keepdims=True)
+        # a group takes 24 bits, and time: as much as a bit for 4096 entries
+        bits = (np.minimum(group, 8) - group * np.log2(shares)).sum(1) + 24 + old.size / 4096
+        bits += best
         first.append(int(bits.argmin()))
         best.append(float(bits.min()))
     starts, tables = list[int](), list[bytes]()
@@ -195,10 +201,6 @@ def _fitted(old: Array, new: Array, shift: int) -> tuple[list[int], list[bytes]]
     return starts, [*tables, _minifloat(common, 3).tobytes().rstrip(b"\0")]
 
 
-def _bits(counts: Array) -> Array:
-    return counts * np.log2(np.maximum(counts, 1))
-
-
 def _steps(old: Array, new: Array) -> Array:
     """Return the steps from `old` to `new`, which wrap."""
     signs = _signs(old)
@@ -214,22 +216,18 @@ def _ordered(bits: Array) -> Array:
     return bits ^ ((bits.view(f"i{bits.itemsize}") >> 31).view(bits.dtype) >> 1)
 
 
-def _sizes(steps: Array) -> Array:
-    return np.abs(steps.view(f"i{steps.itemsize}")).view(steps.dtype)
-
-
 def _symbols(steps: Array) -> Array:
     if steps.itemsize == 2:
         return _OF_TWO_BYTES[steps]
-    positive = steps - 1 < (1 << 31) - 1
-    return 2 * _minifloat(_sizes(steps), 2) - positive
+    sizes = np.minimum(steps, 0 - steps)
+    return 2 * _minifloat(sizes, 2) - (steps - 1 < sizes)
 
 
 def _minifloat(values: Array, digits: int) -> Array:
     """Return codes of counts: exponent and `digits` binary digits below the first, rounded down."""
     bits = values.astype(np.float64).view(np.int64) >> 52 - digits
-    codes = np.where(values < 1 << digits, values, bits - (1022 + digits << digits))
-    return codes.astype(np.uint8)
+    bits -= 1022 + digits << digits
+    return np.where(values < 1 << digits, values, bits).astype(np.uint8)
 
 
 def _least(codes: Array, digits: int) -> Array:
@@ -245,47 +243,22 @@ _WIDTHS = np.maximum((np.arange(_SYMBOLS) + 1) // 8 - 1, 0).astype(np.uint8)
 _OF_TWO_BYTES = _symbols(np.arange(1 << 16, dtype=np.uint16).view(np.int16).astype(np.uint32))
 
 
-def _raw_bits(steps: Array, widths: Array) -> Iterator[bytes]:
-    """Yield the raw bits of steps: whole bytes from the lowest on, then the bits above."""
-    far = np.flatnonzero(widths)
-    raw, widths = _sizes(steps[far]), widths[far]
-    for bit in (0, 8, 16):
-        yield (raw[widths >= bit + 8] >> bit).astype(np.uint8).tobytes()
-    top = (raw >> (widths & 24)).astype(np.uint8)
-    for bit in range(7):
-        yield np.packbits(top[widths & 7 > bit] & 1 << bit).tobytes()
-
-
-def _add_raw_bits_(sizes: Array, widths: Array, message: BytesIO) -> None:
-    far = np.flatnonzero(widths)
-    raw, widths = sizes[far], widths[far]
-    for bit in (0, 8, 16):
-        chosen = np.flatnonzero(widths >= bit + 8)
-        raw[chosen] |= _read(message, chosen.size).astype(raw.dtype) << bit
-    for bit in range(7):
-        chosen = np.flatnonzero(widths & 7 > bit)
-        bits = np.unpackbits(_read(message, (chosen.size + 7) // 8), count=chosen.size)
-        raw[chosen] |= bits.astype(raw.dtype) << (widths[chosen] & 24) + bit
-    sizes[far] = raw
-
-
 def _letters(coder: Any, table: bytes, count: int) -> Array:
-    """Return letters that the coder decodes."""
     block, model, letters = _model(table, count >= 2048, decoding=True)
     return letters[coder.decode(model, -(-count // block))].view(np.uint8)[:count]
 
 
 @lru_cache(64)
 def _model(table: bytes, many: bool, *, decoding: bool = False) -> tuple[int, Any, Array]:
-    """Return how many letters are a block, constriction's model of these, and their letters, each
-    block in one integer.
+    """Return the size of blocks of letters, constriction's model of these, and the letters of each.
 
-    It scales frequencies to add up to 2^24 minus their number, and adds one to each. These are
-    integers that add up to that already, so none of its operations on them rounds.
+    The model scales frequencies to add up to 2^24 minus their number, and adds one to each. These
+    are integers that add up to that already, so none of its operations on them rounds.
     """
     block = max(b for b in (1, 2, 4, 8) if b == 1 or (many and len(table) ** b <= 4096))
     counts = _least(np.frombuffer(table, np.uint8).astype(np.int64), 3)
-    shares = counts * _TOTAL // max(counts.sum(), 1)
+    counts += not counts.any()
+    shares = counts * _TOTAL // counts.sum()
     for _ in range(block.bit_length() - 1):
         shares = np.outer(shares, shares).ravel() // _TOTAL
     free = _TOTAL - shares.size
@@ -303,7 +276,5 @@ def _constriction() -> Any:
     try:
         import constriction
     except ImportError:
-        raise ModuleNotFoundError(
-            "differences of weights need constriction: pip install 'thinwire[stream]'"
-        ) from None
+        raise ImportError("differences need constriction: pip install 'thinwire[stream]'") from None
     return constriction
