@@ -67,6 +67,7 @@ class ThinwireCallback(TrainerCallback):
     Args:
         strategy: A `DistributedStrategy` with any fields but `amp`, `recompute`,
             `gradient_merge` and `pipeline`, or without one.
+        publish: Folder or address where `Engine.publish` publishes the model; None for none.
 
     Raises:
         StrategyError: At construction: the Trainer has its own argument for a field; the text names
@@ -79,9 +80,9 @@ class ThinwireCallback(TrainerCallback):
     engine: Engine
     """The engine, from the start of a training on. `engine.stats()` works after it too."""
 
-    def __init__(self, strategy: DistributedStrategy) -> None:
+    def __init__(self, strategy: DistributedStrategy, *, publish: str | None = None) -> None:
         require_fields(strategy, _INSTEAD)
-        self._strategy = strategy
+        self._strategy, self._publish = strategy, publish
         self._max_grad_norm = 0.0
         self._losses: list[Tensor] = []
         self._by_items = False
@@ -102,6 +103,8 @@ class ThinwireCallback(TrainerCallback):
         loaded = _checksum(model)
         self.engine = self._prepared(args, model, optimizer)
         self._undo.callback(self.engine.close)
+        if self._publish is not None:
+            self.engine.publish(self._publish)
         for ddp in living(DistributedDataParallel):
             if ddp.module is model:
                 self._undo.enter_context(ddp.no_sync())

@@ -40,7 +40,7 @@ class EnginePublisher:
         shards = parts.group.shards
         self._writes = parts.group.rank == 0 and (shards is None or shards.rank == 0)
         self._copies: dict[str, Tensor] = {}
-        self._last = position()
+        self._last = self._published = position()
         self._thread: threading.Thread | None = None
         self._publisher: Publisher | None = None
         if self._writes:
@@ -58,12 +58,13 @@ class EnginePublisher:
             self._begin(at)
 
     def _begin(self, step: int) -> None:
-        if not (self._writes or self._sharded):
-            return
         if self._thread is not None and self._thread.is_alive():
             if not self._sharded:
                 return  # the next version has these changes too
             self.wait()
+        self._published = step
+        if not (self._writes or self._sharded):
+            return
         for name, tensor in self._tensors.items():
             value = whole_of(tensor)  # a collective of the shards
             if self._writes:
@@ -86,7 +87,11 @@ class EnginePublisher:
                 self._thread.join()
 
     def close(self) -> None:
-        """Wait for the version in progress, and say that no other follows."""
+        """Publish the last state, and say that no other follows."""
+        at = self._position()
         self.wait()
+        if at > self._published and (self._sync is None or self._sync.synced):
+            self._begin(at)
+            self.wait()
         if self._publisher is not None:
             self._publisher.close()
