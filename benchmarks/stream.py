@@ -219,7 +219,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         above = f"{row['ours'] / row['entropy'] - 1:.1%}" if row["entropy"] else "–"
         part = f"{row['ours'] / row['XOR, zstd 3']:.2f}"
-        figures = [f"{row[name]:.4f}" for name in ("entropy", *FORMATS)]
+        figures = [f"{row[name]:.4f}" if row[name] else "–" for name in ("entropy", *FORMATS)]
         name = f"{row['case']}, {row['dtype']}"
         lines.append([name, f"{row['changed']:.2%}", f"{row['ours']:.4f}", above, part, *figures])
     return markdown(titles, lines)
