@@ -72,7 +72,7 @@ def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
-def test_versions_read_by_any_follower_equal_what_was_published(
+def test_versions_of_followers_equal_the_published_model(
     where: str, dtype: torch.dtype | None
 ) -> None:
     model = Net()
@@ -93,7 +93,7 @@ def test_versions_read_by_any_follower_equal_what_was_published(
     assert early.versions()[-1] == 12
 
 
-def test_followers_of_another_dtype_hold_the_published_values(where: str) -> None:
+def test_followers_of_another_dtype_convert_versions(where: str) -> None:
     model, reader = Net(), Net()
     with tw.publish(where, model, dtype=torch.bfloat16) as publisher:
         follower = tw.follow(where, reader)
@@ -226,7 +226,7 @@ def test_another_token_is_an_error_that_says_so(where: str) -> None:
             tw.publish(where, model, token=token).update(1)
 
 
-def test_two_publishers_of_one_place_are_an_error(where: str) -> None:
+def test_second_publishers_in_a_folder_are_an_error(where: str) -> None:
     first, second = tw.publish(where, Net()), tw.publish(where, Net())
     first.update(0)
     second.update(1)
@@ -329,7 +329,7 @@ def of_engine(rank: int, size: int, folder: str, local: bool) -> list[State]:
 
 
 @pytest.mark.parametrize("local", [False, True])
-def test_an_engine_publishes_what_all_ranks_have(ranks: Pool, tmp_path: Path, local: bool) -> None:
+def test_engines_publish_the_model_of_all_ranks(ranks: Pool, tmp_path: Path, local: bool) -> None:
     states, others = ranks.run(of_engine, str(tmp_path), local, size=2)
     versions = list(tw.follow(tmp_path))
     assert [version.step for version in versions] == [13 if local else 16]

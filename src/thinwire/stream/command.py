@@ -67,17 +67,17 @@ def versions(where: str, /, *, token_file: Path | None = None) -> None:
         where: Folder, or an address that fsspec knows, such as s3://bucket/model.
         token_file: Secret of the publisher.
     """
-    from thinwire.stream.files import Place, base_name, step_name
+    from thinwire.stream.files import Storage, base_name, step_name
 
-    place = Place(where, _token(token_file))
-    newest = place.newest()
+    storage = Storage(where, _token(token_file))
+    newest = storage.newest()
     if newest is None:
         raise ValueError(f"{where} has no version so far")
     bases = {number for number, *_ in newest["bases"]}
     print(f"{'version':>9}{'difference':>16}{'base':>16}  bytes")
     for number in range(newest["oldest"], newest["number"] + 1):
-        step = place.size(step_name(number)) if number > newest["oldest"] else None
-        base = place.size(base_name(number)) if number in bases else None
+        step = storage.size(step_name(number)) if number > newest["oldest"] else None
+        base = storage.size(base_name(number)) if number in bases else None
         cells = ("-" if size is None else f"{size:,}" for size in (step, base))
         print(f"{number:>9}" + "".join(f"{cell:>16}" for cell in cells))
     end = "; its publisher is closed" if newest["closed"] else ""

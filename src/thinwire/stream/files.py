@@ -53,7 +53,7 @@ class Held:
     """Bytes of all differences up to this version."""
 
 
-class Place:
+class Storage:
     """A folder, or an address that fsspec knows, and the key of what is written there."""
 
     def __init__(self, where: str | PathLike[str], token: str | bytes | None) -> None:

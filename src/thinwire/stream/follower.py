@@ -19,7 +19,7 @@ from thinwire.errors import CheckpointError, StreamError
 from thinwire.stream.coder import decode
 from thinwire.stream.files import (
     Held,
-    Place,
+    Storage,
     Unreachable,
     base_name,
     digest_of,
@@ -67,7 +67,7 @@ def follow(
                 "set_model_state_dict with full_state_dict and broadcast_from_rank0"
             )
     check.real("poll", poll, above=0)
-    return Follower(Place(where, token), model, poll)
+    return Follower(Storage(where, token), model, poll)
 
 
 @dataclass(frozen=True)
@@ -109,15 +109,15 @@ class Follower:
     """
 
     def __init__(
-        self, place: Place, model: nn.Module | Mapping[str, Any] | None, poll: float = _POLL_S
+        self, storage: Storage, model: nn.Module | Mapping[str, Any] | None, poll: float = _POLL_S
     ) -> None:
-        self._place, self._model, self._poll = place, model, poll
+        self._storage, self._model, self._poll = storage, model, poll
         self.held: Held | None = None
         self._copies: dict[str, Tensor] = {}
 
     def versions(self) -> list[int]:
         """Return the numbers of the versions that can be read now, oldest first."""
-        newest = self._place.newest()
+        newest = self._storage.newest()
         return list(range(newest["oldest"], newest["number"] + 1)) if newest else []
 
     def latest(self, wait: float | None = None) -> Version:
@@ -136,7 +136,7 @@ class Follower:
         newest = self._newest(wait or 0.0)
         if newest is None:
             raise StreamError(
-                f"{self._place.where} has no version so far: wait= waits for the first"
+                f"{self._storage.where} has no version so far: wait= waits for the first"
             )
         return self._at(newest, newest["number"])
 
@@ -156,7 +156,7 @@ class Follower:
         while True:
             left_s = begin_s + wait_s - time.monotonic()
             try:
-                newest = self._place.newest()
+                newest = self._storage.newest()
                 answered_s = time.monotonic()
             except Unreachable:
                 if min(left_s, answered_s + _PATIENCE_S - time.monotonic()) <= 0:
@@ -196,20 +196,20 @@ class Follower:
                 while self.held is not None and self.held.number < number:
                     self._read_step(self.held, self.held.number + 1)
                 if problem is not None:
-                    warn_user(f"took a base of {self._place.where} instead: {problem}")
+                    warn_user(f"took a base of {self._storage.where} instead: {problem}")
                 return
             except StreamError as error:
                 problem = problem or error
-        raise problem or StreamError(f"{self._place.where} has no base for version {number}")
+        raise problem or StreamError(f"{self._storage.where} has no base for version {number}")
 
     def _read_base(self, number: int) -> None:
         name = base_name(number)
         try:
             with (
-                self._place.fetched(name) as path,
+                self._storage.fetched(name) as path,
                 safe_open(path, framework="pt", device="cpu") as file,
             ):
-                record = self._place.unsealed(file.metadata()["thinwire"], name)
+                record = self._storage.unsealed(file.metadata()["thinwire"], name)
                 table = parsed_table(record["table"], 1)
 
                 def value(key: str) -> Tensor:
@@ -217,12 +217,14 @@ class Follower:
 
                 digests = {key: digest(value(key)) for key in table}
                 if digest_of(record["table"], digests) != record["digest"]:
-                    raise StreamError(f"{self._place.where}/{name} is damaged: its digest differs")
+                    raise StreamError(
+                        f"{self._storage.where}/{name} is damaged: its digest differs"
+                    )
                 targets = self._targets(table, record["tied"])
                 self.held, self._copies = None, {}
                 tensors = {key: self._put(value(key), targets.get(key), key) for key in table}
         except (OSError, SafetensorError, CheckpointError, *UNREADABLE) as error:
-            raise StreamError(f"{self._place.where}/{name} is damaged: {error}") from error
+            raise StreamError(f"{self._storage.where}/{name} is damaged: {error}") from error
         version = {key: record[key] for key in ("number", "step", "stream", "digest", "written")}
         self.held = Held(tensors, digests, record["tied"], **version)
 
@@ -243,7 +245,7 @@ class Follower:
         ]
         if problems:
             raise StreamError(
-                f"the model does not fit {self._place.where}: {listed(sorted(problems))}"
+                f"the model does not fit {self._storage.where}: {listed(sorted(problems))}"
             )
         return every
 
@@ -258,8 +260,8 @@ class Follower:
         return value
 
     def _read_step(self, held: Held, number: int) -> None:
-        name = f"{self._place.where}/{step_name(number)}"
-        with self._place.read_step(number) as (record, payload):
+        name = f"{self._storage.where}/{step_name(number)}"
+        with self._storage.read_step(number) as (record, payload):
             came = record["number"], record["stream"], record["previous"]
             if came != (number, held.stream, held.digest):
                 raise StreamError(f"{name} does not follow version {held.number}, which is held")
@@ -282,8 +284,8 @@ class Follower:
         held.digest, held.written = record["digest"], record["written"]
         self.held = held
 
-    def _changed(self, name: str, what: str) -> StreamError:
+    def _changed(self, name: str, cause: str) -> StreamError:
         return StreamError(
-            f"{name} does not fit the tensors that it changes ({what}): the model's weights were "
+            f"{name} does not fit the tensors that it changes ({cause}): the model's weights were "
             "changed since the last version"
         )

@@ -18,7 +18,7 @@ from thinwire.errors import StreamError
 from thinwire.stream.coder import encode
 from thinwire.stream.files import (
     Held,
-    Place,
+    Storage,
     base_name,
     digest_of,
     step_name,
@@ -57,7 +57,7 @@ def publish(
     Args:
         where: Folder, or an address that fsspec knows (s3, gs, hf, ...). Nothing else is stored in
             it, and one process at a time publishes there.
-        model: Model, or its `state_dict` if each update changes those tensors in place. Tensors may
+        model: Model, or its `state_dict` if each update changes those tensors in storage. Tensors may
             be sharded (FSDP2). The publisher keeps a copy of the last version in host memory.
         dtype: Floating-point tensors are published in this dtype; None for their own.
         token: Secret that readers need too. It proves who wrote a version and hides nothing.
@@ -74,7 +74,7 @@ def publish(
     if every is not None:
         check.integer("every", every, at_least=1)
     check.integer("keep", keep, at_least=1)
-    return Publisher(Place(where, token), model, dtype, every, keep)
+    return Publisher(Storage(where, token), model, dtype, every, keep)
 
 
 class Publisher:
@@ -87,13 +87,13 @@ class Publisher:
 
     def __init__(
         self,
-        place: Place,
+        storage: Storage,
         model: nn.Module | Mapping[str, Any],
         dtype: torch.dtype | None,
         every: int | None,
         keep: int,
     ) -> None:
-        self._place, self._model, self._dtype = place, model, dtype
+        self._storage, self._model, self._dtype = storage, model, dtype
         self._every, self._keep = every, keep
         self._writer = uuid.uuid4().hex
         self._held: Held | None = None
@@ -110,7 +110,7 @@ class Publisher:
             step: Number of the training step, which readers see.
 
         Raises:
-            StreamError: Another process publishes there, or the place cannot be reached.
+            StreamError: Another process publishes there, or the storage cannot be reached.
             OSError: Writing failed.
         """
         check.integer("step", step, at_least=0)
@@ -137,10 +137,10 @@ class Publisher:
             bases.append([number, self._write_base(held, record), written])
         kept = bases[-self._keep :]
         whole = {**record, "bases": kept, "oldest": kept[0][0], "writer": self._writer}
-        self._place.name_newest({**whole, "closed": False})
+        self._storage.name_newest({**whole, "closed": False})
         dropped = range(newest["oldest"], whole["oldest"] + 1) if newest["number"] else ()
-        self._place.discard(map(step_name, dropped))
-        self._place.discard(base_name(b[0]) for b in newest["bases"] if b not in kept)
+        self._storage.discard(map(step_name, dropped))
+        self._storage.discard(base_name(b[0]) for b in newest["bases"] if b not in kept)
         held.number, held.step, held.digest, held.written = number, step, record["digest"], written
         self._held, self.number, self._wrote = held, number, True
         return number
@@ -148,7 +148,7 @@ class Publisher:
     def close(self) -> None:
         """Say that no version will follow, which ends the loops of followers."""
         if self._held is not None:
-            self._place.name_newest({**self._newest(), "closed": True})
+            self._storage.name_newest({**self._newest(), "closed": True})
             self._held = None
 
     def __enter__(self) -> "Publisher":
@@ -159,17 +159,17 @@ class Publisher:
 
     def _newest(self) -> dict[str, Any]:
         """Return the record of the newest version, after taking over what another one wrote."""
-        newest = self._place.newest()
+        newest = self._storage.newest()
         if self._wrote:
             if newest is None or newest["writer"] != self._writer:
                 raise StreamError(
-                    f"{self._place.where}: another process publishes there too, or its files were "
-                    "deleted: give each publisher a place of its own"
+                    f"{self._storage.where}: another process publishes there too, or its files were "
+                    "deleted: give each publisher a folder of its own"
                 )
             return newest
         if newest is not None:
-            self._place.clean(newest)
-            follower = Follower(self._place, None)
+            self._storage.clean(newest)
+            follower = Follower(self._storage, None)
             try:
                 follower.latest()
             except StreamError as error:
@@ -212,7 +212,7 @@ class Publisher:
             table = table_of(held.tensors)
             record |= {"previous": held.digest, "digest": digest_of(table, held.digests)}
             size = sum(lengths)
-            self._place.write_step(
+            self._storage.write_step(
                 {**record, "lengths": lengths, "written": held.written + size}, payload
             )
         return size
@@ -229,9 +229,9 @@ class Publisher:
         """Write a whole version; return its size in bytes."""
         metadata = {
             "format": "pt",
-            "thinwire": self._place.sealed(
+            "thinwire": self._storage.sealed(
                 {**record, "table": table_of(held.tensors), "tied": held.tied}
             ),
         }
-        with self._place.written(base_name(record["number"])) as path:
+        with self._storage.written(base_name(record["number"])) as path:
             return write_tensors(path, held.tensors, metadata)[0]
