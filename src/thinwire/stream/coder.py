@@ -126,7 +126,7 @@ def _coded(old: Array, new: Array, shift: int) -> Iterator[bytes]:
 
 
 def _decode_(old: Array, message: BytesIO, shift: int) -> None:
-    """Change the entries in storage."""
+    """Change the entries in place."""
     count = int(_read(message, 1)[0]) + 1
     starts = [0, *_read(message, count - 1).tolist()]
     tables = [_read(message, size).tobytes() for size in _read(message, count + 1).tolist()]

@@ -46,8 +46,9 @@ def follow(
 
     Example::
 
-        for version in tw.follow("s3://bucket/model", model):
-            print(version.step, evaluate(model))
+        tw.publish("versions", model).update(7)
+        version = tw.follow("versions").latest()
+        print(version.number, version.step, list(version.state_dict()))
 
     Args:
         where: Folder, or an address that fsspec knows (http, s3, gs, hf, ...).

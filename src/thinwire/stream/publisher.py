@@ -49,16 +49,15 @@ def publish(
 
     Example::
 
-        publisher = tw.publish("s3://bucket/model", model, dtype=torch.bfloat16)
-        for step in range(10_000):
-            train(model)
-            publisher.update(step)
+        with tw.publish("versions", model, dtype=torch.bfloat16) as publisher:
+            for step in range(3):
+                publisher.update(step)
 
     Args:
         where: Folder, or an address that fsspec knows (s3, gs, hf, ...). Nothing else is stored in
             it, and one process at a time publishes there.
-        model: Model, or its `state_dict` if each update changes those tensors in storage. Tensors may
-            be sharded (FSDP2). The publisher keeps a copy of the last version in host memory.
+        model: Model, or its `state_dict` if its tensors change in place. They may be sharded
+            (FSDP2). The publisher keeps a copy of the last version in host memory.
         dtype: Floating-point tensors are published in this dtype; None for their own.
         token: Secret that readers need too. It proves who wrote a version and hides nothing.
         every: Versions between two bases; None for one when the differences since the last have
@@ -163,8 +162,8 @@ class Publisher:
         if self._wrote:
             if newest is None or newest["writer"] != self._writer:
                 raise StreamError(
-                    f"{self._storage.where}: another process publishes there too, or its files were "
-                    "deleted: give each publisher a folder of its own"
+                    f"{self._storage.where}: another process publishes there too, or its files "
+                    "were deleted: give each publisher a folder of its own"
                 )
             return newest
         if newest is not None:
