@@ -25,7 +25,7 @@ NUMBERS: dict[str, Any] = {"params": "124M", "step_seconds": 0.35, "workers": 8}
 KEYS = {
     *("name", "step_seconds", "bytes_per_step", "memory_bytes", "memory", "waiting_share"),
     *("progress", "progress_source", "loss_gap", "loss_gap_source"),
-    *("measured", "time_to_dense_loss"),
+    *("measured", "time_to_dense_loss", "lr_factor"),
 }
 
 

@@ -29,7 +29,7 @@ _GRADIENTS = {
 }
 """Gaps by workers, from the same runs; below 0.01 they are chance."""
 _CHANCE = 0.01
-_LAW_WORKERS, _MEASURED_STEPS = 16, 32
+_LAW_WORKERS, _MEASURED_STEPS, _FEW = 16, 32, 4
 MEASURED: Mapping[tuple[str, float, int], tuple[int, int]] = {
     ("muon", 1.0, 1): (4, 16),
     ("adamw", 1.0, 4): (16, 16),
@@ -129,6 +129,14 @@ def local_factor(own: Mapping[str, Any], optimizer: str) -> float:
     factor *= _SPLIT if values.get("exchange") == "split" else 1
     factor *= _OUTER if own.get("outer_momentum", 0.0) > _LITTLE_MOMENTUM else 1
     return float(factor * (1 + _LATE * own.get("delay", 0) / own["k_steps"]))
+
+
+def rate_factor(own: Mapping[str, Any], optimizer: str | None, workers: int) -> float | None:
+    """Return the best learning rate over dense Muon's with few workers; None if not measured."""
+    # Source: docs/law.md: 0.87 M parameters, 4 and 8 workers, 4 to 32 steps, one bit
+    if "localsgd" not in own or optimizer != "muon":
+        return None
+    return 2.0 if own["localsgd"]["k_steps"] >= _MEASURED_STEPS or workers > _FEW else 1.0
 
 
 def _of_gradients(method: str, document: Mapping[str, Any], workers: int) -> LossGap:

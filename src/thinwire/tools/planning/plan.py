@@ -10,7 +10,7 @@ from typing import Any
 from thinwire.layout.traffic import GATHER, streams_between
 from thinwire.tools.network.netns import Link
 from thinwire.tools.planning.grid import Candidate, candidates
-from thinwire.tools.planning.loss import MOST_STEPS, loss_gap, steps_to_dense_loss
+from thinwire.tools.planning.loss import MOST_STEPS, loss_gap, rate_factor, steps_to_dense_loss
 from thinwire.tools.planning.methods import (
     BRIEF,
     MOST_PARAMS,
@@ -69,6 +69,8 @@ class Row:
         optimizer: Optimizer that the strategy requires; None for any.
         reaches_dense_loss: True if four times dense's steps are expected to suffice.
         bytes_inside_site: Bytes that a rank sends to the others that shard the model with it.
+        lr_factor: Best learning rate over that of dense Muon with up to four workers, as measured
+            for local Muon; None for others.
     """
 
     name: str
@@ -86,6 +88,7 @@ class Row:
     optimizer: str | None = None
     reaches_dense_loss: bool = True
     bytes_inside_site: float = 0.0
+    lr_factor: float | None = None
 
     @property
     def strategy(self) -> str:
@@ -446,6 +449,7 @@ def _row(
         OPTIMIZERS.get(optimizer or ""),
         reaches,
         work.bytes_inside(optimizer, shard),
+        rate_factor(own, optimizer, network.ranks),
     )
 
 
@@ -467,6 +471,9 @@ def _recommended(rows: Sequence[Row]) -> tuple[str, str]:
             f"to be more than 5 % faster{beyond}"
         )
     by = f"; with {best.optimizer}" if best.optimizer else ""
+    if best.lr_factor:
+        twice = "twice " if best.lr_factor > 1 else ""
+        by += f"; learning rate: {twice}the best of dense Muon with few workers"
     by += f"; {RELAYED}" if best.name.endswith(f" {RELAY}") else ""
     return best.name, (
         f"use {best.name}: a step of {seconds_text(best.step_seconds[1])} s instead of dense's "
