@@ -108,6 +108,21 @@ def test_followers_of_another_dtype_convert_versions(where: str) -> None:
     require_same(reader.state_dict(), wanted)
 
 
+def test_models_that_tie_other_tensors_are_filled_or_refused(where: str) -> None:
+    model, reader = Net(), Net()
+    reader.head.weight = nn.Parameter(torch.zeros(60, 40))
+    publisher, follower = tw.publish(where, model), tw.follow(where, reader)
+    for step in range(2):
+        change(model)
+        publisher.update(step)
+        follower.latest()
+        require_same(reader.state_dict(), state_of(model))
+    change(reader)
+    tw.publish(where + "-untied", reader).update(0)
+    with pytest.raises(StreamError, match=r"head\.weight is tied"):
+        tw.follow(where + "-untied", model).latest()
+
+
 def test_loops_give_every_new_version_until_the_publisher_is_closed(where: str) -> None:
     model = Net()
     publisher = tw.publish(where, model)

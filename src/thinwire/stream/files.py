@@ -9,12 +9,13 @@ import hashlib
 import hmac
 import importlib
 import json
-import math
 import re
 import struct
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,6 +33,10 @@ _NEWEST, _FORMAT, _MOST_BYTES = "latest.json", 1, 1 << 20
 _MAGIC, _PREFIX = b"tw-step1", struct.Struct("<8sI")
 _TAG_BYTES, _CHUNK_BYTES = 16, 1 << 20
 _OURS = re.compile(r"^\.?\d{9}\.(safetensors|step)|^\.latest\.json\.")
+
+
+class Missing(StreamError):
+    """There is no such file."""
 
 
 class Unreachable(StreamError):
@@ -79,12 +84,12 @@ class Storage:
     def newest(self) -> dict[str, Any] | None:
         """Return the record of the newest version, or None if there is none so far."""
         try:
-            if self._folder:
-                text = read_regular(self._folder / _NEWEST, _MOST_BYTES)
-            else:
-                with self._errors(_NEWEST):
+            with self._errors(_NEWEST):
+                if self._folder:
+                    text = read_regular(self._folder / _NEWEST, _MOST_BYTES)
+                else:
                     text = self._files.cat_file(f"{self._root}/{_NEWEST}")
-        except FileNotFoundError:
+        except Missing:
             return None
         return self.unsealed(text, _NEWEST)
 
@@ -144,17 +149,13 @@ class Storage:
     def fetched(self, name: str) -> Iterator[Path]:
         """Yield the path of a file on a disk of this machine."""
         if self._folder:
-            path = self._folder / name
-            if not path.is_file():
-                raise StreamError(f"{path} is missing")
-            yield path
+            if not (self._folder / name).is_file():
+                raise Missing(f"{self.where}/{name} is missing")
+            yield self._folder / name
             return
         with tempfile.TemporaryDirectory() as folder:
-            try:
-                with self._errors(name):
-                    self._files.get_file(f"{self._root}/{name}", str(Path(folder, name)))
-            except FileNotFoundError as error:
-                raise StreamError(f"{self.where}/{name} is missing") from error
+            with self._errors(name):
+                self._files.get_file(f"{self._root}/{name}", str(Path(folder, name)))
             yield Path(folder, name)
 
     def size(self, name: str) -> int:
@@ -162,32 +163,25 @@ class Storage:
         with self._errors(name):
             return int(self._files.info(f"{self._root}/{name}")["size"])
 
-    def write_step(self, record: Mapping[str, Any], payload: BinaryIO) -> int:
-        """Write the difference to the version before; return the size of its file in bytes."""
+    def write_step(self, record: Mapping[str, Any], payload: Any) -> None:
+        """Write the difference to the version before, behind a tag of all that follows."""
         header = self.sealed(record).encode()
-        hasher = self._hasher()
+        start = _PREFIX.pack(_MAGIC, len(header)) + header
         payload.seek(0)
-
-        def pieces() -> Iterator[bytes]:
-            for piece in (_PREFIX.pack(_MAGIC, len(header)), header, *_chunks(payload)):
-                hasher.update(piece)
-                yield piece
-            yield hasher.digest()
-
+        tag = hashlib.file_digest(payload, partial(self._hasher, start)).digest()
+        payload.seek(0)
         with self.written(step_name(record["number"])) as path:
-            return write_pieces(path, pieces())
+            write_pieces(path, chain([tag, start], iter(partial(payload.read, _CHUNK_BYTES), b"")))
 
     @contextlib.contextmanager
     def read_step(self, number: int) -> Iterator[tuple[dict[str, Any], BinaryIO]]:
         """Yield the record and the payload of a difference, every byte of which was verified."""
         name = step_name(number)
         with self.fetched(name) as path, path.open("rb") as file:
-            hasher, left = self._hasher(), path.stat().st_size - _TAG_BYTES
-            for piece in _chunks(file, left):
-                hasher.update(piece)
-            if left < _PREFIX.size or not hmac.compare_digest(file.read(), hasher.digest()):
+            tag = file.read(_TAG_BYTES)
+            if not hmac.compare_digest(tag, hashlib.file_digest(file, self._hasher).digest()):
                 raise StreamError(f"{self.where}/{name} is damaged or forged: its tag differs")
-            file.seek(0)
+            file.seek(_TAG_BYTES)
             magic, length = _PREFIX.unpack(file.read(_PREFIX.size))
             if magic != _MAGIC:
                 raise StreamError(f"{self.where}/{name} is no difference of this format")
@@ -204,7 +198,7 @@ class Storage:
     def discard(self, names: Iterable[str]) -> None:
         """Delete files that nobody needs any more."""
         for name in names:
-            with contextlib.suppress(FileNotFoundError), self._errors(name):
+            with contextlib.suppress(Missing), self._errors(name):
                 self._files.rm_file(f"{self._root}/{name}")
 
     def _hasher(self, content: bytes = b"") -> "hashlib.blake2b":
@@ -214,8 +208,8 @@ class Storage:
     def _errors(self, name: str) -> Iterator[None]:
         try:
             yield
-        except FileNotFoundError:
-            raise
+        except FileNotFoundError as error:
+            raise Missing(f"{self.where}/{name} is missing") from error
         except Exception as error:  # every file system of fsspec has errors of its own
             raise Unreachable(f"{self.where}/{name} cannot be reached: {error!r}") from error
 
@@ -259,10 +253,3 @@ def digest_of(table: Mapping[str, Any], digests: Mapping[str, bytes]) -> str:
     """Return the digest of a version: SHA-256 of its table and of the SHA-256 of each tensor."""
     whole = [[*entry, digests[name].hex()] for name, entry in table.items()]
     return hashlib.sha256(json.dumps(whole).encode()).hexdigest()
-
-
-def _chunks(file: BinaryIO, size: int | None = None) -> Iterator[bytes]:
-    left = math.inf if size is None else size
-    while left > 0 and (piece := file.read(int(min(_CHUNK_BYTES, left)))):
-        left -= len(piece)
-        yield piece

@@ -114,7 +114,7 @@ class Follower:
     ) -> None:
         self._storage, self._model, self._poll = storage, model, poll
         self.held: Held | None = None
-        self._copies: dict[str, Tensor] = {}
+        self._copies: dict[str, list[Tensor]] = {}
 
     def versions(self) -> list[int]:
         """Return the numbers of the versions that can be read now, oldest first."""
@@ -217,13 +217,12 @@ class Follower:
                     return restored(file.get_tensor(key), table[key], f"{path}, {key},")
 
                 digests = {key: digest(value(key)) for key in table}
-                if digest_of(record["table"], digests) != record["digest"]:
-                    raise StreamError(
-                        f"{self._storage.where}/{name} is damaged: its digest differs"
-                    )
+                found = record["number"], digest_of(record["table"], digests)
+                if found != (number, record["digest"]):
+                    raise StreamError(f"{name} is damaged: its number or digest differs")
                 targets = self._targets(table, record["tied"])
                 self.held, self._copies = None, {}
-                tensors = {key: self._put(value(key), targets.get(key), key) for key in table}
+                tensors = {key: self._put(key, value(key), targets[key]) for key in table}
         except (OSError, SafetensorError, CheckpointError, *UNREADABLE) as error:
             raise StreamError(f"{self._storage.where}/{name} is damaged: {error}") from error
         version = {key: record[key] for key in ("number", "step", "stream", "digest", "written")}
@@ -231,14 +230,17 @@ class Follower:
 
     def _targets(
         self, table: Mapping[str, TensorRef], tied: Mapping[str, str]
-    ) -> dict[str, Tensor]:
-        """Return the model's tensors by name, after checking that they fit."""
+    ) -> dict[str, list[Tensor]]:
+        """Return the model's tensors for each published one, after checking that they fit."""
         if self._model is None:
-            return {}
+            return {name: [] for name in table}
         own, own_tied = tensors_of(self._model)
         every = own | {name: own[first] for name, first in own_tied.items()}
         problems = [f"it has no {name}" for name in {*table, *tied} - {*every}]
         problems += [f"{name} was not published" for name in {*every} - {*table, *tied}]
+        problems += [
+            f"{name} is tied, and was not" for name in {*own_tied} & {*table} - {*tied.values()}
+        ]
         problems += [
             f"{name} has shape {tuple(every[name].shape)}, published is {ref.shape}"
             for name, ref in table.items()
@@ -248,17 +250,20 @@ class Follower:
             raise StreamError(
                 f"the model does not fit {self._storage.where}: {listed(sorted(problems))}"
             )
-        return every
+        further = {name: [other for other in tied if tied[other] == name] for name in table}
+        return {
+            name: [every[name], *(every[other] for other in others if other in own)]
+            for name, others in further.items()
+        }
 
-    def _put(self, value: Tensor, target: Tensor | None, name: str) -> Tensor:
+    def _put(self, name: str, value: Tensor, targets: list[Tensor]) -> Tensor:
         """Copy a value into the model; return the tensor that the next difference changes."""
-        if target is None:
-            return value
-        target.copy_(value)
-        if target.dtype == value.dtype:
-            return target
-        self._copies[name] = target
-        return value
+        for target in targets:
+            target.copy_(value)
+        alike = [target for target in targets if target.dtype == value.dtype]
+        first = alike[0] if alike else value
+        self._copies[name] = [target for target in targets if target is not first]
+        return first
 
     def _read_step(self, held: Held, number: int) -> None:
         name = f"{self._storage.where}/{step_name(number)}"
@@ -277,8 +282,8 @@ class Follower:
                     raise self._changed(name, key) from error
                 held.digests[key] = digest(value)
                 tensor.copy_(value)
-                if key in self._copies:
-                    self._copies[key].copy_(value)
+                for copy in self._copies[key]:
+                    copy.copy_(value)
         if digest_of(table_of(held.tensors), held.digests) != record["digest"]:
             raise self._changed(name, "its digest")
         held.number, held.step = number, record["step"]

@@ -125,19 +125,20 @@ class Publisher:
         written: int = newest["written"]
         record = {"number": number, "step": step, "stream": newest["stream"]}
         bases = list(newest["bases"])
-        if held is None or held.tied != tied or table_of(held.tensors) != self._table(tensors):
-            held = self._held_of(tensors, tied)
-            record["digest"] = digest_of(table_of(held.tensors), held.digests)
-            bases = []
-        else:
+        if held is not None and held.tied == tied and self._fits(held, tensors):
             written += self._write_step(held, tensors, record)
+        else:
+            whole = {name: self._published(tensor) for name, tensor in tensors.items()}
+            held, bases = Held(whole, digests_of(whole), tied), []
+            record["digest"] = digest_of(table_of(whole), held.digests)
         record["written"] = written
         if self._base_due(bases, number, written):
             bases.append([number, self._write_base(held, record), written])
         kept = bases[-self._keep :]
-        whole = {**record, "bases": kept, "oldest": kept[0][0], "writer": self._writer}
-        self._storage.name_newest({**whole, "closed": False})
-        dropped = range(newest["oldest"], whole["oldest"] + 1) if newest["number"] else ()
+        oldest = kept[0][0]
+        more = {"bases": kept, "oldest": oldest, "writer": self._writer, "closed": False}
+        self._storage.name_newest({**record, **more})
+        dropped = range(newest["oldest"], oldest + 1) if newest["number"] else ()
         self._storage.discard(map(step_name, dropped))
         self._storage.discard(base_name(b[0]) for b in newest["bases"] if b not in kept)
         held.number, held.step, held.digest, held.written = number, step, record["digest"], written
@@ -177,13 +178,9 @@ class Publisher:
         none = {"number": 0, "written": 0, "bases": [], "oldest": 0, "stream": self._writer}
         return {**(newest or none), "writer": self._writer}
 
-    def _table(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        return table_of(
-            {
-                name: torch.empty(tensor.shape, dtype=self._dtype_of(tensor), device="meta")
-                for name, tensor in tensors.items()
-            }
-        )
+    def _fits(self, held: Held, tensors: Mapping[str, Tensor]) -> bool:
+        now = [(name, self._dtype_of(tensor), tensor.shape) for name, tensor in tensors.items()]
+        return now == [(name, own.dtype, own.shape) for name, own in held.tensors.items()]
 
     def _dtype_of(self, tensor: Tensor) -> torch.dtype:
         return self._dtype if self._dtype and tensor.is_floating_point() else tensor.dtype
@@ -192,10 +189,6 @@ class Publisher:
         """Return a tensor as it is published: whole, on the CPU, in memory of its own."""
         value = whole_of(tensor).to("cpu", self._dtype_of(tensor))
         return value.clone(memory_format=torch.contiguous_format)
-
-    def _held_of(self, tensors: Mapping[str, Tensor], tied: dict[str, str]) -> Held:
-        own = {name: self._published(tensor) for name, tensor in tensors.items()}
-        return Held(own, digests_of(own), tied)
 
     def _write_step(self, held: Held, tensors: Mapping[str, Tensor], record: dict[str, Any]) -> int:
         """Write the difference and change what is held; return the payload's bytes."""
@@ -211,9 +204,8 @@ class Publisher:
             table = table_of(held.tensors)
             record |= {"previous": held.digest, "digest": digest_of(table, held.digests)}
             size = sum(lengths)
-            self._storage.write_step(
-                {**record, "lengths": lengths, "written": held.written + size}, payload
-            )
+            about = {**record, "lengths": lengths, "written": held.written + size}
+            self._storage.write_step(about, payload)
         return size
 
     def _base_due(self, bases: list[list[int]], number: int, written: int) -> bool:
@@ -226,11 +218,7 @@ class Publisher:
 
     def _write_base(self, held: Held, record: Mapping[str, Any]) -> int:
         """Write a whole version; return its size in bytes."""
-        metadata = {
-            "format": "pt",
-            "thinwire": self._storage.sealed(
-                {**record, "table": table_of(held.tensors), "tied": held.tied}
-            ),
-        }
+        about = {**record, "table": table_of(held.tensors), "tied": held.tied}
+        metadata = {"format": "pt", "thinwire": self._storage.sealed(about)}
         with self._storage.written(base_name(record["number"])) as path:
             return write_tensors(path, held.tensors, metadata)[0]
