@@ -89,35 +89,6 @@ def config_of_seed(run: api.RunConfig, seed: int) -> api.RunConfig:
     return api.RunConfig.from_dict({**asdict(run), "seed": seed})
 
 
-def statistics(rank: int, size: int, run: api.RunConfig) -> list[tuple[bool, list[float]]]:
-    """After each step, whether ranks agree, and this rank's running means and variances."""
-    work = api.work_of(run)
-    before = {name: value.clone() for name, value in work.model.state_dict().items()}
-    api.rehearse(run, work)
-    assert all(torch.equal(before[name], v) for name, v in work.model.state_dict().items())
-    setup = api.Setup(run.optimizer, work.loss_fn)
-    trainer = api.build_trainer(run.recipe.trainer, run.recipe.arguments(10), work.model, setup)
-    found = []
-    for _ in range(18):  # one more than the interval, after the first averaging
-        for group in trainer.optimizer.param_groups:
-            group["lr"] = 0.01
-        trainer.train_step(*work.next_batch())
-        means = [b.sum().item() for b in trainer.module.buffers() if b.is_floating_point()]
-        found.append((trainer.agreed, means))
-    trainer.finish()
-    trainer.close()
-    return found
-
-
-@pytest.mark.parametrize("name", ["quantized-local", "sparse-local", "diloco"])
-def test_batch_statistics_are_equal_for_any_loss(name: str, ranks: Pool, tmp_path: Path) -> None:
-    one, other = ranks.run(statistics, run_config(tmp_path, recipe=api.choose([name])[0]), size=2)
-    assert [agreed for agreed, _ in one] == [agreed for agreed, _ in other]
-    assert {agreed for agreed, _ in one} == {True, False}
-    for (agreed, mine), (_, others) in zip(one, other, strict=True):
-        assert (mine == others) == agreed
-
-
 def test_muon_trains_the_kernels_of_the_net_as_matrices() -> None:
     model = api.ConvolutionalNet(api.ConvolutionSize(4))
     hidden, rest = api.Setup("muon").optimizer_of(model).param_groups
