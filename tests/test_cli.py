@@ -250,18 +250,6 @@ BAD_FILES = {
 }
 
 
-@pytest.mark.parametrize("text", BAD_FILES)
-def test_a_bad_strategy_file_is_one_line(
-    text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    path = tmp_path / "plan.yaml"
-    path.write_text(text, encoding="utf-8")
-    for options in ([], ["--quiet"]):
-        line = refusal(capsys, "explain", str(path), *options)
-        assert line.startswith(f"thinwire: {path}:")
-        assert BAD_FILES[text] in line
-
-
 NO_STRATEGIES = {
     "binary": bytes(range(256)) * 40,
     "python": Path(cli.__file__).read_bytes(),
@@ -278,15 +266,17 @@ NO_STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("name", NO_STRATEGIES)
+@pytest.mark.parametrize("name", [*BAD_FILES, *NO_STRATEGIES])
 def test_a_file_that_is_no_strategy_is_one_short_line(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "file"
-    path.write_bytes(NO_STRATEGIES[name])
-    line = refusal(capsys, "explain", str(path))
-    assert line.startswith(f"thinwire: {path}:")
-    assert len(line) < 1500, line[:3000]
+    path.write_bytes(NO_STRATEGIES.get(name, name.encode()))
+    for options in ([], ["--quiet"]):
+        line = refusal(capsys, "explain", str(path), *options)
+        assert line.startswith(f"thinwire: {path}:")
+        assert len(line) < 1500, line[:3000]
+        assert BAD_FILES.get(name, "") in line
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,8 @@ def test_ranks_draw_their_own_digits_and_evaluate_together(ranks: Pool, tmp_path
     run = run_config(tmp_path)
     one, other = ranks.run(drawn, run, size=2)
     assert [one, other] == ranks.run(drawn, run, size=2)
-    assert one[0] != other[0] != ranks.run(drawn, config_of_seed(run, 1), size=2)[1][0]
+    another = api.RunConfig.from_dict({**asdict(run), "seed": 1})
+    assert one[0] != other[0] != ranks.run(drawn, another, size=2)[1][0]
     assert bytes(one[2]) in records(api.read_digits().train)
     # the whole held-out part, once, in one batch
     held_out = torch.frombuffer(bytearray(api.read_digits().held_out), dtype=torch.uint8)
@@ -83,10 +84,6 @@ def test_ranks_draw_their_own_digits_and_evaluate_together(ranks: Pool, tmp_path
     logits = model(held_out[:, :64].float().view(-1, 1, 8, 8) / 16)
     expected = torch.nn.functional.cross_entropy(logits, held_out[:, 64].long())
     assert one[1] == other[1] == pytest.approx(expected.item(), rel=1e-5)
-
-
-def config_of_seed(run: api.RunConfig, seed: int) -> api.RunConfig:
-    return api.RunConfig.from_dict({**asdict(run), "seed": seed})
 
 
 def test_muon_trains_the_kernels_of_the_net_as_matrices() -> None:
