@@ -14,8 +14,6 @@ import thinwire as tw
 from tests.ranks import Pool
 from thinwire.optim import DGCMomentum
 
-NAN = float("nan")
-
 
 @pytest.mark.parametrize(
     ("options", "error", "text"),
