@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import joining, keep_batch, report, streams
+from benchmarks import choosing, joining, keep_batch, report, streams
 from benchmarks.__main__ import SUITE
 from benchmarks.common import json_lines
 from benchmarks.limits import LIMITS
@@ -72,6 +72,12 @@ def test_pages_are_made_from_figures() -> None:
     assert report.PAGE.read_text(encoding="utf-8") == report.page(results), (
         "python -m benchmarks.report"
     )
+
+
+def test_pages_have_the_tables_of_today() -> None:
+    lines = choosing.evidence()
+    old = [p.name for p in choosing.PAGES if choosing.filled(text := p.read_text(), lines) != text]
+    assert old == [], "run: python -m benchmarks.choosing --write"
 
 
 def test_quick_figures_do_not_overwrite_full_ones() -> None:

@@ -16,7 +16,6 @@ from thinwire import cli
 COMPARE = {
     "--workers x": "--workers",
     "--workers 1.5": "--workers: '1.5' is not a whole number",
-    "--steps 2.7": "--steps: '2.7' is not a whole number",
     "--workers 0": "workers=0",
     "--link 0mbit": "link='0mbit'",
     "--link fast": "link='fast'",
@@ -42,7 +41,6 @@ COMPARE = {
     "--strategies": "strategies is empty",
     "--steps 0": "steps=0",
     "--seconds 0.5": "seconds=0.5",
-    "--seconds nan": "seconds=nan",
     "--steps 3 --seconds 3": "exclude each other",
     "--size huge": "size='huge'",
     "--size 1": "size='1'",
@@ -59,7 +57,6 @@ COMPARE = {
     "--task nothing.py:task": "nothing.py does not exist",
     "--task my_task": "is not FILE.py:NAME",
     "--batch 0": "batch=0",
-    "--lr inf": "lr=inf",
     "--lr 0": "lr=0",
     "--wrkers 2": "Did you mean --workers?",
     "stray": "stray",
@@ -68,16 +65,13 @@ RUN = {
     "-- missing.py": "missing.py does not exist",
     "-- .": ". is a folder",
     "--link fast -- missing.py": "link='fast'",
-    "--link 20mbit --latency soon -- missing.py": "latency='soon'",
     "--up 10mbit -- missing.py": "up='10mbit' is given without down",
     "--workers 0 -- missing.py": "workers=0",
-    "--workers 1.5 -- missing.py": "'1.5' is not a whole number",
     "--link 20mbit": "no script is given; write it after --",
     "": "no script is given; write it after --",
     "--lr 0.1 train.py": "Options of the script go after --: thinwire run",
     "--workers 2 --lr 0.1 train.py --workers 3": "Unknown option: --lr. Options of the script go",
     "missing.py --workers 3": "missing.py does not exist",
-    "--workers train.py": "'train.py' is not a whole number",
 }
 HOST = {
     "": "--bind is missing",
@@ -119,7 +113,6 @@ PLAN = {
 }
 DOCTOR = {
     "--timeout 3": "timeout=3 is out of range; 15 to 600",
-    "--timeout nan": "timeout=nan",
     "--timeout long": "--timeout",
     "--loud": "--loud",
 }
@@ -257,18 +250,6 @@ BAD_FILES = {
 }
 
 
-@pytest.mark.parametrize("text", BAD_FILES)
-def test_a_bad_strategy_file_is_one_line(
-    text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    path = tmp_path / "plan.yaml"
-    path.write_text(text, encoding="utf-8")
-    for options in ([], ["--quiet"]):
-        line = refusal(capsys, "explain", str(path), *options)
-        assert line.startswith(f"thinwire: {path}:")
-        assert BAD_FILES[text] in line
-
-
 NO_STRATEGIES = {
     "binary": bytes(range(256)) * 40,
     "python": Path(cli.__file__).read_bytes(),
@@ -285,15 +266,17 @@ NO_STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("name", NO_STRATEGIES)
+@pytest.mark.parametrize("name", [*BAD_FILES, *NO_STRATEGIES])
 def test_a_file_that_is_no_strategy_is_one_short_line(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "file"
-    path.write_bytes(NO_STRATEGIES[name])
-    line = refusal(capsys, "explain", str(path))
-    assert line.startswith(f"thinwire: {path}:")
-    assert len(line) < 1500, line[:3000]
+    path.write_bytes(NO_STRATEGIES.get(name, name.encode()))
+    for options in ([], ["--quiet"]):
+        line = refusal(capsys, "explain", str(path), *options)
+        assert line.startswith(f"thinwire: {path}:")
+        assert len(line) < 1500, line[:3000]
+        assert BAD_FILES.get(name, "") in line
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import thinwire as tw
-from benchmarks.lockstep import LocalRanks, Ranks
+from benchmarks.lockstep import LocalRanks
 from tests.ranks import Pool
 from tests.toys import bits, descend
 
@@ -66,21 +66,3 @@ def test_the_bits_of_real_ranks(ranks: Pool, name: str, size: int) -> None:
     assert alone[0][0] != bits(made()[0].parameters())
     for (_, ours), (_, theirs) in zip(alone, real, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
-
-
-def test_a_rank_that_fails_ends_all() -> None:
-    def work(rank: int) -> None:
-        if rank == 1:
-            raise FloatingPointError("one")
-        several.give(0, rank, torch.zeros(1))
-        several.all_of(0)
-
-    several = Ranks(3)
-    with pytest.raises((FloatingPointError, RuntimeError), match=r"one|another"):
-        several.run(work)
-    assert several.run(lambda rank: rank) == [0, 1, 2]
-
-
-def test_lockstep_of_unsupported_settings_is_refused() -> None:
-    with pytest.raises(ValueError, match="delay=1"):
-        LocalRanks([made()[0]], tw.LocalSGD(4, delay=1))

@@ -5,8 +5,6 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import thinwire as tw
 
 ROOT = Path(__file__).parent.parent
@@ -66,16 +64,3 @@ def test_plan_readme_and_chooser_give_one_answer() -> None:
         (given["link"], given["latency"]),
         (given["params"], given["step_seconds"]),
     )
-
-
-@pytest.mark.parametrize(
-    ("config", "code"),
-    [
-        (tw.Quantized(1), "tw.Quantized(1)"),
-        (tw.LocalSGD(8, compression=tw.Sparse(0.99)), "tw.LocalSGD(8, "),
-    ],
-)
-def test_code_makes_the_config_that_it_was_made_from(config: object, code: str) -> None:
-    written = runpy.run_path(str(SITE / "answers.py"))["code"](config)
-    assert written.startswith(code)
-    assert eval(written, {"tw": tw}) == config

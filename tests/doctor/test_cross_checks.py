@@ -122,10 +122,8 @@ def other_version(name: str, value: str) -> Seen:
         (replace(rank_of(1), skew=(2.5, 0.02)), "note", "clocks", "2.5 s ahead of rank 0's"),
         (replace(rank_of(1), skew=(-70.0, 0.02)), "note", "clocks", "70.0 s behind rank 0's"),
         (other_version("torch", "2.13.0+cu128"), "note", "versions", "2.13.0+cu128 on rank 1"),
-        (other_version("torch", "2.12.0+cpu"), "note", "versions", "and 2.12.0+cpu on rank 1"),
         (other_version("thinwire", "0.9"), "note", "versions", "and 0.9 on rank 1"),
         (other_version("wire", "2"), "wrong", "versions", "and 2 on rank 1"),
-        (other_version("python", "3.12.1"), "note", "versions", "and 3.12.1 on rank 1"),
         (rank_of(1, environment={"GLOO_SOCKET_IFNAME": "x"}), "note", "environment", "x on rank 1"),
         (
             rank_of(1, environment={"GLOO_DEVICE_TRANSPORT": "x"}),

@@ -1,7 +1,6 @@
-"""A script as torchrun starts it, that is told to end: `preempted.py FOLDER STEPS STEP_S`."""
+"""A script as torchrun starts it, that is told to end, or killed: `FOLDER STEPS STEP_S`."""
 
 import ctypes
-import hashlib
 import os
 import signal
 import sys
@@ -13,8 +12,11 @@ import torch
 import torch.distributed as dist
 
 import thinwire as tw
+from tests.toys import bits
 
 _PR_SET_PDEATHSIG = 1
+EVERY = 4
+"""Steps from one checkpoint to the next."""
 
 
 def main(folder: Path, steps: int, step_s: float) -> None:
@@ -30,6 +32,7 @@ def main(folder: Path, steps: int, step_s: float) -> None:
     strategy = tw.DistributedStrategy(dgc=tw.DGC(sparsity=(0.9,), min_numel=100))
     engine = strategy.prepare(model, optimizer, torch.nn.functional.cross_entropy)
     engine.load(folder / "checkpoints", if_any=True)
+    (folder / f"begin{rank}").write_text(str(engine.step))
     while engine.step < steps:
         x = torch.randn(8, 16, generator=torch.Generator().manual_seed(2 * engine.step + rank))
         engine.train_step(x, x[:, :4].argmax(1))
@@ -37,12 +40,13 @@ def main(folder: Path, steps: int, step_s: float) -> None:
         time.sleep(step_s)
         ends = told.clone()
         dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+        if ends.item() or engine.step % EVERY == 0:
+            engine.save(folder / "checkpoints", keep=1)
         if ends.item():
-            engine.save(folder / "checkpoints")
             engine.close()
             sys.exit(128 + signal.SIGTERM)
-    tensors = model.state_dict().values()
-    digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()
+    residuals = engine.state_dict()["exchange"]["residuals"]
+    digest = bits([*model.state_dict().values(), *residuals.values()])
     (folder / f"end{rank}").write_text(digest)
     engine.close()
     dist.destroy_process_group()

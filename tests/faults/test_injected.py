@@ -88,6 +88,26 @@ def test_a_rank_is_killed_at_every_point_of_a_step(ranks: Pool, way: str, phase:
     assert "PeerLost" in {one.error for one in seen}
 
 
+@pytest.mark.slow
+@pytest.mark.fault("SIGKILL in the middle of an exchange")
+@pytest.mark.parametrize(
+    ("way", "phase", "victim"),
+    [
+        ("dgc, nodes", "before sending", 3),  # the sum of a node, by one that leads none
+        ("dgc, nodes", "second sending", 2),
+        ("dgc, split", "before sending", 1),
+        ("dgc, split", "second sending", 1),
+    ],
+)
+def test_a_rank_of_nodes_or_with_a_share_is_killed(
+    ranks: Pool, way: str, phase: str, victim: int
+) -> None:
+    fault = Fault("kill", victim, 5, phase)
+    answers = ranks.run(train, way, fault, size=4, expect_errors=True)
+    assert isinstance(answers[victim], Lost)
+    survivors(answers, victim)
+
+
 @pytest.mark.fault("segmentation fault")
 @pytest.mark.fault("a rank ends quietly, with status 0")
 @pytest.mark.parametrize("how", ["segfault", "quiet exit"])

@@ -1,4 +1,4 @@
-"""The launcher is told to end, or ends without a word."""
+"""The launcher is told to end, ends without a word, or starts its workers again."""
 
 import contextlib
 import os
@@ -11,23 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.launched import free_port
+from tests.faults.preempted import EVERY
+from tests.processes import torchrun
 from tests.waiting import PATIENCE_S, until
 
+ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("preempted.py")
 STEPS = 40
 
 
 @contextlib.contextmanager
-def launched(folder: Path, step_s: float) -> Iterator["subprocess.Popen[bytes]"]:
+def launched(folder: Path, step_s: float, restarts: int = 0) -> Iterator["subprocess.Popen[bytes]"]:
     """torchrun with two workers."""
     folder.mkdir(exist_ok=True)
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-        *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
-        *("--monitor-interval", "0.2", str(SCRIPT), str(folder), str(STEPS), str(step_s)),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    agent = ["--monitor-interval", "0.2", "--max-restarts", str(restarts)]
+    command = torchrun(*agent, str(SCRIPT), str(folder), str(STEPS), str(step_s))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with (folder / "log").open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
@@ -53,12 +53,20 @@ def digests(folder: Path) -> list[str]:
     return [(folder / f"end{rank}").read_text() for rank in (0, 1)]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("whole")
+    with launched(folder, 0.0) as whole:
+        assert whole.wait(PATIENCE_S) == 0, (folder / "log").read_text()
+    return digests(folder)
+
+
 @pytest.mark.fault("SIGTERM to torchrun (preemption)")
 @pytest.mark.slow
-def test_job_that_is_reported_to_end_goes_on_later_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_job_that_is_reported_to_end_goes_on_later_as_if_it_had_not_been(
+    undisturbed: list[str], tmp_path: Path
+) -> None:
     """By SIGTERM to torchrun, which all workers hear at different moments."""
-    with launched(tmp_path / "whole", 0.0) as whole:
-        assert whole.wait(PATIENCE_S) == 0
     folder = tmp_path / "told"
     with launched(folder, 0.1) as first:
         wait_until_both_train(folder)
@@ -71,7 +79,26 @@ def test_job_that_is_reported_to_end_goes_on_later_as_if_it_had_not_been(tmp_pat
     assert int(saved.name.removeprefix("step_")) in reached
     with launched(folder, 0.0) as second:
         assert second.wait(PATIENCE_S) == 0, (folder / "log").read_text()
-    assert digests(folder) == digests(tmp_path / "whole")
+    assert digests(folder) == undisturbed
+
+
+@pytest.mark.fault("SIGKILL of a rank, and a restart by torchrun")
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_job_with_a_killed_worker_is_started_again_and_ends_as_undisturbed(
+    victim: int, undisturbed: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "killed"
+    with launched(folder, 0.1, restarts=2) as launcher:
+        wait_until_both_train(folder)
+        before = dict(workers(folder))
+        os.kill(int((folder / f"pid{victim}").read_text().split()[0]), signal.SIGKILL)
+        assert launcher.wait(PATIENCE_S) == 0, (folder / "log").read_text()
+    assert not before.keys() & dict(workers(folder)).keys()
+    begun = {int((folder / f"begin{rank}").read_text()) for rank in (0, 1)}
+    assert len(begun) == 1
+    assert begun < set(range(EVERY, STEPS, EVERY))
+    assert digests(folder) == undisturbed
 
 
 @pytest.mark.fault("SIGKILL of torchrun")

@@ -18,6 +18,10 @@ __all__ = ["Seen", "Trainer", "digest", "make", "meet_again", "said_nothing_move
 
 WIDTH = 96
 DGC = {"sparsity": (0.97,), "min_numel": 500}
+SOURCES = {
+    "dgc, nodes": {"node_size": 2, "exchange": "gather"},
+    "dgc, split": {"node_size": 1, "exchange": "split"},
+}
 
 
 def small_model() -> nn.Module:
@@ -157,7 +161,7 @@ def make(way: str, **options: Any) -> Trainer:
         sync = tw.local_sgd(model, optimizer, config, **options)
         sync.__enter__()
         return Trainer(way, model, optimizer, step, sync=sync)
-    fields = {"dgc": tw.DGC(**DGC)} if "dgc" in way else {}
+    fields = {"dgc": tw.DGC(**DGC, **SOURCES.get(way, {}))} if "dgc" in way else {}
     fields |= {"lamb": tw.LAMB()} if way == "lamb" else {}
     if way in ("dense", "dgc"):
         optimizer = torch.optim.SGD(model.named_parameters(), lr=0.05, momentum=0.9)

@@ -14,8 +14,6 @@ import thinwire as tw
 from tests.ranks import Pool
 from thinwire.optim import DGCMomentum
 
-NAN = float("nan")
-
 
 @pytest.mark.parametrize(
     ("options", "error", "text"),
@@ -24,28 +22,18 @@ NAN = float("nan")
         ({"sparsity": (1.0,)}, ValueError, r"sparsity\[0\]"),
         ({"sparsity": (0.9, 1)}, ValueError, r"sparsity\[1\]"),
         ({"sparsity": (-0.1,)}, ValueError, "-0.1"),
-        ({"sparsity": (NAN,)}, ValueError, "nan"),
-        ({"sparsity": (True,)}, TypeError, "sparsity"),
         ({"sparsity": 0.9}, TypeError, "sparsity"),
         ({"rampup_step": 0}, ValueError, "rampup_step"),
-        ({"rampup_step": 1.5}, TypeError, "rampup_step"),
         ({"rampup_begin_step": -1}, ValueError, "rampup_begin_step"),
         ({"value_bits": 3}, ValueError, "value_bits"),
-        ({"value_bits": True}, TypeError, "value_bits"),
-        ({"value_bits": 1.0}, TypeError, "value_bits"),
         ({"momentum": -0.1}, ValueError, "momentum"),
-        ({"momentum": None}, TypeError, "momentum"),
         ({"momentum": 0.0, "nesterov": True}, ValueError, "nesterov"),
-        ({"nesterov": 1}, TypeError, "nesterov"),
         ({"local_grad_clip_norm": 0.0}, ValueError, "local_grad_clip_norm"),
         ({"num_trainers": 0}, ValueError, "num_trainers"),
         ({"node_size": 0}, ValueError, "node_size"),
-        ({"node_size": 2.0}, TypeError, "node_size"),
         ({"exchange": "gahter"}, ValueError, "did you mean 'gather'"),
-        ({"exchange": 1}, TypeError, "exchange"),
         ({"min_numel": 0}, ValueError, "min_numel"),
         ({"lr": -1.0}, ValueError, "lr"),
-        ({"lr": NAN}, ValueError, "lr"),
         ({"weight_decay": -1.0}, ValueError, "weight_decay"),
         ({"grad_clip": tw.ClipByGlobalNorm(1.0)}, TypeError, "ClipByNorm"),
         ({"grad_clip": tw.optim.ClipByValue(1.0)}, TypeError, "ClipByNorm"),

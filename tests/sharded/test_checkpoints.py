@@ -52,18 +52,6 @@ def train(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_the_same_bits_again(ranks: Pool, name: str, tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    ranks.run(train, (2, 2), name, folder, 0, AT, size=4)
-    through = ranks.run(train, (2, 2), name, str(tmp_path / "no"), 0, STEPS, size=4)
-    resumed = ranks.run(train, (2, 2), name, folder, AT, STEPS, size=4)
-    for (one, steps), (other, others) in zip(through, resumed, strict=True):
-        same(one, other)
-        assert steps == others
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("place", [(2, 1), (2, 3), (2, 0)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_another_number_of_shards(

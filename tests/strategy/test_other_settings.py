@@ -61,15 +61,18 @@ def test_trained_state_can_be_saved_after_close(tmp_path: Path, name: str) -> No
     assert other.step == 3
 
 
-@pytest.mark.parametrize("what", ["fragments", "nothing to train"])
+@pytest.mark.parametrize("what", ["fragments", "nothing to train", "lars of Adam"])
 def test_explain_and_prepare_refuse_alike(what: str) -> None:
     model = nn.Linear(4, 2)
     strategy = tw.DistributedStrategy()
     if what == "fragments":
         strategy = tw.DistributedStrategy(localsgd=tw.LocalSGD(8, fragments=8))
-    else:
+    if what == "nothing to train":
         model.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if what == "lars of Adam":
+        strategy = tw.DistributedStrategy(lars=tw.LARS())
+        optimizer = torch.optim.Adam(model.parameters())
     texts = []
     for call in (strategy.explain, strategy.prepare):
         with pytest.raises(ValueError) as told:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from tests.api import Group, node_size_of
-from tests.ranks import Lost, Pool
-from tests.toys import bits, descend
+from tests.ranks import Pool
+from tests.toys import descend
 
 
 class Net(nn.Module):
@@ -28,9 +28,6 @@ class Net(nn.Module):
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     x = torch.randn(8, 12, generator=torch.Generator().manual_seed(50_000 + 100 * step + rank))
     return x, x[:, :5].sin()
-
-
-IN_NODES, ALONE = {"node_size": 2, "exchange": "gather"}, {"node_size": 1, "exchange": "split"}
 
 
 def dgc(model: nn.Module, **options: Any) -> tw.optim.DGCMomentum:
@@ -75,59 +72,6 @@ def test_state_of_single_ranks_becomes_the_mean_of_their_node(ranks: Pool) -> No
         for o in answers
         for a, b in zip(o["params"], answers[0]["params"], strict=True)
     )
-
-
-def die(rank: int, size: int, options: dict[str, Any], who: int, phase: str) -> None:
-    model = Net()
-    optimizer = dgc(model, rampup_begin_step=0, **options)
-    for step in range(2):
-        x, y = batch(step, rank)
-        optimizer.zero_grad()
-        (model(x) - y).square().mean().backward()
-        if step == 1 and rank == who:
-            _die_at(optimizer, phase)
-        before = held(model, optimizer)
-        try:
-            optimizer.step()
-        except RuntimeError as error:
-            same = held(model, optimizer) == before
-            raise RuntimeError(f"{type(error).__name__}, unchanged={same}") from error
-
-
-def held(model: nn.Module, optimizer: tw.optim.DGCMomentum) -> str:
-    states = optimizer.state.values()
-    return bits([*model.parameters(), *(each for state in states for each in state.values())])
-
-
-def _die_at(optimizer: tw.optim.DGCMomentum, phase: str) -> None:
-    """The process ends when it is about to launch this exchange."""
-    original = Group._launched
-
-    def launched(self: Group, launches: Any, result: Any, what: str, held: Any, **kind: Any) -> Any:
-        if what.startswith(phase):
-            os.kill(os.getpid(), 9)
-        return original(self, launches, result, what, held, **kind)
-
-    Group._launched = launched  # type: ignore[method-assign]
-
-
-@pytest.mark.slow
-@pytest.mark.fault
-@pytest.mark.parametrize(
-    ("options", "who", "phase"),
-    [
-        (IN_NODES, 2, "gathering messages"),  # a leader
-        (IN_NODES, 3, "averaging dense"),  # another rank of its node
-        (ALONE, 1, "scattering messages"),
-        (ALONE, 1, "gathering sums"),
-    ],
-)
-def test_dead_rank_lost_on_all(ranks: Pool, options: dict[str, Any], who: int, phase: str) -> None:
-    answers = ranks.run(die, options, who, phase, size=4, expect_errors=True, group_timeout_s=8)
-    assert isinstance(answers[who], Lost)
-    for rank, answer in enumerate(answers):
-        if rank != who:
-            assert answer.text in {"PeerLost, unchanged=True", "PeerStalled, unchanged=True"}
 
 
 def launched(
