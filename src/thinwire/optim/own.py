@@ -1,6 +1,6 @@
-"""Shared parts of our own methods: working type, state, and row updates."""
+"""Shared parts of our own methods: working type, and state."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,6 @@ from torch import Tensor
 from thinwire import _validate as check
 from thinwire.core.tensors import state_dtype
 from thinwire.optim.common import CommonOptimizer
-from thinwire.optim.pairs import ParamGrad
 
 
 def counted(optimizer: CommonOptimizer, params: Sequence[Tensor]) -> list[int]:
@@ -38,33 +37,6 @@ def buffer_of(optimizer: CommonOptimizer, param: Tensor, key: str, fill: float =
             f"{tuple(param.shape)}: load the state of the same model, or make a new optimizer"
         )
     return buffer
-
-
-def update_rows_(
-    optimizer: CommonOptimizer,
-    pairs: Sequence[ParamGrad],
-    starts: Mapping[str, float],
-    update_: Callable[..., None],
-) -> None:
-    """Update the parameters of one group and their state, which begins with `starts`, in place.
-
-    `update_` gets the parameter, the gradient, the number of this update from 1 and the state by
-    name, or copies of the rows that a row-sparse gradient has, and changes them by element.
-    """
-    for param, grad in pairs:
-        buffers = {key: buffer_of(optimizer, param, key, fill) for key, fill in starts.items()}
-        step = counted(optimizer, [param])[0]
-        if grad.layout is torch.strided:
-            with widened([param]) as (work,):
-                update_(work, grad, step, **buffers)
-        elif grad._nnz():
-            rows, values = grad.indices()[0], grad.values()
-            part = param[rows].to(values.dtype)
-            parts = {key: buffer[rows] for key, buffer in buffers.items()}
-            update_(part, values, step, **parts)
-            param[rows] = part.to(param.dtype)
-            for key, buffer in buffers.items():
-                buffer[rows] = parts[key]
 
 
 @contextmanager

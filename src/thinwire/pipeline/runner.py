@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from thinwire.comm import Group, Pending, mapping_of, wrong_call_site
 from thinwire.comm.nodes import Grid
 from thinwire.errors import Mismatch, PayloadCorrupt, ThinwireError
-from thinwire.pipeline.config import Pipeline
 from thinwire.pipeline.schedule import Schedule
+from thinwire.pipeline.split import Pipeline
 from thinwire.pipeline.worker import Parcel, StageWorker, content, describe, micro_batches
 
 _CONCLUSION = struct.Struct("<?Bd4q")

@@ -8,7 +8,7 @@ from torch.distributed import Work
 
 from thinwire.comm.nodes import Grid
 from thinwire.core.checksum import bit_sums
-from thinwire.pipeline.config import Pipeline
+from thinwire.pipeline.split import Pipeline
 from thinwire.pipeline.worker import StageWorker
 
 

@@ -24,8 +24,8 @@ from thinwire.core.tensors import called, require_loss
 from thinwire.errors import CheckpointMissing, ThinwireError
 from thinwire.exchange.agreement import StepDecision
 from thinwire.local.model import SCALER, refuse_scaler
+from thinwire.local.steps import require_tokens
 from thinwire.local.updates import LocalUpdates
-from thinwire.local.work import require_tokens
 from thinwire.optim import Lamb, Lars
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.strategy import checkpoints, saving

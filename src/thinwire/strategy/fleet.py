@@ -17,8 +17,8 @@ from thinwire.compress.dgc import DGC
 from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from thinwire.errors import StrategyError
 from thinwire.local.config import AdaptiveLocalSGD, LocalSGD
-from thinwire.optim.config import LAMB, LARS
-from thinwire.pipeline.config import Pipeline
+from thinwire.optim.layerwise import LAMB, LARS
+from thinwire.pipeline.split import Pipeline
 from thinwire.step.config import AMP, GradientMerge, Recompute
 from thinwire.strategy.documents import F
 

@@ -16,8 +16,8 @@ from thinwire.core.several import all_of
 from thinwire.errors import StrategyError
 from thinwire.optim import Lamb, Lars
 from thinwire.optim.common import CommonOptimizer
-from thinwire.optim.config import LAMB, LARS
 from thinwire.optim.folded import why_no_local_clip
+from thinwire.optim.layerwise import LAMB, LARS
 from thinwire.optim.settings import OptimizerSettings, restrict_, settings_of
 from thinwire.strategy.fields import Fields
 from thinwire.strategy.ownership import conversion_obstacles, converted_by, params_of

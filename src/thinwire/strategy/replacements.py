@@ -11,8 +11,8 @@ from torch import Tensor
 from thinwire.core.tensors import state_dtype
 from thinwire.optim import SGD, Adam, AdamW, Lamb, Lars, LazyAdam
 from thinwire.optim.common import CommonOptimizer
-from thinwire.optim.config import LAMB, LARS
 from thinwire.optim.groups import Exclusion, excluded_flags, require_matches
+from thinwire.optim.layerwise import LAMB, LARS
 from thinwire.optim.settings import OptimizerSettings
 
 _COMMON_KEYS = "lr grad_centralization regularizer maximize foreach initial_lr name"
