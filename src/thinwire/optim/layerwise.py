@@ -9,10 +9,10 @@ from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.core.layerwise import lamb_, lamb_list_, lars_, lars_list_
-from thinwire.core.tensors import TensorList, state_dtype
+from thinwire.core.tensors import TensorList, state_dtype, widened
 from thinwire.kernels.rules import LambRule, LarsRule, TrustRule
 from thinwire.optim.common import CommonOptimizer, CommonOwn
-from thinwire.optim.own import buffer_of, check_betas, check_nesterov, counted, widened
+from thinwire.optim.groups import check_betas, check_nesterov
 from thinwire.optim.pairs import ParamGrad
 
 _ADVICE = 'write a single pattern as ("*.bias",)'
@@ -118,7 +118,7 @@ def update_runs_(
 ) -> None:
     """Update the parameters of `pairs` in place, in runs of one device, type, decay and count."""
     kinds: dict[tuple[Any, ...], Run] = {}
-    steps = counted(optimizer, [param for param, _ in pairs]) if count else [0] * len(pairs)
+    steps = optimizer._counted([param for param, _ in pairs]) if count else [0] * len(pairs)
     for i, ((param, grad), step) in enumerate(zip(pairs, steps, strict=True)):
         if grad.shape != param.shape:  # compiled loops trust the shape
             raise RuntimeError(
@@ -223,7 +223,7 @@ class Lars(CommonOptimizer):
         def update_(run: Run, params: list[Tensor]) -> TensorList:
             trust = TrustRule(group["trust_coefficient"], run.weight_decay, group["eps"])
             rule = LarsRule(rate, momentum, group["nesterov"], trust)
-            velocities = [buffer_of(self, p, "momentum_buffer") for p in run.params if momentum]
+            velocities = [self._buffer_of(p, "momentum_buffer") for p in run.params if momentum]
             if run.contiguous:
                 return lars_list_(params, run.grads, velocities or None, rule)
             buffers: Sequence[Tensor | None] = velocities or [None] * len(params)
@@ -300,7 +300,15 @@ class Lamb(CommonOptimizer):
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         check_betas(values)
         check.real("eps", values["eps"], above=0)
-        _check_trust_clip(values["trust_clip"])
+        trust_clip = values["trust_clip"]
+        if trust_clip is None:
+            return
+        if not isinstance(trust_clip, tuple | list) or len(trust_clip) != 2:
+            raise TypeError(f"trust_clip must be None or two numbers (lo, hi), got {trust_clip!r}")
+        low = check.real("trust_clip[0]", trust_clip[0], at_least=0)
+        high = check.real("trust_clip[1]", trust_clip[1], above=0, finite=False)
+        if low > high:
+            raise ValueError(f"trust_clip must be (lo, hi) with lo <= hi, got {trust_clip!r}")
 
     def _update_group(self, group: dict[str, Any], pairs: Sequence[ParamGrad], rate: float) -> None:
         beta1, beta2 = group["betas"]
@@ -308,22 +316,11 @@ class Lamb(CommonOptimizer):
 
         def update_(run: Run, params: list[Tensor]) -> TensorList:
             rule = LambRule(rate, beta1, beta2, group["eps"], run.weight_decay, run.step, trust)
-            exp_avgs = [buffer_of(self, p, "exp_avg") for p in run.params]
-            exp_avg_sqs = [buffer_of(self, p, "exp_avg_sq") for p in run.params]
+            exp_avgs = [self._buffer_of(p, "exp_avg") for p in run.params]
+            exp_avg_sqs = [self._buffer_of(p, "exp_avg_sq") for p in run.params]
             if run.contiguous:
                 return lamb_list_(params, run.grads, exp_avgs, exp_avg_sqs, rule)
             tensors = zip(params, run.grads, exp_avgs, exp_avg_sqs, strict=True)
             return [lamb_(*row, rule) for row in tensors]
 
         update_runs_(self, group, pairs, update_, count=True)
-
-
-def _check_trust_clip(trust_clip: Any) -> None:
-    if trust_clip is None:
-        return
-    if not isinstance(trust_clip, tuple | list) or len(trust_clip) != 2:
-        raise TypeError(f"trust_clip must be None or two numbers (lo, hi), got {trust_clip!r}")
-    low = check.real("trust_clip[0]", trust_clip[0], at_least=0)
-    high = check.real("trust_clip[1]", trust_clip[1], above=0, finite=False)
-    if low > high:
-        raise ValueError(f"trust_clip must be (lo, hi) with lo <= hi, got {trust_clip!r}")

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire.core.tensors import widened
 from thinwire.optim.common import CommonOptimizer, CommonOwn
-from thinwire.optim.own import buffer_of, check_betas, counted, widened
+from thinwire.optim.groups import check_betas
 from thinwire.optim.pairs import ParamGrad
 
 
@@ -305,8 +306,8 @@ def update_rows_(
     name, or copies of the rows that a row-sparse gradient has, and changes them by element.
     """
     for param, grad in pairs:
-        buffers = {key: buffer_of(optimizer, param, key, fill) for key, fill in starts.items()}
-        step = counted(optimizer, [param])[0]
+        buffers = {key: optimizer._buffer_of(param, key, fill) for key, fill in starts.items()}
+        step = optimizer._counted([param])[0]
         if grad.layout is torch.strided:
             with widened([param]) as (work,):
                 update_(work, grad, step, **buffers)

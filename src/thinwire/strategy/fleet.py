@@ -136,9 +136,7 @@ _FEATURES: dict[str, tuple[Callable[[Keys], Any], str, dict[str, _Key]]] = {
         {"rampup_begin_step": _Key(0), "rampup_step": _Key(1), "sparsity": _Key(())},
     ),
     "lars": (
-        lambda keys: LARS(
-            keys["lars_coeff"], keys["lars_weight_decay"], keys["epsilon"], _excluded(keys, "*{}*")
-        ),
+        lambda keys: LARS(**{**keys, "exclude_from_weight_decay": _excluded(keys, "*{}*")}),
         "",
         {
             "lars_coeff": _Key(0.001),
