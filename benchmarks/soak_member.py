@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from thinwire.comm.channel import Channel
+from thinwire.comm.member_groups import Channel
 from thinwire.errors import ThinwireError
 from thinwire.local.averaging import Averaging, PendingAveraging
 from thinwire.local.joiners import JoinerState

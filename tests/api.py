@@ -25,7 +25,6 @@ _NAMES = {
         "waiting while_busy"
     ),
     "thinwire.comm.direct": "connections_between",
-    "thinwire.comm.channel": "Channel",
     "thinwire.comm.group": "Rate",
     "thinwire.comm.nodes": "Grid",
     "thinwire.comm.private": "next_identity warn_of_restarts",
@@ -34,7 +33,7 @@ _NAMES = {
         "ALL FRAME_BYTES GREETING HEAD NONCE_BYTES Answer Kind RelayClient RelayEndpoint hello_mac "
         "require_relay"
     ),
-    "thinwire.comm.member_groups": "MemberGroups",
+    "thinwire.comm.member_groups": "Channel MemberGroups",
     "thinwire.comm.replicate": "make_equal_",
     "thinwire.comm.sockets": "connections has_ended listeners shut_down",
     "thinwire.comm.waiting": "left_s one_deadline",
@@ -53,8 +52,7 @@ _NAMES = {
         "Proposal commit_list_ compile_loops propose_list rounding_seed store_ sum_sparse top_k"
     ),
     "thinwire.core.gradients": "ClipByGlobalNorm ClipByNorm ClipByValue clipped L1Decay L2Decay",
-    "thinwire.core.lamb": "lamb_",
-    "thinwire.core.lars": "lars_",
+    "thinwire.core.layerwise": "lamb_ lars_",
     "thinwire.core.loss_scale": "any_non_finite initial_scale next_scale",
     "thinwire.core.norms": "sketch global_norm norm trust_ratio",
     "thinwire.core.stats": "Pace planned_row",
@@ -79,14 +77,14 @@ _NAMES = {
     "thinwire.layout.traffic": (
         "GATHER chosen_split first_split messages streams_between travels_checksummed"
     ),
-    "thinwire.local": "updates work",
+    "thinwire.local": "updates work=steps",
     "thinwire.local.averager": "Averager",
     "thinwire.local.averaging": "Averaging PendingAveraging outer_step_",
     "thinwire.local.interval": "adapted_interval",
     "thinwire.local.model": "LocalModel",
     "thinwire.local.joiners": "JoinerState",
     "thinwire.local.updates": "LocalUpdates",
-    "thinwire.local.work": "RoundWork",
+    "thinwire.local.steps": "RoundWork",
     "thinwire.members": "meeting membership relay transfer",
     "thinwire.members.kv": "AuthenticatedStore KeyValueView",
     "thinwire.members.credentials": "derived_key new_token read_token Address parse_address",

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from thinwire.local.updates import LocalUpdates, local_sgd
     from thinwire.logs import log_stats
     from thinwire.members.members import Members, join
-    from thinwire.optim.config import LAMB, LARS
     from thinwire.optim.dgc_momentum import Attached
-    from thinwire.pipeline.config import Pipeline
+    from thinwire.optim.layerwise import LAMB, LARS
+    from thinwire.pipeline.split import Pipeline
     from thinwire.sampler import ShardedSampler
     from thinwire.step.config import AMP, GradientMerge, Recompute
     from thinwire.strategy.distributed_strategy import DistributedStrategy
@@ -95,9 +95,9 @@ _NAMES = {
     "local.updates": "LocalUpdates local_sgd",
     "logs": "log_stats",
     "members.members": "Members join",
-    "optim.config": "LAMB LARS",
+    "optim.layerwise": "LAMB LARS",
     "optim.dgc_momentum": "Attached",
-    "pipeline.config": "Pipeline",
+    "pipeline.split": "Pipeline",
     "sampler": "ShardedSampler",
     "step.config": "AMP GradientMerge Recompute",
     "strategy.distributed_strategy": "DistributedStrategy",

@@ -5,7 +5,8 @@ rows of the parameter. All functions expect it coalesced, with duplicates summed
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -82,6 +83,16 @@ def state_dtype(param: Tensor) -> torch.dtype:
     """
     wide = param.is_complex() or param.dtype == torch.float64
     return param.dtype if wide else torch.float32
+
+
+@contextmanager
+def widened(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield parameters in the working type; copies of narrower ones are rounded back."""
+    work = [param.to(state_dtype(param)) for param in params]
+    yield work
+    for param, copy in zip(params, work, strict=True):
+        if copy is not param:
+            param.copy_(copy)
 
 
 def named_dtype(

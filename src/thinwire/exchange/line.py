@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.comm.channel import Channel
+from thinwire.comm.member_groups import Channel
 from thinwire.errors import PayloadCorrupt
 
 CHECKSUM_BYTES = 16

@@ -31,7 +31,43 @@ class Stateful(Protocol):
         """Resume from `state_dict`."""
 
 
-class PerRankState:
+class _BesideCheckpoint:
+    """State in the folder of a framework's checkpoint, under a name."""
+
+    def __init__(self, folder: str | Path | None, name: str) -> None:
+        self.folder, self.name = folder, name
+
+    def _register(self, accelerator: Any, first: str) -> None:
+        """Register with Accelerate as `first`, or the first of NAME_1, NAME_2, ... that is free."""
+        taken = _taken.setdefault(accelerator, set())
+        numbered = (f"{self.name}_{number}" for number in range(1, len(taken) + 2))
+        self.name = next(choice for choice in (first, *numbered) if choice not in taken)
+        taken.add(self.name)
+
+        def follow(*given: Any) -> None:  # the last argument is where it saves or loads
+            self.folder = given[-1]
+
+        accelerator.register_save_state_pre_hook(follow)
+        accelerator.register_load_state_pre_hook(follow)
+        accelerator.register_for_checkpointing(self)
+
+    def _parent(self) -> Path:
+        if self.folder is None:
+            kind = type(self).__name__
+            raise ValueError(
+                f"{kind} does not know where the checkpoint is: call "
+                f"{kind}(...).register(accelerator) instead of "
+                "accelerator.register_for_checkpointing, or set folder= to the folder of the "
+                "checkpoint"
+            )
+        return Path(self.folder)
+
+
+_taken: "weakref.WeakKeyDictionary[Any, set[str]]" = weakref.WeakKeyDictionary()
+"""Names in use, by accelerator."""
+
+
+class PerRankState(_BesideCheckpoint):
     """Saves a file of each rank beside a checkpoint that only rank 0 writes.
 
     Accelerate and Lightning save the optimizer of rank 0 and load it everywhere. But residuals and
@@ -70,8 +106,7 @@ class PerRankState:
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(stateful, method, None)):
                 raise TypeError(f"stateful must have {method}(), got {type(stateful).__name__}")
-        self.folder = folder
-        self.name = name
+        super().__init__(folder, name)
         self._stateful = stateful
         self._process_group = process_group
         self._group: Group | None = None
@@ -80,8 +115,7 @@ class PerRankState:
 
     def register(self, accelerator: Any) -> "PerRankState":
         """Register the state with Accelerate, and return this object. Several may be registered."""
-        self.name = _free_name(accelerator, f"{self.name}_0", self.name)
-        _follow_folder(self, accelerator)
+        self._register(accelerator, f"{self.name}_0")
         return self
 
     def state_dict(self) -> dict[str, Any]:
@@ -94,7 +128,7 @@ class PerRankState:
             ValueError: There is no folder yet.
             CheckpointError: A rank's state could not be read or written; on all ranks.
         """
-        folder, group = _folder_of(self), self._joined()
+        folder, group = self._parent(), self._joined()
         state: Any
         try:
             state = self._stateful.state_dict()
@@ -133,7 +167,7 @@ class PerRankState:
                 "state_dict must hold the name and the checksums of the ranks' files, got the "
                 f"keys {sorted(state_dict)}: pass the result of PerRankState.state_dict()"
             )
-        folder, group, own = _folder_of(self), self._joined(), list[Any]()
+        folder, group, own = self._parent(), self._joined(), list[Any]()
 
         def read() -> None:
             ranks = [group.rank] if len(sums) == group.size else range(len(sums))
@@ -163,44 +197,6 @@ class PerRankState:
     def _joined(self) -> Group:
         self._group = self._group or Group(self._process_group)
         return self._group
-
-
-def _folder_of(state: "PerRankState | EngineState") -> Path:
-    if state.folder is None:
-        kind = type(state).__name__
-        raise ValueError(
-            f"{kind} does not know where the checkpoint is: call {kind}(...).register(accelerator) "
-            "instead of accelerator.register_for_checkpointing, or set folder= to the folder of "
-            "the checkpoint"
-        )
-    return Path(state.folder)
-
-
-def _follow_folder(state: "PerRankState | EngineState", accelerator: Any) -> None:
-    """Register a state with Accelerate, in the folder where that saves and loads."""
-
-    def at_save(_: object, __: object, output_dir: str) -> None:
-        state.folder = output_dir
-
-    def at_load(_: object, input_dir: str) -> None:
-        state.folder = input_dir
-
-    accelerator.register_save_state_pre_hook(at_save)
-    accelerator.register_load_state_pre_hook(at_load)
-    accelerator.register_for_checkpointing(state)
-
-
-_taken: "weakref.WeakKeyDictionary[Any, set[str]]" = weakref.WeakKeyDictionary()
-"""Names in use, by accelerator."""
-
-
-def _free_name(accelerator: Any, first: str, name: str) -> str:
-    """Claim and return `first`, or the first of NAME_1, NAME_2, ... that is free."""
-    taken = _taken.setdefault(accelerator, set())
-    numbered = (f"{name}_{number}" for number in range(1, len(taken) + 2))
-    free = next(choice for choice in (first, *numbered) if choice not in taken)
-    taken.add(free)
-    return free
 
 
 def _before(file: Path) -> Path:
@@ -247,7 +243,7 @@ def _mean(values: Sequence[Any], where: str) -> Any:
     )
 
 
-class EngineState:
+class EngineState(_BesideCheckpoint):
     """Saves an engine with all its ranks in the folder of a framework's checkpoint.
 
     It calls `engine.save` and `engine.load`.
@@ -274,16 +270,14 @@ class EngineState:
     def __init__(
         self, engine: Engine, *, folder: str | Path | None = None, name: str = "thinwire"
     ) -> None:
-        self.folder = folder
-        self.name = name
+        super().__init__(folder, name)
         self._engine = engine
 
     def register(self, accelerator: Any) -> "EngineState":
         """Register the state with Accelerate, and return this object. A name in use becomes
         `NAME_1`, and so on.
         """
-        self.name = _free_name(accelerator, self.name, self.name)
-        _follow_folder(self, accelerator)
+        self._register(accelerator, self.name)
         return self
 
     def state_dict(self) -> dict[str, Any]:
@@ -297,7 +291,7 @@ class EngineState:
             ThinwireError: As `engine.save`.
         """
         # until the framework has written its own file, that one may be of the previous checkpoint
-        path = self._engine.save(self._path(self.name), keep=2)
+        path = self._engine.save(self._parent() / Path(self.name).name, keep=2)
         return {"name": self.name, "step": found_at(path).step}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -314,14 +308,11 @@ class EngineState:
                 "state_dict must hold the name of the engine's folder and a step, got the keys "
                 f"{sorted(state_dict)}: pass the result of EngineState.state_dict()"
             )
-        self._engine.load(self._path(name), step=step)
+        self._engine.load(self._parent() / Path(name).name, step=step)
 
     def remove(self, folder: str | Path, name: str) -> None:
         """Delete the folder of a checkpoint that is deleted. No communication."""
         shutil.rmtree(Path(folder) / Path(name).name, ignore_errors=True)
-
-    def _path(self, name: str) -> Path:
-        return _folder_of(self) / Path(name).name
 
 
 def require_fields(strategy: object, instead: Mapping[str, str]) -> None:

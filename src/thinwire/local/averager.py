@@ -16,7 +16,7 @@ from thinwire.local.averaging import Averaging, PendingAveraging, widened
 from thinwire.local.config import AdaptiveLocalSGD, fragments_of
 from thinwire.local.interval import Due, Stage, Timetable
 from thinwire.local.model import LocalModel, OtherBuffers, refuse_scaler
-from thinwire.local.work import of_site, weights_of
+from thinwire.local.steps import of_site, weights_of
 from thinwire.members.members import Members
 
 _FROZEN = (

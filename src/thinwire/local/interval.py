@@ -14,7 +14,7 @@ from thinwire.errors import ThinwireError
 from thinwire.exchange.agreement import Answers
 from thinwire.layout.traffic import AGREEING_DELAY
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig
-from thinwire.local.work import RoundWork
+from thinwire.local.steps import RoundWork
 
 
 class Interval:

@@ -40,8 +40,7 @@ from thinwire.local.model import (
     warn_of_misplaced,
     warn_of_others,
 )
-from thinwire.local.steps import FollowedSteps
-from thinwire.local.work import require_tokens
+from thinwire.local.steps import FollowedSteps, require_tokens
 from thinwire.members.members import Members
 from thinwire.wire.message import WIRE_VERSION
 

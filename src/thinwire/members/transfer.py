@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from thinwire.comm.channel import Channel
+from thinwire.comm.member_groups import Channel
 from thinwire.comm.relay import RelayEndpoint
 from thinwire.comm.waiting import Progress
 from thinwire.errors import LineTooSlow, PayloadCorrupt, ThinwireError

@@ -4,12 +4,9 @@ sparse rows. `strategy` and `integrations` import them.
 
 from thinwire.core.gradients import ClipByGlobalNorm, ClipByNorm, ClipByValue, L1Decay, L2Decay
 from thinwire.optim.dgc_momentum import DGCMomentum
-from thinwire.optim.ftrl import Ftrl
-from thinwire.optim.lamb import Lamb
-from thinwire.optim.lars import Lars
-from thinwire.optim.lazy_adam import LazyAdam
+from thinwire.optim.layerwise import Lamb, Lars
 from thinwire.optim.muon import Muon, muon_groups
-from thinwire.optim.proximal_adagrad import ProximalAdagrad
+from thinwire.optim.rows import Ftrl, LazyAdam, ProximalAdagrad
 from thinwire.optim.torch_classes import SGD, Adagrad, Adam, AdamW, RMSprop
 
 __all__ = [

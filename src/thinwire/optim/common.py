@@ -33,7 +33,7 @@ from thinwire.schedules import Schedule, is_scheduled, rate_at
 
 
 @dataclasses.dataclass(slots=True)
-class _Common:
+class CommonSettings:
     """State of the common part beside torch's attributes; copied and pickled as a whole."""
 
     lr: float | Schedule
@@ -95,7 +95,7 @@ class CommonOptimizer(torch.optim.Optimizer):
     """True if row-sparse gradients are allowed."""
     _decay_inside = False
     """True if weight decay is part of the method's own formula, not of the gradient."""
-    _common: _Common
+    _common: CommonSettings
     _given: list[ParamGrad] | None = None
     """Pairs passed to `apply_gradients`; None if they come from `p.grad`."""
     _ratios: dict[Tensor, Tensor] | None = None
@@ -130,7 +130,7 @@ class CommonOptimizer(torch.optim.Optimizer):
         check.instance("regularizer", regularizer, (*get_args(Regularizer), NoneType))
         exclude = grouping.parse_exclusion(common.get("exclude_from_weight_decay"))
         groups, order = grouping.split_order(params)
-        self._common = _Common(rate, clip, regularizer, exclude, order)
+        self._common = CommonSettings(rate, clip, regularizer, exclude, order)
         return groups, rate_at(rate, 0) if isinstance(rate, Schedule) else rate
 
     def _close(self) -> None:
@@ -248,6 +248,31 @@ class CommonOptimizer(torch.optim.Optimizer):
         group = self.param_groups[record.group_index]
         decay = 0.0 if record.excluded else group["weight_decay"]
         return ParamFacts(record.group_index, group, decay)
+
+    def _counted(self, params: Sequence[Tensor]) -> list[int]:
+        """Count one more update in the state of each of `params`; return the counts."""
+        states = [self.state[param] for param in params]
+        for state in states:
+            if "step" not in state:
+                # on the CPU, where reading it is free; a tensor because torch's tools expect one
+                state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+        counts = [state["step"] for state in states]
+        torch._foreach_add_(counts, 1)
+        # read all at once: a hundred small reads cost as much as an update of a million parameters
+        return torch.stack([count.cpu() for count in counts]).int().tolist() if counts else []
+
+    def _buffer_of(self, param: Tensor, key: str, fill: float = 0.0) -> Tensor:
+        """Return the state tensor `key`, in the working type; a new one has the value `fill`."""
+        state = self.state[param]
+        if key not in state:
+            state[key] = torch.full_like(param, fill, dtype=state_dtype(param), requires_grad=False)
+        buffer: Tensor = state[key]
+        if buffer.shape != param.shape:  # compiled loops trust the shape
+            raise RuntimeError(
+                f"{key} of {self._label(param)} has shape {tuple(buffer.shape)} and the parameter "
+                f"{tuple(param.shape)}: load the state of the same model, or make a new optimizer"
+            )
+        return buffer
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one update from the gradients in `p.grad`, which stay unchanged.

@@ -35,7 +35,7 @@ from thinwire.exchange.gradients import GradientExchange
 from thinwire.exchange.synchronizer import NO_TRAFFIC, Ranks
 from thinwire.optim.common import CommonOptimizer, CommonOwn
 from thinwire.optim.folded import FoldedSGD, why_no_local_clip
-from thinwire.optim.own import check_nesterov
+from thinwire.optim.groups import check_nesterov
 from thinwire.optim.saving import of_params
 from thinwire.schedules import Schedule
 from thinwire.wire.message import WIRE_VERSION

@@ -129,6 +129,24 @@ def check_common_values(values: dict[str, Any]) -> None:
             warn_user(f"weight_decay is usually below 1, got {decay}")
 
 
+def check_nesterov(values: Mapping[str, Any]) -> None:
+    """Raise unless Nesterov momentum is off, or has a momentum and no dampening."""
+    momentum, dampening = values["momentum"], values.get("dampening", 0)
+    if check.boolean("nesterov", values["nesterov"]) and (momentum == 0 or dampening != 0):
+        raise ValueError(
+            "nesterov needs a momentum above 0 and no dampening, got "
+            f"momentum={momentum} and dampening={dampening}"
+        )
+
+
+def check_betas(values: Mapping[str, Any]) -> None:
+    """Raise unless `betas` is a pair of numbers in [0, 1)."""
+    betas = values["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise TypeError(f"betas must be two numbers in [0, 1), got {betas!r}")
+    check.sequence(check.real, "betas", betas, at_least=0, below=1)
+
+
 def check_keys(group: Mapping[str, Any], own_keys: Iterable[str]) -> None:
     """Raise `ValueError` for a key that this optimizer does not know, or if `params` is missing."""
     known = dict.fromkeys([*COMMON_KEYS, *own_keys, *ALSO_ACCEPTED])

@@ -27,13 +27,11 @@ def _rule(param: Tensor, group: Mapping[str, Any]) -> MuonRule:
     # a CPU without instructions for bfloat16 takes four times as long in it
     usual = state_dtype(param) if param.device.type == "cpu" else torch.bfloat16
     chosen = group["ns_dtype"]
+    same = {key: group[key] for key in ("weight_decay", "momentum", "nesterov", "eps")}
     return MuonRule(
-        weight_decay=group["weight_decay"],
-        momentum=group["momentum"],
-        nesterov=group["nesterov"],
+        **same,
         coefficients=tuple(group["ns_coefficients"]),
         iterations=group["ns_steps"],
-        eps=group["eps"],
         match_rms_adamw=group["adjust_lr_fn"] == "match_rms_adamw",
         dtype=getattr(torch, chosen) if chosen else usual,
     )

@@ -11,8 +11,7 @@ from torch import Tensor
 from thinwire import _validate as check
 from thinwire.core.tensors import state_dtype
 from thinwire.optim.common import Common, CommonOptimizer, spelled_out
-from thinwire.optim.groups import ParamFacts
-from thinwire.optim.own import check_betas, check_nesterov
+from thinwire.optim.groups import ParamFacts, check_betas, check_nesterov
 from thinwire.optim.pairs import ParamGrad
 
 _NUMBERS = "weight_decay momentum dampening alpha eps lr_decay initial_accumulator_value"
@@ -238,17 +237,11 @@ class Adagrad(TorchOptimizer, torch.optim.Adagrad):
     _torch_class = torch.optim.Adagrad
 
     def _torch_step(self) -> None:
-        _add_adagrad_state(self)
+        initial = self.defaults["initial_accumulator_value"]
+        for group in self.param_groups:
+            # of groups that were added later, as torch 2.13 does in `step`
+            late = [p for p in group["params"] if p.grad is not None and not self.state.get(p)]
+            if late:
+                how = {"initial_accumulator_value": initial, "fused": group["fused"]}
+                self.state.update(torch.optim.Adagrad(late, **how).state)
         super()._torch_step()
-
-
-def _add_adagrad_state(optimizer: torch.optim.Adagrad) -> None:
-    """Make the state of parameters in groups added later, as torch 2.13 does in `step`."""
-    for group in optimizer.param_groups:
-        late = [p for p in group["params"] if p.grad is not None and not optimizer.state.get(p)]
-        if late:
-            initial = optimizer.defaults["initial_accumulator_value"]
-            made = torch.optim.Adagrad(
-                late, initial_accumulator_value=initial, fused=group["fused"]
-            )
-            optimizer.state.update(made.state)

@@ -13,9 +13,15 @@ from torch import Tensor, nn
 from thinwire.comm import Group, Pending, mapping_of, wrong_call_site
 from thinwire.comm.nodes import Grid
 from thinwire.errors import Mismatch, PayloadCorrupt, ThinwireError
-from thinwire.pipeline.config import Pipeline
-from thinwire.pipeline.schedule import Schedule
-from thinwire.pipeline.worker import Parcel, StageWorker, content, describe, micro_batches
+from thinwire.pipeline.split import Pipeline
+from thinwire.pipeline.worker import (
+    Parcel,
+    Schedule,
+    StageWorker,
+    content,
+    describe,
+    micro_batches,
+)
 
 _CONCLUSION = struct.Struct("<?Bd4q")
 _LOSS_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -109,12 +109,12 @@ def take_clip_(
     shards: Group | None = None,
 ) -> Clipping:
     """Remove from `optimizer` a clipping by norm that would see one stage or shard only."""
-    own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
     over_parts = (ClipByGlobalNorm, ClipByNorm) if shards is not None else (ClipByGlobalNorm,)
-    if (stages is not None or shards is not None) and isinstance(own, over_parts):
-        assert isinstance(optimizer, CommonOptimizer), "it has a clipping"
-        undo.callback(setattr, optimizer._common, "grad_clip", own)
-        optimizer._common.grad_clip, grad_clip = None, own
+    if isinstance(optimizer, CommonOptimizer) and (stages is not None or shards is not None):
+        common, own = optimizer._common, optimizer.grad_clip
+        if isinstance(own, over_parts):
+            undo.callback(setattr, common, "grad_clip", own)
+            common.grad_clip, grad_clip = None, own
     return Clipping(grad_clip, shards, stages)
 
 

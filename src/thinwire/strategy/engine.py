@@ -6,7 +6,6 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,16 +22,14 @@ from thinwire.core.stats import numbers
 from thinwire.core.tensors import called, require_loss
 from thinwire.errors import CheckpointMissing, ThinwireError
 from thinwire.exchange.agreement import StepDecision
-from thinwire.local.model import SCALER, refuse_scaler
 from thinwire.local.updates import LocalUpdates
-from thinwire.local.work import require_tokens
 from thinwire.optim import Lamb, Lars
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.strategy import checkpoints, saving
 from thinwire.strategy.engine_checks import Joining
+from thinwire.strategy.following import Following
 from thinwire.strategy.microsteps import Microsteps
 from thinwire.strategy.model_files import load_model_file
-from thinwire.strategy.ownership import JointUpdate, remove_scaler_marks_, replace_step_
 from thinwire.strategy.parts import Parts
 from thinwire.strategy.publishing import EnginePublisher
 from thinwire.strategy.saving import BackgroundSave
@@ -129,22 +126,20 @@ class Engine:
                 batch. Tokens are given but nothing is weighted by them.
             ThinwireError: The exchange failed: see `thinwire.errors`.
         """
-        parts = self._parts
-        if parts.runner is not None:
-            return self._train_stages(parts.runner, inputs, targets, tokens)
-        self._begin_microstep(tokens)
+        self._require_open()
+        if self._parts.runner is not None:
+            return self._train_stages(self._parts.runner, inputs, targets, tokens)
+        self._steps.begin(tokens, early=True)
         require_loss(loss := self._loss_of(inputs, targets, "train_step"), trains=True)
         self._steps.minimize(loss)
-        self._steps.after_step()
         return loss.detach().reshape(())
 
     def _train_stages(
         self, runner: PipelineRunner, inputs: Any, targets: Any, tokens: int | None
     ) -> Tensor:
-        self._require_open()
         problem: Exception | None = None
         try:
-            self._begin_microstep(tokens)
+            self._steps.begin(tokens, early=True)
             self._steps.clear_grads()
         except ThinwireError:
             raise
@@ -155,7 +150,6 @@ class Engine:
             loss = runner.step(inputs, targets, problem, concludes=concludes)
             self._steps.finish(loss)
             loss = runner.conclude() if loss is None else loss
-        self._steps.edit_check.record()
         self._steps.after_step()
         return loss
 
@@ -229,10 +223,10 @@ class Engine:
                 "engine.minimize does not work under pipeline, since only the last stage has the "
                 "loss: use engine.train_step(inputs, targets)"
             )
-        self._begin_microstep(tokens)
+        self._require_open()
+        self._steps.begin(tokens, early=True)
         require_loss(loss, trains=True)
         self._steps.minimize(loss)
-        self._steps.after_step()
         return [], [(p, p.grad) for p in parts.params.values() if p.grad is not None]
 
     def apply_gradients(self, loss: Tensor | None = None, *, tokens: int | None = None) -> None:
@@ -259,13 +253,10 @@ class Engine:
             ThinwireError: The exchange failed: see `thinwire.errors`.
         """
         self._require_unscaled("apply_gradients")
-        self._require_ready(tokens, early=False)
-        with self._steps.with_advice(), self._parts.group.one_deadline():
-            self._steps.finish(loss)
-        self._steps.edit_check.record()
-        self._steps.after_step()
+        self._require_open()
+        self._steps.apply(loss, tokens)
 
-    def follow_steps(self, loss: Callable[[], Tensor | None] | None = None) -> "Following":
+    def follow_steps(self, loss: Callable[[], Tensor | None] | None = None) -> Following:
         """Make `engine.optimizer.step()` run the update, for a training loop that you cannot
         change. It then calls `apply_gradients`. With several optimizers, the last one stepped runs
         the update of all, after one backward pass: a generator and its critic need an engine each.
@@ -298,31 +289,7 @@ class Engine:
                 "follow_steps is already active for this optimizer: first call remove() of the "
                 "handle that it returned"
             )
-        engine = weakref.ref(self)  # the optimizer must not keep its engine alive
-        undo = contextlib.ExitStack()
-        joint = JointUpdate(self.optimizers, undo)
-
-        def update(which: int, closure: Callable[[], Any] | None) -> Any:
-            target = engine()
-            assert target is not None, "its end takes this off"
-            marked = [remove_scaler_marks_(single) for single in target.optimizers]
-            if any(marked):
-                raise RuntimeError(SCALER)
-            if target._parts.group.size > 1 and target._steps.by_time is None:
-                refuse_scaler(target._parts.optimizer)
-            with torch.enable_grad():
-                value = None if closure is None else closure()
-            if (problem := joint.add(which)) is not None:
-                target._steps.refuse(problem)
-            if joint.complete:
-                with joint.gradients():
-                    reported = value if loss is None else loss()
-                    target.apply_gradients(reported if isinstance(reported, Tensor) else None)
-            return value
-
-        for index, optimizer in enumerate(self.optimizers):
-            undo.callback(replace_step_(optimizer, partial(update, index)))
-        self._following = Following(undo.close, joint)
+        self._following = Following(self._steps, loss)
         self._parts.undo.callback(self._following.remove)
         return self._following
 
@@ -372,7 +339,7 @@ class Engine:
             )
         self._steps.joining = joining = Joining(self._parts.group)
         batches = self._parts.batches
-        batches.begin()
+        batches.begin(inside=True)
         try:
             yield
             if self.sync is not None:
@@ -383,7 +350,7 @@ class Engine:
                     pass
         finally:
             self._steps.joining = None
-            batches.end()
+            batches.begin(inside=False)
 
     def flush(self) -> None:
         """Finish pending work: leftovers of a merge, local updates under way, and the last
@@ -407,7 +374,7 @@ class Engine:
             self._parts.merge.clear()
             return
         following, parts, merge = self._following, self._parts, self._parts.merge
-        if following is not None and following.active and (why := following.joint.unfinished()):
+        if following is not None and following.active and (why := following.unfinished()):
             self._steps.refuse(why)
         with self._steps.with_advice(), parts.group.one_deadline():
             # local updates compare steps in their own flush, and ranks have unequal ones by time
@@ -832,10 +799,6 @@ class Engine:
         if not self._finalizer.alive:
             raise RuntimeError("this engine was closed: prepare a new one")
 
-    def _begin_microstep(self, tokens: int | None) -> None:
-        self._require_ready(tokens, early=True)
-        self._steps.edit_check.check()
-
     def _require_unscaled(self, caller: str) -> None:
         parts = self._parts
         if parts.runner is not None or parts.scaler is not None:
@@ -844,28 +807,3 @@ class Engine:
                 f"engine.{caller} does not work under {field}, which needs the loss before its "
                 "backward pass: use engine.train_step(inputs, targets)"
             )
-
-    def _require_ready(self, tokens: int | None, *, early: bool) -> None:
-        self._require_open()
-        if tokens is not None:
-            require_tokens(tokens, None if self.sync is None else self.sync.config)
-        self._steps.tokens = tokens
-        if (problem := self._steps.trained.problem()) is not None:
-            self._steps.refuse(problem, early=early)
-        joining = self._steps.joining
-        if joining is not None and joining.due and self.sync is not None:
-            joining.vote(active=True)
-
-
-class Following:
-    """Handle of `Engine.follow_steps`; `remove` stops following."""
-
-    def __init__(self, undo: Callable[[], None], joint: JointUpdate) -> None:
-        self.active, self.joint = True, joint
-        """True if steps are followed."""
-        self._undo = undo
-
-    def remove(self) -> None:
-        """Stop following steps. May be called twice."""
-        self.active = False
-        self._undo()

@@ -17,7 +17,11 @@ class Batches:
     """Reports which ranks have a batch, inside `engine.join()`, if every update is exchanged."""
 
     def __init__(self) -> None:
-        self.inside = False
+        self.begin(inside=False)
+
+    def begin(self, *, inside: bool) -> None:
+        """Begin anew, `inside` the block or outside."""
+        self.inside = inside
         """True if this rank is inside `join`."""
         self.has_batch = True
         """True if this rank has a batch."""
@@ -27,15 +31,6 @@ class Batches:
         """
         self.all_have = True
         """True if all ranks had a batch in the last update."""
-
-    def begin(self) -> None:
-        """Enter the block."""
-        self.inside = self.has_batch = self.all_have = True
-        self.merged = 0
-
-    def end(self) -> None:
-        """Leave the block."""
-        self.inside, self.has_batch, self.all_have = False, True, True
 
     def report(self, vote: Vote) -> Report:
         """See `Check`."""

@@ -17,7 +17,6 @@ from thinwire.compress import COMPRESSIONS, buckets_of, field_of
 from thinwire.compress.dgc import DGC
 from thinwire.core.gradients import Clip
 from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
-from thinwire.core.several import all_of
 from thinwire.layout.message import Layout
 from thinwire.layout.traffic import first_split
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, fragments_of
@@ -316,8 +315,7 @@ def _about_optimizer(
             for i, p in enumerate(group["params"]):
                 names[p] = known[i] if i < len(known) else f"parameter {len(names)}"
     selected = select_optimizers(optimizer, strategy, names=names)
-    for single, one in zip(all_of(optimizer), selected, strict=True):
-        require_one_clip(single, grad_clip)
+    for one in selected:
         require_one_clip(one.optimizer, grad_clip, one.compressor if one.folds else None)
     return [note for one in selected for note in one.notes]
 

@@ -18,7 +18,6 @@ from thinwire.local.model import shape_text
 from thinwire.optim.common import CommonOptimizer
 from thinwire.strategy.documents import from_dict, to_dict
 from thinwire.strategy.fields import Fields
-from thinwire.wire.message import WIRE_VERSION
 
 _FREE_NAMES = (
     # of a loss scale the presence is compared, of a merge its gradients
@@ -112,15 +111,6 @@ def _differences(path: str, before: Any, now: Any) -> Iterator[Change]:
             yield from _differences(where, before.get(key, _NOTHING), now.get(key, _NOTHING))
     elif before != now:
         yield Change(path, before, now)
-
-
-def strategy_facts(strategy: Fields) -> dict[str, Any]:
-    """Return the facts that ranks must share before they make process groups."""
-    return {
-        "wire version": WIRE_VERSION,
-        "strategy": to_dict(strategy),
-        "dp_degree": strategy.expected_replicas,
-    }
 
 
 def checkpoint_facts(

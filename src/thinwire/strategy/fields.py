@@ -11,8 +11,8 @@ from thinwire.compress.dgc import DGC
 from thinwire.compress.low_rank import LowRank
 from thinwire.errors import StrategyError
 from thinwire.local.config import AdaptiveLocalSGD, LocalSGD
-from thinwire.optim.config import LAMB, LARS
-from thinwire.pipeline.config import Pipeline
+from thinwire.optim.layerwise import LAMB, LARS
+from thinwire.pipeline.split import Pipeline
 from thinwire.step.config import AMP, GradientMerge, Recompute
 from thinwire.strategy.rules import rules_between
 

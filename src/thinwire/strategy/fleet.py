@@ -17,8 +17,8 @@ from thinwire.compress.dgc import DGC
 from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from thinwire.errors import StrategyError
 from thinwire.local.config import AdaptiveLocalSGD, LocalSGD
-from thinwire.optim.config import LAMB, LARS
-from thinwire.pipeline.config import Pipeline
+from thinwire.optim.layerwise import LAMB, LARS
+from thinwire.pipeline.split import Pipeline
 from thinwire.step.config import AMP, GradientMerge, Recompute
 from thinwire.strategy.documents import F
 
@@ -136,9 +136,7 @@ _FEATURES: dict[str, tuple[Callable[[Keys], Any], str, dict[str, _Key]]] = {
         {"rampup_begin_step": _Key(0), "rampup_step": _Key(1), "sparsity": _Key(())},
     ),
     "lars": (
-        lambda keys: LARS(
-            keys["lars_coeff"], keys["lars_weight_decay"], keys["epsilon"], _excluded(keys, "*{}*")
-        ),
+        lambda keys: LARS(**{**keys, "exclude_from_weight_decay": _excluded(keys, "*{}*")}),
         "",
         {
             "lars_coeff": _Key(0.001),

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from thinwire._names import named_parameters
 from thinwire._wording import warn_user
 from thinwire.comm import long_waits_logged, state_in_errors
 from thinwire.comm.group import collective_calls
@@ -21,14 +20,15 @@ from thinwire.core.sharded import is_sharded, shard_of, sharded_like
 from thinwire.core.tensors import state_dtype, with_own_storage
 from thinwire.errors import Mismatch, PeerLost, PeerStalled
 from thinwire.exchange.agreement import StepDecision
-from thinwire.exchange.gradients import Grads, layout_change
+from thinwire.exchange.gradients import Grads
 from thinwire.exchange.synchronizer import COUNTED
+from thinwire.local.steps import require_tokens
 from thinwire.local.updates import LocalUpdates
 from thinwire.optim.common import CommonOptimizer
 from thinwire.strategy.engine_checks import Joining
 from thinwire.strategy.ownership import (
     GradientEditCheck,
-    ReplacedParameterCheck,
+    TrainedParameters,
     allow_step,
     params_of,
 )
@@ -60,7 +60,9 @@ class Microsteps:
         self.joining: Joining | None = None
         """The votes inside `Engine.join`; None outside."""
         self.edit_check = GradientEditCheck(parts.params)
-        self.trained = _Trained(parts)
+        self.trained = TrainedParameters(
+            parts.model, parts.optimizer, parts.params, averaged=parts.sync is not None
+        )
         # a loss scale has checked the gradients; clipping waits for other stages and shards
         self.sharded = any(map(is_sharded, parts.params.values()))
         whole = parts.runner is None and not self.sharded
@@ -137,26 +139,12 @@ class Microsteps:
             self.refuse(problem, early=True)
         self.clear_grads()
         parts.batches.merged, merge.microsteps = merge.microsteps, parts.merge_steps - 1
-        with self._without_gradients(early=True):
+        with self._exchanging(early=True) as launch_all:
+            launch_all()  # there is no backward pass, and so no hook
             verdict = self._add_or_update({}, 1.0, overflow=False)
         if verdict is StepDecision.END:
             merge.microsteps = parts.batches.merged
         return verdict
-
-    @contextlib.contextmanager
-    def _without_gradients(self, *, early: bool) -> Iterator[None]:
-        """Take part in an exchange without gradients; `early` if it begins in backward passes."""
-        parts = self.parts
-        overlap = parts.overlap if early and parts.batches.all_have else None
-        with (
-            self.with_advice(),
-            parts.group.one_deadline(),
-            contextlib.nullcontext() if overlap is None else overlap.during(self.step, self._final),
-        ):
-            if overlap is not None:
-                # no backward pass and so no hook here: launch all buckets, as the other ranks do
-                overlap.complete()
-            yield
 
     def refuse(self, problem: str, *, early: bool = False) -> NoReturn:
         """Raise a user error on all ranks: others wait for this one, now or at an averaging."""
@@ -166,7 +154,8 @@ class Microsteps:
             with self.with_advice():
                 self.sync._open_averager().refuse(problem)
         elif self.parts.runner is None:
-            with self.trained.as_prepared(), self._without_gradients(early=early):
+            with self.trained.as_prepared(), self._exchanging(early=early) as launch_all:
+                launch_all()
                 self.update({}, overflow=False, user_error=problem)
         raise RuntimeError(problem)  # stages report it by themselves
 
@@ -192,26 +181,50 @@ class Microsteps:
         for trained in params_of(self.parts.optimizer):
             trained.grad = None
 
+    def begin(self, tokens: int | None, *, early: bool) -> None:
+        """Begin a microstep; `early` if its exchange may begin in the backward pass."""
+        if tokens is not None:
+            require_tokens(tokens, None if self.sync is None else self.sync.config)
+        self.tokens = tokens
+        if (problem := self.trained.problem()) is not None:
+            self.refuse(problem, early=early)
+        if self.joining is not None and self.joining.due and self.sync is not None:
+            self.joining.vote(active=True)
+        if early:
+            self.edit_check.check()
+
+    def apply(self, loss: Tensor | None, tokens: int | None = None) -> None:
+        """Run one microstep from the gradients in `p.grad`."""
+        self.begin(tokens, early=False)
+        with self.with_advice(), self.parts.group.one_deadline():
+            self.finish(loss)
+        self.after_step()
+
     def minimize(self, loss: Tensor) -> None:
         """Run one microstep from a loss with one element."""
         self.clear_grads()
         scaler = self.parts.scaler
-        with self.with_advice(), self.parts.group.one_deadline():
-            self._backward(loss if scaler is None else scaler.scaled(loss), loss.detach())
-        self.edit_check.record()
+        scaled = loss if scaler is None else scaler.scaled(loss)
+        # the block encloses the update too: buckets launched in the backward pass arrive there
+        with self._exchanging(early=not self.merging) as launch_all:
+            scaled.backward()  # type: ignore[no-untyped-call]
+            launch_all()
+            self.finish(loss.detach())
+        self.after_step()
 
-    def _backward(self, scaled: Tensor, loss: Tensor) -> None:
-        """Run backward pass, exchange and update; the exchange begins in the backward pass."""
-        overlap = self.parts.overlap
-        if overlap is None or self.merging or not self.parts.batches.all_have:
-            scaled.backward()  # type: ignore[no-untyped-call]
-            self.finish(loss)
-            return
-        # `during` encloses the update too: the buckets launched in the backward pass arrive there
-        with overlap.during(self.step, self._final):
-            scaled.backward()  # type: ignore[no-untyped-call]
-            overlap.complete()
-            self.finish(loss)
+    @contextlib.contextmanager
+    def _exchanging(self, *, early: bool) -> Iterator[Callable[[], None]]:
+        """Enclose an exchange; if it is `early`, it begins in the backward pass, for which the
+        function launches what is left.
+        """
+        parts = self.parts
+        overlap = parts.overlap if early and parts.batches.all_have else None
+        with (
+            self.with_advice(),
+            parts.group.one_deadline(),
+            contextlib.nullcontext() if overlap is None else overlap.during(self.step, self._final),
+        ):
+            yield (lambda: None) if overlap is None else overlap.complete
 
     def _final(self, name: str, grad: Tensor | None) -> Tensor | None:
         """Return what `p.grad` contributes to the coming update: itself, or a new tensor."""
@@ -237,9 +250,8 @@ class Microsteps:
         held = {n: shard_of(p.grad) for n, p in parts.params.items() if p.grad is not None}
         scaler = parts.scaler
         overflow = scaler is not None and scaler.overflowed(held.values())
-        self._add_or_update(
-            held, 1.0 if scaler is None else scaler.inverse_scale, overflow=overflow
-        )
+        factor = 1.0 if scaler is None else scaler.inverse_scale
+        self._add_or_update(held, factor, overflow=overflow)
 
     def _add_or_update(
         self, held: dict[str, Tensor], factor: float, *, overflow: bool
@@ -391,6 +403,7 @@ class Microsteps:
 
     def after_step(self) -> None:
         """Publish what is due, and warn of a run that left its plan, at the engine's caller."""
+        self.edit_check.record()
         if self.publisher is not None:
             self.publisher.after_update()
         if self._plan_warning is not None:
@@ -401,65 +414,6 @@ class Microsteps:
         """Clear the merge, after its update was made or dropped."""
         if self.parts.merge.microsteps:
             self.parts.merge.clear()
-
-
-class _Trained:
-    """Parameters that `prepare` found. No other parameter may be updated without an exchange."""
-
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        sharded = any(map(is_sharded, parts.params.values()))
-        self._replacement_check = (
-            None if sharded else ReplacedParameterCheck(parts.model, parts.params)
-        )
-        self._trained = set(parts.params.values()) | {
-            p for p in params_of(parts.optimizer) if p.requires_grad
-        }
-        self._layouts = {name: (p.shape, p.dtype) for name, p in parts.params.items()}
-
-    @contextlib.contextmanager
-    def as_prepared(self) -> Iterator[None]:
-        """Give parameters their old shapes in the block: messages must have the old lengths."""
-        with contextlib.ExitStack() as undo:
-            for name, param in self._parts.params.items():
-                shape, dtype = self._layouts[name]
-                if (param.shape, param.dtype) != (shape, dtype):
-                    undo.callback(setattr, param, "data", param.data)
-                    param.data = param.new_zeros(shape, dtype=dtype)
-            yield
-
-    def problem(self) -> str | None:
-        """Describe a parameter that would not be exchanged as `prepare` found it, if any."""
-        for name, param in self._parts.params.items():
-            if (param.shape, param.dtype) != self._layouts[name]:
-                return layout_change(name, self._layouts[name], param)
-        trainable = (p for p in params_of(self._parts.optimizer) if p.requires_grad)
-        new = [p for p in trainable if p not in self._trained]
-        if new:
-            names: dict[Tensor, str] = {p: name for name, p in named_parameters(self._parts.model)}
-            listed = ", ".join(names.get(p, f"one of shape {tuple(p.shape)}") for p in new[:3])
-            return (
-                f"{len(new)} parameters became trainable, or were given to the optimizer, after "
-                f"prepare had chosen the parameters to exchange: {listed}. Close this engine and "
-                "prepare a new one, with an optimizer that has them, on all ranks"
-            )
-        averaged = {} if self._parts.sync is None else self._parts.params
-        frozen = next((name for name, p in averaged.items() if not p.requires_grad), None)
-        if frozen is not None:
-            return (
-                f"parameter {frozen} was frozen after prepare, but local updates still average "
-                "it. Before you freeze it, call engine.flush() and engine.close(); afterwards "
-                "prepare a new engine, on all ranks"
-            )
-        replaced = None if self._replacement_check is None else self._replacement_check.replaced()
-        if replaced is None:
-            return None
-        return (
-            f"the model was changed since prepare: parameter {replaced} is another object, which "
-            "the optimizer does not train. Copy values into the existing parameters "
-            "(load_state_dict without assign=True), or close this engine and prepare a new one "
-            "with a new optimizer, on all ranks"
-        )
 
 
 _AFTER_EXCHANGE = (

@@ -8,7 +8,7 @@ own stage only.
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any
@@ -22,9 +22,10 @@ from thinwire._wording import warn_user
 from thinwire.comm import Group
 from thinwire.comm.replicate import make_models_equal_
 from thinwire.core.several import all_of
-from thinwire.core.sharded import shard_of
+from thinwire.core.sharded import is_sharded, shard_of
 from thinwire.core.tensors import coalesced, values_of
 from thinwire.errors import StrategyError
+from thinwire.exchange.gradients import layout_change
 from thinwire.optim.saving import refill_, remembered
 
 
@@ -113,74 +114,6 @@ def replace_step_(
             own["step"] = replaced
 
     return undo
-
-
-class JointUpdate:
-    """One step of each of several optimizers after one backward pass, for `follow_steps`."""
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], undo: ExitStack) -> None:
-        self._optimizers, self._stepped = optimizers, list[int]()
-        self._seen: dict[Tensor, tuple[Tensor | None, int]] = {}
-        """Gradients and their versions at the optimizer's step; with -1 before it."""
-        self._backward_passed = False
-        """True after a backward pass since the first step."""
-        for param in (p for opt in optimizers for p in params_of(opt) if len(optimizers) > 1):
-            if param.requires_grad:
-                hook = param.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
-                undo.callback(hook.remove)
-
-    def _on_gradient(self, _: Tensor) -> None:
-        self._backward_passed = True
-
-    def add(self, which: int) -> str | None:
-        """Add a step; return why it is of another update, if so."""
-        if not self._stepped:
-            self._seen = {p: (p.grad, -1) for opt in self._optimizers for p in params_of(opt)}
-            self._backward_passed = False
-        changed = self._backward_passed or any(
-            p.grad is not None and (p.grad is not grad or version not in (-1, _version(grad)))
-            for p, (grad, version) in self._seen.items()
-        )
-        if changed or which in self._stepped:
-            why = f"its step after another backward pass than optimizer {self._stepped[0]}"
-            why = "a second step before all had made one" if which in self._stepped else why
-            self._stepped = []
-            return (
-                f"optimizer {which} ({type(self._optimizers[which]).__name__}) made {why}: "
-                "follow_steps makes one update of all optimizers after one backward pass. "
-                "Optimizers with losses or rhythms of their own, as of a generator and its critic, "
-                "need one engine a part: strategy.prepare(critic, critic_optimizer)"
-            )
-        self._stepped.append(which)
-        own = params_of(self._optimizers[which])
-        self._seen |= {p: (p.grad, _version(p.grad)) for p in own}
-        return None
-
-    def unfinished(self) -> str:
-        """Return why a flush would drop steps; empty unless only some optimizers have stepped."""
-        made, self._stepped = self._stepped, []
-        why = f"engine.flush() came after a step of optimizer {made} and before that of all others"
-        return f"{why}: step all, or give each part an engine of its own" if made else ""
-
-    @property
-    def complete(self) -> bool:
-        """True if each has stepped."""
-        return len(self._stepped) == len(self._optimizers)
-
-    @contextmanager
-    def gradients(self) -> Iterator[None]:
-        """Have the gradients of the steps in the block, also those that were cleared since."""
-        seen, self._seen, self._stepped = self._seen, {}, []
-        cleared = [p for p in seen if p.grad is None]
-        for param, (grad, _) in seen.items():
-            param.grad = grad
-        yield
-        for param in cleared:
-            param.grad = None
-
-
-def _version(grad: Tensor | None) -> int:
-    return 0 if grad is None else shard_of(grad)._version
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -292,20 +225,73 @@ def _track_step_(optimizer: torch.optim.Optimizer) -> None:
     vars(optimizer)["step"] = tracked
 
 
-class ReplacedParameterCheck:
-    """Detects parameters of a model that were replaced and are no longer trained, such as after
-    `load_state_dict(..., assign=True)`. Not of a sharded model, where FSDP replaces them.
-    """
+class TrainedParameters:
+    """Parameters that `prepare` found. No other parameter may be updated without an exchange."""
 
-    def __init__(self, model: nn.Module, params: Mapping[str, Parameter]) -> None:
-        self._model, self._params = model, params
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        params: Mapping[str, Parameter],
+        *,
+        averaged: bool,
+    ) -> None:
+        self._model, self._optimizer, self._params = model, optimizer, params
+        self._averaged = averaged
+        """True if local updates average them."""
+        self._trained = {*params.values(), *(p for p in params_of(optimizer) if p.requires_grad)}
+        self._layouts = {name: (p.shape, p.dtype) for name, p in params.items()}
         self._known = {id(p) for p in model.parameters()}
         self._owners: list[tuple[Mapping[str, Any], str, Any]] = []
-        for module in model.modules():
+        """Every part of the model; none if it is sharded, since FSDP replaces them."""
+        for module in () if any(map(is_sharded, params.values())) else model.modules():
             for own in (module._parameters, module._modules):
                 self._owners += [(own, name, part) for name, part in own.items()]
 
-    def replaced(self) -> str | None:
+    @contextmanager
+    def as_prepared(self) -> Iterator[None]:
+        """Give parameters their old shapes in the block: messages must have the old lengths."""
+        with ExitStack() as undo:
+            for name, param in self._params.items():
+                shape, dtype = self._layouts[name]
+                if (param.shape, param.dtype) != (shape, dtype):
+                    undo.callback(setattr, param, "data", param.data)
+                    param.data = param.new_zeros(shape, dtype=dtype)
+            yield
+
+    def problem(self) -> str | None:
+        """Describe a parameter that would not be exchanged as `prepare` found it, if any."""
+        for name, param in self._params.items():
+            if (param.shape, param.dtype) != self._layouts[name]:
+                return layout_change(name, self._layouts[name], param)
+        trainable = (p for p in params_of(self._optimizer) if p.requires_grad)
+        new = [p for p in trainable if p not in self._trained]
+        if new:
+            names: dict[Tensor, str] = {p: name for name, p in named_parameters(self._model)}
+            listed = ", ".join(names.get(p, f"one of shape {tuple(p.shape)}") for p in new[:3])
+            return (
+                f"{len(new)} parameters became trainable, or were given to the optimizer, after "
+                f"prepare had chosen the parameters to exchange: {listed}. Close this engine and "
+                "prepare a new one, with an optimizer that has them, on all ranks"
+            )
+        averaged = self._params if self._averaged else {}
+        frozen = next((name for name, p in averaged.items() if not p.requires_grad), None)
+        if frozen is not None:
+            return (
+                f"parameter {frozen} was frozen after prepare, but local updates still average "
+                "it. Before you freeze it, call engine.flush() and engine.close(); afterwards "
+                "prepare a new engine, on all ranks"
+            )
+        if (replaced := self._replaced()) is None:
+            return None
+        return (
+            f"the model was changed since prepare: parameter {replaced} is another object, which "
+            "the optimizer does not train. Copy values into the existing parameters "
+            "(load_state_dict without assign=True), or close this engine and prepare a new one "
+            "with a new optimizer, on all ranks"
+        )
+
+    def _replaced(self) -> str | None:
         """Return the name of the first trained parameter that others have replaced, if any."""
         # looked up at part step, which takes microseconds; names are found only after a change
         if all(own.get(name) is part for own, name, part in self._owners):

@@ -98,7 +98,7 @@ class Parts:
     """All ranks."""
     part: int
     """Index of this rank's pipeline stage or shard; else 0."""
-    names_of_stages: list[list[str]]
+    names_of_stages: list[list[str]] = field(default_factory=list)
     """Names of the trained parameters of each pipeline stage; empty without a pipeline."""
     compression: Compression | None
     """Compression of gradients; None if the exchange compresses no tensor."""

@@ -1,5 +1,6 @@
 """Makes an engine from a strategy, a model and an optimizer. All checks precede all changes."""
 
+import contextlib
 import logging
 import time
 from contextlib import ExitStack
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import Parameter
 
 from thinwire import _validate as check
 from thinwire._names import named_buffers, named_parameters
@@ -17,7 +19,7 @@ from thinwire.comm import next_identity, require_agreement, sites_of
 from thinwire.comm.nodes import Grid, require_divisor
 from thinwire.comm.replicate import make_models_equal_
 from thinwire.compress import buckets_of, locally_clipped
-from thinwire.compress.protocol import Compression, Limit, report_coverage
+from thinwire.compress.protocol import Limit, report_coverage
 from thinwire.core.arithmetic import arithmetic
 from thinwire.core.gradients import ClipByGlobalNorm
 from thinwire.core.norms import norm_of
@@ -42,15 +44,17 @@ from thinwire.pipeline.split import split_model
 from thinwire.step.forwarding import Autocast
 from thinwire.step.recompute import matches, recompute
 from thinwire.strategy.clipping import require_clip_of_one, require_one_clip, take_clip_
+from thinwire.strategy.documents import to_dict
 from thinwire.strategy.engine import Engine
 from thinwire.strategy.engine_checks import MovingBuffers
-from thinwire.strategy.facts import checkpoint_facts, model_facts, strategy_facts
+from thinwire.strategy.facts import checkpoint_facts, model_facts
 from thinwire.strategy.fields import Fields
 from thinwire.strategy.ownership import (
     OwnershipGuard,
     convert_,
     gather_stages_,
     holds_one_stage,
+    params_of,
     record_stage_split,
     require_trained,
     require_unowned,
@@ -66,6 +70,7 @@ from thinwire.strategy.requirements import (
     require_split_works,
     warn_of_low_rank,
 )
+from thinwire.wire.message import WIRE_VERSION
 
 _log = logging.getLogger("thinwire")
 
@@ -126,7 +131,9 @@ def _form_groups_(setup: Setup) -> None:
     """Compare strategies, and make the groups of ranks. Changes `setup`."""
     strategy, group, members = setup.strategy, setup.group, setup.members
     facts = {
-        **strategy_facts(strategy),
+        "wire version": WIRE_VERSION,
+        "strategy": to_dict(strategy),
+        "dp_degree": strategy.expected_replicas,
         "digest_every": setup.digest_every,
         **setup.ranks.facts,
         **_rounding_facts(strategy, setup.model, setup.optimizer),
@@ -177,81 +184,70 @@ def _agreed_parts(setup: Setup) -> Parts:
         "grad_clip of prepare": repr(setup.grad_clip),
         "find_unused_parameters of prepare": setup.find_unused_parameters,
     }
-    problem: Exception | None = None
-    parts = None
     try:
         parts = _planned(setup)
-    except (TypeError, ValueError, RuntimeError) as error:
-        problem = error
-    # a failed rank takes part in the agreement too: the others would wait for it otherwise
-    reason = None if problem is None else f"{type(problem).__name__}: {problem}"
+    except (TypeError, ValueError, RuntimeError) as problem:
+        # a failed rank takes part in the agreement too: the others would wait for it otherwise
+        with contextlib.suppress(ThinwireError):
+            _agree(setup, {"problem": f"{type(problem).__name__}: {problem}", **facts}, of_stage)
+        raise
     try:
-        require_agreement(setup.group, {"problem": reason, **facts}, action="preparing the engine")
-        if of_stage:
-            replicas = setup.replica_ranks()
-            require_agreement(replicas, of_stage, action="comparing the replicas of a stage")
-    except BaseException as error:
-        if parts is not None:
-            parts.undo.close()
-        if problem is None or not isinstance(error, ThinwireError):
-            raise
-    if problem is not None:
-        raise problem
-    assert parts is not None
+        _agree(setup, {"problem": None, **facts}, of_stage)
+    except BaseException:
+        parts.undo.close()
+        raise
     return parts
+
+
+def _agree(setup: Setup, facts: dict[str, Any], of_stage: dict[str, Any]) -> None:
+    require_agreement(setup.group, facts, action="preparing the engine")
+    if of_stage:
+        replicas = setup.replica_ranks()
+        require_agreement(replicas, of_stage, action="comparing the replicas of a stage")
 
 
 def _planned(setup: Setup) -> Parts:
     strategy, model, optimizer = setup.strategy, setup.model, setup.optimizer
-    grad_clip = setup.grad_clip
     require_unowned(model, optimizer)
     names = {p: name for name, p in named_parameters(model)}
-    for single in all_of(optimizer):
-        require_one_clip(single, grad_clip)
     require_own_params(model, optimizer)
     if strategy.recompute is not None:
         matches(model, strategy.recompute.checkpoints)
-    if strategy.compression is not None and strategy.local is None:
-        require_divisor(strategy.compression.node_size, setup.replicas)
-    if strategy.local is not None:
-        require_divisor(strategy.local.node_size, setup.replicas)
+    if (exchanging := strategy.local or strategy.compression) is not None:
+        require_divisor(exchanging.node_size, setup.replicas)
     stages = [model] if strategy.pipeline is None else split_model(model, strategy.pipeline)
     require_split_works(stage_split_of(model), optimizer, stages, names, setup)
     if strategy.local is not None and len(stages) > 1:
         require_averages(stages)
-    stage = stages[setup.part if len(stages) > 1 else 0]
-    own = set(stage.parameters())
-    trained = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    of_stages = [[n for n, p in named_parameters(part) if p in trained] for part in stages]
+    here = setup.part if len(stages) > 1 else 0
+    stage, own = stages[here], set(stages[here].parameters())
+    trained = {p for p in params_of(optimizer) if p.requires_grad}
+    of_stages = [{n: p for n, p in named_parameters(part) if p in trained} for part in stages]
+    if strategy.pipeline is None:
+        require_trained(of_stages[0])
     selected = select_optimizers(optimizer, strategy, names=names, keep=own.__contains__)
     with ExitStack() as undo:
         for one in selected:
             undo.callback(one.restore)
         sharded = setup.mesh is not None
-        new = [one.optimizer for one in selected]
         for one in selected:
             folding = one.compressor if one.folds else None
-            require_one_clip(one.optimizer, grad_clip, folding, sharded=sharded)
-        require_clip_of_one(new, parts=sharded or len(stages) > 1)
+            require_one_clip(one.optimizer, setup.grad_clip, folding, sharded=sharded)
+        in_parts = sharded or len(stages) > 1
+        require_clip_of_one([one.optimizer for one in selected], parts=in_parts)
         for given, one in zip(all_of(optimizer), selected, strict=True):
             if one.optimizer is not given:
                 undo.callback(convert_(given, one.optimizer, one.conversion))
-        of_stages = of_stages if len(stages) > 1 else []
-        parts = _planned_for(setup, stage, selected[0].compressor, of_stages)
+        parts = _planned_for(setup, stage, of_stages[here])
+        parts.names_of_stages = [list(named) for named in of_stages] if len(stages) > 1 else []
         parts.folds = selected[0].folds
         parts.undo = undo.pop_all()
         return parts
 
 
-def _planned_for(
-    setup: Setup, stage: nn.Module, compressor: Compression | None, names_of_stages: list[list[str]]
-) -> Parts:
+def _planned_for(setup: Setup, stage: nn.Module, params: dict[str, Parameter]) -> Parts:
     strategy, optimizer = setup.strategy, setup.optimizer
     local = strategy.local
-    trained = {p for group in optimizer.param_groups for p in group["params"]}
-    params = {name: p for name, p in named_parameters(stage) if p.requires_grad and p in trained}
-    if strategy.pipeline is None:
-        require_trained(params)
     scaler, sync = _scaler(setup), None
     if local is None:
         warn_of_others(stage, optimizer)
@@ -279,8 +275,7 @@ def _planned_for(
         params=params,
         group=setup.group,
         part=setup.part,
-        names_of_stages=names_of_stages,
-        compression=compressor,
+        compression=strategy.compression,
         sync=sync,
         scaler=scaler,
         merge_steps=strategy._merge_steps,
@@ -415,11 +410,10 @@ def _rounding_facts(
     strategy: Fields, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, str]:
     """Return the facts that determine the rounding of replicas, if all of them update alike."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    every = all_of(optimizer)
-    layerwise = bool(strategy.lamb or strategy.lars)
-    layerwise |= any(isinstance(single, Lamb | Lars) for single in every)
     if strategy.local is not None:  # it compares what its averagings need
         return {}
-    products = any(isinstance(single, Muon) for single in every)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    layerwise = bool(strategy.lamb or strategy.lars)
+    layerwise |= any(isinstance(single, Lamb | Lars) for single in all_of(optimizer))
+    products = any(isinstance(single, Muon) for single in all_of(optimizer))
     return arithmetic(device, kernels=layerwise, products=products)

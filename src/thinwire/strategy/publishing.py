@@ -38,12 +38,11 @@ class EnginePublisher:
         self._tensors, tied = tensors_of(parts.model)
         self._sharded = any(map(is_sharded, self._tensors.values()))
         shards = parts.group.shards
-        self._writes = parts.group.rank == 0 and (shards is None or shards.rank == 0)
         self._copies: dict[str, Tensor] = {}
         self._last = self._published = position()
         self._thread: threading.Thread | None = None
         self._publisher: Publisher | None = None
-        if self._writes:
+        if parts.group.rank == 0 and (shards is None or shards.rank == 0):
             for name, tensor in self._tensors.items():
                 self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             state = self._copies | {name: self._copies[first] for name, first in tied.items()}
@@ -58,21 +57,21 @@ class EnginePublisher:
             self._begin(at)
 
     def _begin(self, step: int) -> None:
+        if self._publisher is None and not self._sharded:
+            return
         if self._thread is not None and self._thread.is_alive():
             if not self._sharded:
                 return  # the next version has these changes too
             self.wait()
         self._published = step
-        if not (self._writes or self._sharded):
-            return
         for name, tensor in self._tensors.items():
             value = whole_of(tensor)  # a collective of the shards
-            if self._writes:
+            if name in self._copies:
                 self._copies[name].copy_(value)
         if self._publisher is not None:
-            work = threading.Thread(target=self._write, args=(self._publisher, step), daemon=True)
-            self._thread = work
-            work.start()
+            args = self._publisher, step
+            self._thread = threading.Thread(target=self._write, args=args, daemon=True)
+            self._thread.start()
 
     def _write(self, publisher: Publisher, step: int) -> None:
         try:

@@ -28,9 +28,8 @@ from thinwire.core.provenance import PROVENANCE, Provenance, checksum_of
 from thinwire.core.several import all_of, kinds_of
 from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
 from thinwire.exchange.synchronizer import COUNTED
-from thinwire.optim.by_name import in_order
 from thinwire.optim.common import CommonOptimizer
-from thinwire.optim.saving import remembered
+from thinwire.optim.saving import in_order, remembered
 from thinwire.strategy.facts import Change, changes_of, mismatches, settings_in_groups
 from thinwire.strategy.parts import Parts
 from thinwire.strategy.user_state import (

@@ -149,7 +149,7 @@ def decode_slots(slots: Array, code: Array, bits: int) -> list[Sparse] | None:
 def lamb_(
     params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, rule: LambRule
 ) -> Tensor:
-    """Update by LAMB, see `thinwire.core.lamb.lamb_list_`; return the ratios in one tensor."""
+    """Update by LAMB, see `thinwire.core.layerwise.lamb_list_`; return the ratios in one tensor."""
     betas = rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2
     constants = rule.lr, *betas, *rule.corrections, rule.eps, rule.weight_decay
     columns = params, grads, exp_avgs, exp_avg_sqs
@@ -157,7 +157,7 @@ def lamb_(
 
 
 def lars_(params: Tensors, grads: Tensors, velocities: Tensors | None, rule: LarsRule) -> Tensor:
-    """Update by LARS, see `thinwire.core.lars.lars_list_`; return the ratios in one tensor."""
+    """Update by LARS, see `thinwire.core.layerwise.lars_list_`; return the ratios in one tensor."""
     kind = loops.NO_MOMENTUM
     if velocities is not None:
         kind = loops.LOOKAHEAD if rule.nesterov else loops.HEAVY_BALL
