@@ -50,7 +50,8 @@ _NAMES = {
     "thinwire.compress.split": "add_up shares",
     "thinwire.core.checksum": "checked_mean_ checksum",
     "thinwire.core.feedback": (
-        "Proposal commit_list_ compile_loops propose_list rounding_seed store_ sum_sparse top_k"
+        "Proposal commit_list_ compile_loops propose_list rounding_seed step_along_list_ "
+        "store_ sum_sparse top_k"
     ),
     "thinwire.core.gradients": "ClipByGlobalNorm ClipByNorm ClipByValue clipped L1Decay L2Decay",
     "thinwire.core.lamb": "lamb_",

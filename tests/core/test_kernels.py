@@ -114,17 +114,6 @@ def test_the_fast_fold_gives_the_bits_of_the_readable_one(kind, dtype, grad_dtyp
                 assert_same_bits(ends[0][1], ends[1][1])
 
 
-@pytest.mark.parametrize("kind", ["random", "denormal", "huge", "zero"])
-@pytest.mark.usefixtures("small_parts")
-def test_the_fast_rounding_gives_the_bits_of_the_readable_one(kind):
-    for numel in SIZES:
-        values, ends = inputs(kind, numel, torch.float32), []
-        for body in (numba_body, reference):
-            ends.append(torch.ones(numel, dtype=torch.bfloat16))
-            body.store_(ends[-1], values, 0xDEADBEEF)
-        assert_same_bits(*ends)
-
-
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize(("dtype", "k"), [(torch.float32, 150_000), (torch.bfloat16, 300)])
 def test_the_number_of_threads_changes_no_bit(monkeypatch, dtype, k, nesterov):

@@ -37,20 +37,6 @@ class Kernels(Protocol):
         self, folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]
     ) -> None: ...
 
-    def step_along_list_(
-        self,
-        params: Tensors,
-        parts: Sequence[Sequence[Sparse]],
-        rates: Sequence[float],
-        sources: int,
-    ) -> None: ...
-
-    def store_(self, target: Tensor, values: Tensor, seed: int) -> None: ...
-
-    def sum_sparse(
-        self, indices: list[Tensor], values: list[Tensor], dtype: torch.dtype
-    ) -> Sparse: ...
-
 
 def for_device(device: torch.device) -> Kernels:
     """Return the numba body for a CPU, if numba can be imported; else the torch body."""
@@ -86,11 +72,6 @@ def compiled_steps(*lists: Tensors) -> Any:
         return None
     require_lengths(zip(*filter(None, lists), strict=True))
     return _numba_kernels()
-
-
-def compiled_codes() -> Any:
-    """Return `cpu.body`, which codes messages on a CPU; None if NumPy must code them."""
-    return None if for_device(torch.device("cpu")) is reference else _numba_kernels()
 
 
 @functools.cache

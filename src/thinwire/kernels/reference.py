@@ -3,17 +3,19 @@
 They run on every device but the CPU, and are the reference for the numba body.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.kernels.rules import Fold, Sparse, Tensors
+from thinwire.kernels.rules import Fold, Sparse
 
 _LOW_32 = (1 << 32) - 1
 _LARGEST_BFLOAT16 = 0x7F7F0000
 """The bits of the largest bfloat16, as a float32."""
+_PART = 1 << 22
+"""Entries for which random numbers are held at a time."""
 
 
 def top_k(values: Tensor, k: int) -> Tensor:
@@ -48,9 +50,9 @@ def commit_(fold: Fold, indices: Tensor, sent: Tensor, seed: int) -> None:
     if u is not None:
         u[indices] = 0
     if residual.dtype == torch.bfloat16:
-        residual.copy_(_rounded(v, seed, for_buffer=False))
+        residual.copy_(_rounded(v, seed, 0, for_buffer=False))
         if buffer is not None and u is not None:
-            buffer.copy_(_rounded(u, seed, for_buffer=True))
+            buffer.copy_(_rounded(u, seed, 0, for_buffer=True))
 
 
 def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor, Tensor, bool]]:
@@ -62,36 +64,6 @@ def commit_list_(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[
         commit_(fold, *part, seed)
 
 
-def step_along_list_(
-    params: Tensors, parts: Sequence[Sequence[Sparse]], rates: Sequence[float], sources: int
-) -> None:
-    """Take a step p <- p - rate * (sum of the parts / sources) on contiguous tensors."""
-    for param, own, rate in zip(params, parts, rates, strict=True):
-        step_along_(param, *summed(own, param.dtype, sum_sparse), rate, sources)
-
-
-def summed(
-    parts: Sequence[Sparse], dtype: torch.dtype, sum_several: Callable[..., Sparse]
-) -> Sparse:
-    """Return the single part, or the sum of several by a body's `sum_sparse`."""
-    if len(parts) == 1:
-        return parts[0][0], parts[0][1].to(dtype) + 0.0  # from zero: no minus zero, as with several
-    indices, values = map(list, zip(*parts, strict=True))
-    return sum_several(indices, values, dtype)
-
-
-def step_along_(param: Tensor, touched: Tensor, total: Tensor, rate: float, sources: int) -> None:
-    """Take a step p <- p - rate * total / sources at the entries `touched`.
-
-    `p` has any layout and type.
-    """
-    flat = param.view(-1) if param.is_contiguous() else param.reshape(-1)
-    step = divided_(total, sources).mul_(rate)
-    flat[touched] = (flat[touched].to(total.dtype) - step).to(param.dtype)
-    if not param.is_contiguous():
-        param.copy_(flat.view(param.shape))
-
-
 def divided_(total: Tensor, count: int) -> Tensor:
     """Divide `total` by `count` in place; the same bits on every device.
 
@@ -99,10 +71,6 @@ def divided_(total: Tensor, count: int) -> Tensor:
     rounds differently.
     """
     return total.div_(torch.full((), count, dtype=total.dtype, device=total.device))
-
-
-def store_(target: Tensor, values: Tensor, seed: int) -> None:
-    target.copy_(_rounded(values, seed, for_buffer=True))
 
 
 def mixed(x: Any) -> Any:
@@ -129,9 +97,15 @@ def mixed(x: Any) -> Any:
     return x ^ (x >> 16)
 
 
-def _rounded(values: Tensor, seed: int, *, for_buffer: bool) -> Tensor:
+def store_(target: Tensor, values: Tensor, seed: int) -> None:
+    for start in range(0, values.numel(), _PART):
+        part = slice(start, start + _PART)
+        target[part] = _rounded(values[part], seed, start, for_buffer=True)
+
+
+def _rounded(values: Tensor, seed: int, start: int, *, for_buffer: bool) -> Tensor:
     """Round a float32 stochastically to bfloat16; values that are not finite stay unchanged."""
-    noise = mixed(torch.arange(values.numel(), device=values.device) ^ seed)
+    noise = mixed(torch.arange(start, start + values.numel(), device=values.device) ^ seed)
     noise = noise >> 16 if for_buffer else noise & 0xFFFF
     bits = values.view(torch.int32).long() & _LOW_32
     # above the largest bfloat16 there is only infinity, and infinity and NaN must not move at all
