@@ -65,8 +65,7 @@ _NAMES = {
     "thinwire.exchange.overlap": "Overlap Readiness",
     "thinwire.exchange.checks": "GradientPattern",
     "thinwire.exchange.round": "Round",
-    "thinwire.kernels": "Kernels compiled_steps reference",
-    "thinwire.kernels.cpu": "numba_body=body threads",
+    "thinwire.kernels": "Kernels compiled_steps numba_body=cpu reference threads",
     "thinwire.kernels.reference": "mixed",
     "thinwire.kernels.rules": (
         "Fold LambRule LarsRule OuterRule TrustRule has_address share_memory"

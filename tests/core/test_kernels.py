@@ -178,7 +178,7 @@ def test_package_in_an_archive_compiles_its_loops(tmp_path):
 import sys
 sys.path.insert(0, {archive!r})
 {TOP_K}
-from thinwire.kernels.cpu import loops
+from thinwire.kernels import loops
 assert {archive!r} in loops.__file__
 """
     environment = {
@@ -230,7 +230,7 @@ p = torch.nn.Parameter(torch.ones(3))
 p.grad = torch.ones(3)
 optim.Lars([p], lr=0.1).step()
 assert p[0] < 1
-from thinwire.kernels.cpu import loops
+from thinwire.kernels import loops
 stats = loops.lars.stats
 hits, misses = sum(stats.cache_hits.values()), sum(stats.cache_misses.values())
 """
@@ -279,8 +279,7 @@ def test_a_forked_child_has_threads_of_its_own():
 def test_a_selection_stays_in_its_memory_whatever_it_is_from(tmp_path):
     code = """
 import torch
-from thinwire.kernels import reference
-from thinwire.kernels.cpu import body as numba_body, threads
+from thinwire.kernels import cpu as numba_body, reference, threads
 from thinwire.kernels.rules import Fold
 threads.SMALLEST, numba_body._SMALLEST_ROOM = 64, 1
 torch.get_num_threads = lambda: 3

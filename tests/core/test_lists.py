@@ -161,7 +161,7 @@ def parts_of(layout, generator, *, zeros):
 
 @pytest.mark.parametrize("part", ["", "a share"])
 @pytest.mark.parametrize("bits", api.VALUE_BITS)
-def test_a_message_of_many_tensors_has_the_bits_of_one_of_each(bits, part):
+def test_a_message_of_many_tensors_joins_their_codes(bits, part):
     slots = tuple(
         api.Slot(numel, max(1, numel // divisor)) for numel in SIZES for divisor in (1, 3, 100)
     )

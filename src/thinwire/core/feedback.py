@@ -167,15 +167,15 @@ def step_along_list_(
     tensor([0.0000, 1.0000, 0.5000])
     """
     for dtype in set(dtypes):
-        its = [place for place, other in enumerate(dtypes) if other == dtype]
-        starts = [0, *accumulate(params[place].numel() for place in its)]
-        touched, total = sum_sparse(_joined([parts[place] for place in its], starts), dtype)
+        its = [index for index, other in enumerate(dtypes) if other == dtype]
+        starts = [0, *accumulate(params[index].numel() for index in its)]
+        touched, total = sum_sparse(_joined([parts[index] for index in its], starts), dtype)
         cuts = torch.searchsorted(touched, touched.new_tensor(starts[1:-1])).tolist()
         columns = touched.tensor_split(cuts), divided_(total, sources).tensor_split(cuts)
-        for place, start, positions, step in zip(its, starts, *columns, strict=False):
-            param, at = params[place], positions - start
+        for index, start, positions, step in zip(its, starts, *columns, strict=False):
+            param, at = params[index], positions - start
             flat = param.view(-1) if param.is_contiguous() else param.reshape(-1)
-            flat[at] = (flat[at].to(dtype) - step * rates[place]).to(param.dtype)
+            flat[at] = (flat[at].to(dtype) - step * rates[index]).to(param.dtype)
             if not param.is_contiguous():
                 param.copy_(flat.view(param.shape))
 

@@ -58,7 +58,7 @@ def body_name(device: torch.device) -> str:
 
 
 def compiled_steps(*lists: Tensors) -> Any:
-    """Return `cpu.body` for lists of tensors, the first not empty; None if torch must compute.
+    """Return `kernels.cpu` for lists of tensors, the first not empty; None if torch must compute.
 
     All tensors must be contiguous, all float32 or all float64, on the CPU, of torch's own classes:
     shards and tensors of a compiler's trace have no memory that may be written to. No tensor of the
@@ -83,6 +83,6 @@ def _numba_kernels() -> Any:
         return None
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
         return None
-    from thinwire.kernels.cpu import body
+    from thinwire.kernels import cpu
 
-    return body
+    return cpu

@@ -57,12 +57,12 @@ def encode_slots(
     positions = torch.cat([indices for indices, _ in parts]).numpy()[kept]
     counts, low = np.bincount(slot, minlength=len(parts)), table[slot, 2]
     levels, scales = _levels(np.minimum(np.abs(values), _LARGEST), slot, counts, bits, over)
-    fields, place = levels | (values < 0).astype(np.int64) << (bits - 1), _places(slot, counts)
+    fields, number = levels | (values < 0).astype(np.int64) << (bits - 1), _numbers(slot, counts)
     low_at, high_at, scales_at, values_at = _begins(table, bits)
     lows = positions & ((1 << low) - 1)
-    _put(code, 8 * low_at[slot] + low * place, lows, table[:, 2].max())
-    _put(code, 8 * high_at[slot] + (positions >> low) + place, np.ones_like(place), 1)
-    _put(code, 8 * values_at[slot] + bits * place, fields, bits)
+    _put(code, 8 * low_at[slot] + low * number, lows, table[:, 2].max())
+    _put(code, 8 * high_at[slot] + (positions >> low) + number, np.ones_like(number), 1)
+    _put(code, 8 * values_at[slot] + bits * number, fields, bits)
     code[scales_at[:, None] + np.arange(scales[0].nbytes)] = scales.view(np.uint8)
     sent = np.zeros(len(every), np.float32)
     sent[kept] = np.copysign(_magnitudes(levels, slot, scales, bits), values)
@@ -78,9 +78,9 @@ def decode_slots(table: Array, code: Array, bits: int) -> list[tuple[Tensor, Ten
     counts, ks = np.bincount(slot, minlength=len(table)), table[:, 1]
     for count, k in zip(counts[counts > ks], ks[counts > ks], strict=True):
         raise PayloadCorrupt(f"{count} positions came, expected at most k = {k}")
-    low, place = table[slot, 2], _places(slot, counts)
-    lows = _taken(code, 8 * low_at[slot] + low * place, low, table[:, 2].max())
-    indices = ((ones - place) << low) | lows
+    low, number = table[slot, 2], _numbers(slot, counts)
+    lows = _taken(code, 8 * low_at[slot] + low * number, low, table[:, 2].max())
+    indices = ((ones - number) << low) | lows
     if ((np.diff(indices) <= 0) & (np.diff(slot) == 0)).any():
         raise PayloadCorrupt("the positions are not strictly ascending")
     for at in np.flatnonzero(indices >= (numels := table[slot, 0])):
@@ -90,7 +90,7 @@ def decode_slots(table: Array, code: Array, bits: int) -> list[tuple[Tensor, Ten
         if _bits_of(code[bit >> 3 : end])[bit & 7 :].any():
             raise PayloadCorrupt(f"low bits came for more than the {count} positions of the bitmap")
     scales = code[scales_at[:, None] + np.arange(SCALE_BYTES * SCALE_COUNT[bits])].view(np.float32)
-    fields = _taken(code, 8 * values_at[slot] + bits * place, bits, bits)
+    fields = _taken(code, 8 * values_at[slot] + bits * number, bits, bits)
     top = (1 << (bits - 1)) - 1
     # finite scales give finite values; without scales the values themselves are checked
     fine = np.isfinite(scales).all()
@@ -108,7 +108,7 @@ def _begins(table: Array, bits: int) -> tuple[Array, Array, Array, Array]:
     return at, at + low_bytes, scales_at, scales_at + SCALE_BYTES * SCALE_COUNT[bits]
 
 
-def _places(slot: Array, counts: Array) -> Any:
+def _numbers(slot: Array, counts: Array) -> Any:
     """Return each entry's number in its slot."""
     return np.arange(len(slot)) - (np.cumsum(counts) - counts)[slot]
 

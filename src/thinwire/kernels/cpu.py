@@ -14,9 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.kernels import reference
-from thinwire.kernels.cpu import loops
-from thinwire.kernels.cpu.threads import Item, parts_of, run_items, share_of
+from thinwire.kernels import loops, reference
 from thinwire.kernels.rules import (
     Fold,
     LambRule,
@@ -27,6 +25,7 @@ from thinwire.kernels.rules import (
     bump_versions,
     has_address,
 )
+from thinwire.kernels.threads import Item, parts_of, run_items, share_of
 
 Array = NDArray[Any]
 
