@@ -1,16 +1,19 @@
-"""Kernels in torch operations, for any device.
+"""Kernels in torch operations for any device, and those of codes in NumPy.
 
-They run on every device but the CPU, and are the reference for the numba body.
+The former run on every device but the CPU, and are the reference for the numba body.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.kernels.rules import Fold, Sparse
 
+Array = NDArray[Any]
 _LOW_32 = (1 << 32) - 1
 _LARGEST_BFLOAT16 = 0x7F7F0000
 """The bits of the largest bfloat16, as a float32."""
@@ -137,3 +140,34 @@ def sum_sparse(indices: list[Tensor], values: list[Tensor], dtype: torch.dtype) 
     for position, value in zip(inverse.split([i.numel() for i in indices]), values, strict=True):
         sums[position] += value.to(dtype)
     return union, sums
+
+
+def put_fields(code: Array, at: Array, fields: Array, width: int) -> None:
+    """Add fields of up to `width` bits, the lowest one at bit `at`."""
+    shifted = fields << (at & 7)
+    for byte in range((width + 14) // 8):
+        of_byte = (shifted >> 8 * byte) & 255
+        code += np.bincount((at >> 3) + byte, of_byte, len(code))[: len(code)].astype(np.uint8)
+
+
+def fields_at(code: Array, at: Array, width: Any, widest: int) -> Any:
+    """Return fields of `width` bits, see `put_fields`."""
+    found = np.zeros_like(at)
+    for byte in range((widest + 14) // 8):
+        found |= code.take((at >> 3) + byte, mode="clip").astype(np.int64) << 8 * byte
+    return (found >> (at & 7)) & ((1 << width) - 1)
+
+
+def ones_of(code: Array, starts: Array, ends: Array) -> tuple[Array, Array]:
+    """Return the bits set in each part of the code, counted from its start, and their parts."""
+    parts = [code[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+    bits = np.unpackbits(np.concatenate(parts), bitorder="little")
+    ones, lengths = np.flatnonzero(bits.view(bool)), 8 * (ends - starts)
+    until = np.cumsum(lengths)
+    part = np.arange(len(parts)).repeat(np.diff(np.searchsorted(ones, until), prepend=0))
+    return ones - (until - lengths)[part], part
+
+
+def numbers_of(slot: Array, counts: Array) -> Any:
+    """Return each entry's number in its slot."""
+    return np.arange(len(slot)) - (np.cumsum(counts) - counts)[slot]

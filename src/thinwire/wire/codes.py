@@ -24,7 +24,6 @@ beyond float32 saturate. The sender alone computes scales, in float64. Source: a
 """  # noqa: E501 (a table row)
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,10 +32,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.errors import PayloadCorrupt
+from thinwire.kernels.reference import fields_at, numbers_of, ones_of, put_fields
 from thinwire.layout.message import SCALE_BYTES, SCALE_COUNT
 
 Array = NDArray[Any]
-_bits_of = partial(np.unpackbits, bitorder="little")
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -57,12 +56,12 @@ def encode_slots(
     positions = torch.cat([indices for indices, _ in parts]).numpy()[kept]
     counts, low = np.bincount(slot, minlength=len(parts)), table[slot, 2]
     levels, scales = _levels(np.minimum(np.abs(values), _LARGEST), slot, counts, bits, over)
-    fields, number = levels | (values < 0).astype(np.int64) << (bits - 1), _numbers(slot, counts)
+    fields, number = levels | (values < 0).astype(np.int64) << (bits - 1), numbers_of(slot, counts)
     low_at, high_at, scales_at, values_at = _begins(table, bits)
     lows = positions & ((1 << low) - 1)
-    _put(code, 8 * low_at[slot] + low * number, lows, table[:, 2].max())
-    _put(code, 8 * high_at[slot] + (positions >> low) + number, np.ones_like(number), 1)
-    _put(code, 8 * values_at[slot] + bits * number, fields, bits)
+    put_fields(code, 8 * low_at[slot] + low * number, lows, table[:, 2].max())
+    put_fields(code, 8 * high_at[slot] + (positions >> low) + number, np.ones_like(number), 1)
+    put_fields(code, 8 * values_at[slot] + bits * number, fields, bits)
     code[scales_at[:, None] + np.arange(scales[0].nbytes)] = scales.view(np.uint8)
     sent = np.zeros(len(every), np.float32)
     sent[kept] = np.copysign(_magnitudes(levels, slot, scales, bits), values)
@@ -74,12 +73,12 @@ def decode_slots(table: Array, code: Array, bits: int) -> list[tuple[Tensor, Ten
     if not len(table):
         return []
     low_at, high_at, scales_at, values_at = _begins(table, bits)
-    ones, slot = _ones(code, high_at, scales_at)
+    ones, slot = ones_of(code, high_at, scales_at)
     counts, ks = np.bincount(slot, minlength=len(table)), table[:, 1]
     for count, k in zip(counts[counts > ks], ks[counts > ks], strict=True):
         raise PayloadCorrupt(f"{count} positions came, expected at most k = {k}")
-    low, number = table[slot, 2], _numbers(slot, counts)
-    lows = _taken(code, 8 * low_at[slot] + low * number, low, table[:, 2].max())
+    low, number = table[slot, 2], numbers_of(slot, counts)
+    lows = fields_at(code, 8 * low_at[slot] + low * number, low, table[:, 2].max())
     indices = ((ones - number) << low) | lows
     if ((np.diff(indices) <= 0) & (np.diff(slot) == 0)).any():
         raise PayloadCorrupt("the positions are not strictly ascending")
@@ -87,10 +86,10 @@ def decode_slots(table: Array, code: Array, bits: int) -> list[tuple[Tensor, Ten
         raise PayloadCorrupt(f"position {indices[at]} came, expected less than {numels[at]}")
     unused = 8 * low_at + counts * table[:, 2]
     for count, bit, end in zip(*map(np.ndarray.tolist, (counts, unused, high_at)), strict=True):
-        if _bits_of(code[bit >> 3 : end])[bit & 7 :].any():
+        if np.unpackbits(code[bit >> 3 : end], bitorder="little")[bit & 7 :].any():
             raise PayloadCorrupt(f"low bits came for more than the {count} positions of the bitmap")
     scales = code[scales_at[:, None] + np.arange(SCALE_BYTES * SCALE_COUNT[bits])].view(np.float32)
-    fields = _taken(code, 8 * values_at[slot] + bits * number, bits, bits)
+    fields = fields_at(code, 8 * values_at[slot] + bits * number, bits, bits)
     top = (1 << (bits - 1)) - 1
     # finite scales give finite values; without scales the values themselves are checked
     fine = np.isfinite(scales).all()
@@ -106,36 +105,6 @@ def _begins(table: Array, bits: int) -> tuple[Array, Array, Array, Array]:
     _, _, _, low_bytes, high_bytes, _, at = table.T
     scales_at = at + low_bytes + high_bytes
     return at, at + low_bytes, scales_at, scales_at + SCALE_BYTES * SCALE_COUNT[bits]
-
-
-def _numbers(slot: Array, counts: Array) -> Any:
-    """Return each entry's number in its slot."""
-    return np.arange(len(slot)) - (np.cumsum(counts) - counts)[slot]
-
-
-def _put(code: Array, at: Array, fields: Array, width: int) -> None:
-    """Add fields of up to `width` bits, the lowest one at bit `at`."""
-    shifted = fields << (at & 7)
-    for byte in range((width + 14) // 8):
-        of_byte = (shifted >> 8 * byte) & 255
-        code += np.bincount((at >> 3) + byte, of_byte, len(code))[: len(code)].astype(np.uint8)
-
-
-def _taken(code: Array, at: Array, width: Any, widest: int) -> Any:
-    """Return fields of `width` bits, see `_put`."""
-    found = np.zeros_like(at)
-    for byte in range((widest + 14) // 8):
-        found |= code.take((at >> 3) + byte, mode="clip").astype(np.int64) << 8 * byte
-    return (found >> (at & 7)) & ((1 << width) - 1)
-
-
-def _ones(code: Array, starts: Array, ends: Array) -> tuple[Array, Array]:
-    """Return the bits set in each part of the code, counted from its start, and their parts."""
-    parts = [code[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
-    ones, lengths = np.flatnonzero(_bits_of(np.concatenate(parts)).view(bool)), 8 * (ends - starts)
-    until = np.cumsum(lengths)
-    part = np.arange(len(parts)).repeat(np.diff(np.searchsorted(ones, until), prepend=0))
-    return ones - (until - lengths)[part], part
 
 
 def _levels(x: Array, slot: Array, counts: Array, bits: int, over: Array) -> tuple[Array, Array]:
