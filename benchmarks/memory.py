@@ -40,7 +40,7 @@ BATCH = 8
 
 PRELOADED = (
     "benchmarks.common",
-    "thinwire.kernels.cpu.body",
+    "thinwire.kernels.cpu",
     "thinwire.strategy.prepare",
     "torch._dynamo",
     "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",

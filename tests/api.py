@@ -49,7 +49,8 @@ _NAMES = {
     "thinwire.compress.split": "add_up shares",
     "thinwire.core.checksum": "checked_mean_ checksum",
     "thinwire.core.feedback": (
-        "Proposal commit_list_ compile_loops propose_list rounding_seed store_ sum_sparse top_k"
+        "Proposal commit_list_ compile_loops propose_list rounding_seed step_along_list_ "
+        "store_ sum_sparse top_k"
     ),
     "thinwire.core.gradients": "ClipByGlobalNorm ClipByNorm ClipByValue clipped L1Decay L2Decay",
     "thinwire.core.layerwise": "lamb_ lars_",
@@ -62,8 +63,7 @@ _NAMES = {
     "thinwire.exchange.overlap": "Overlap Readiness",
     "thinwire.exchange.checks": "GradientPattern",
     "thinwire.exchange.round": "Round",
-    "thinwire.kernels": "Kernels compiled_steps reference",
-    "thinwire.kernels.cpu": "numba_body=body threads",
+    "thinwire.kernels": "Kernels compiled_steps numba_body=cpu reference threads",
     "thinwire.kernels.reference": "mixed",
     "thinwire.kernels.rules": (
         "Fold LambRule LarsRule OuterRule TrustRule has_address share_memory"

@@ -7,7 +7,6 @@ import torch
 
 from tests import api
 from tests.precision import same_bits
-from thinwire.errors import PayloadCorrupt
 
 CPU = torch.device("cpu")
 SIZES = [1, 2, 63, 64, 65, 129, 1000, 8193, 29_000, 70_000]
@@ -118,7 +117,6 @@ def test_tensors_of_all_kinds_may_stand_in_one_list():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("sources", [1, 2, 3, 5])
-@pytest.mark.usefixtures("few_threads")
 def test_steps_along_the_mean_equal_the_sparse_sum(dtype, sources):
     generator = torch.Generator().manual_seed(sources)
 
@@ -135,7 +133,7 @@ def test_steps_along_the_mean_equal_the_sparse_sum(dtype, sources):
     for param, own, rate in zip(expected, parts, rates, strict=True):
         touched, total = api.sum_sparse(own, dtype)
         param[touched] -= total.div_(sources).mul_(rate)
-    api.numba_body.step_along_list_(params, parts, rates, sources)
+    api.step_along_list_(params, parts, rates, sources, [dtype] * len(params))
     for param, other in zip(params, expected, strict=True):
         assert same_bits(param, other)
 
@@ -163,47 +161,25 @@ def parts_of(layout, generator, *, zeros):
 
 @pytest.mark.parametrize("part", ["", "a share"])
 @pytest.mark.parametrize("bits", api.VALUE_BITS)
-@pytest.mark.usefixtures("few_threads")
-def test_numba_and_numpy_code_a_message_with_the_same_bits(bits, part, monkeypatch):
+def test_a_message_of_many_tensors_joins_their_codes(bits, part):
     slots = tuple(
         api.Slot(numel, max(1, numel // divisor)) for numel in SIZES for divisor in (1, 3, 100)
     )
     layout = api.Layout(slots, bits, part)
     for zeros in (False, True):
-        parts, found = parts_of(layout, torch.Generator().manual_seed(bits), zeros=zeros), []
-        for body in ("auto", "reference"):
-            monkeypatch.setenv("THINWIRE_KERNELS", body)
-            message, sent = api.message_pack(layout, 3, 1, parts)
-            read = api.message_unpack(layout, message, step=3, bucket=1, source=0).parts
-            found.append([message, *sent, *(x for pair in read for x in pair)])
-        assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
-
-
-@pytest.mark.parametrize("bits", [1, 4, 32])
-def test_numba_refuses_the_damaged_codes_that_numpy_refuses(bits):
-    layout = api.Layout(
-        tuple(api.Slot(numel, max(1, numel // 50)) for numel in (60, 700, 3000)), bits
-    )
-    generator = torch.Generator().manual_seed(bits)
-    message, _ = api.message_pack(layout, 0, 0, parts_of(layout, generator, zeros=False))
-    refused = 0
-    for _ in range(400):
-        at = int(torch.randint(api.HEADER_BYTES, layout.nbytes, (), generator=generator))
-        damaged = message.clone()
-        damaged[at] = torch.randint(0, 256, (), generator=generator)
-        fast = api.numba_body.decode_slots(layout.slot_table, damaged.numpy(), bits)
-        try:
-            slow = api.codes.decode_slots(layout.slot_table, damaged.numpy(), bits)
-        except PayloadCorrupt:
-            assert fast is None
-            refused += 1
-        else:
-            assert all(
-                same_bits(a, b)
-                for mine, other in zip(fast, slow, strict=True)
-                for a, b in zip(mine, other, strict=True)
-            )
-    assert refused > 20
+        parts = parts_of(layout, torch.Generator().manual_seed(bits), zeros=zeros)
+        message, sent = api.message_pack(layout, 3, 1, parts)
+        read = api.message_unpack(layout, message, step=3, bucket=1, source=0).parts
+        whole, at = [(*one, its) for one, its in zip(read, sent, strict=True)], api.HEADER_BYTES
+        for slot, its, decoded in zip(slots, parts, whole, strict=True):
+            single = api.Layout((slot,), bits, part)
+            own, (own_sent,) = api.message_pack(single, 3, 1, [its])
+            (own_read,) = api.message_unpack(single, own, step=3, bucket=1, source=0).parts
+            code = own[api.HEADER_BYTES :]
+            expected = code, *own_read, own_sent
+            found = message[at : at + code.numel()], *decoded
+            assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+            at += code.numel()
 
 
 def test_parts_longer_than_their_slots_are_refused():
@@ -222,15 +198,7 @@ def test_autograd_is_informed_of_hidden_changes():
     assert all(
         fold.residual._version > version for fold, version in zip(folds, before, strict=True)
     )
-    params = [torch.zeros(fold.residual.numel()) for fold in folds]
-    api.numba_body.step_along_list_(
-        params, [[(p.indices, p.values)] for p in proposals], [0.1] * len(params), 1
-    )
-    assert all(param._version > 0 for param in params)
     assert all(fold.grad._version == 0 for fold in folds)
-    target = torch.zeros(100, dtype=torch.bfloat16)
-    api.numba_body.store_(target, torch.ones(100), 0)
-    assert target._version == 1
 
 
 def test_tensors_without_memory_or_in_the_memory_of_others_are_distinguished():

@@ -20,15 +20,15 @@ there is no generator to save, and the order of the work changes no bit.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.kernels import compiled_codes, for_device
-from thinwire.kernels.reference import mixed, step_along_, summed
-from thinwire.kernels.rules import Fold, has_address, require_lengths
+from thinwire.kernels import for_device, reference
+from thinwire.kernels.reference import divided_, mixed
+from thinwire.kernels.rules import Fold, require_lengths
 
 _CHUNK = 1 << 22
 """Entries of all tensors of one call."""
@@ -119,14 +119,7 @@ def compile_loops(params: Iterable[Tensor], state_dtype: object = None) -> None:
         fold = Fold(grad, state, state.clone(), 0.5, False)
         part = propose_list([fold], [1])[0].indices, one.float()
         commit_list_([fold], [part], [0])
-        step_along_list_([one], [[part]], [1.0], 1, [wide])
-        sum_sparse([part, part], wide)
-        store_(state, part[1], 0)
         top_k(one, 1)
-        if (codes := compiled_codes()) is not None:
-            slots, code = np.zeros((1, 7), np.int64), np.zeros(8, np.uint8)
-            codes.encode_slots(slots, [(part[0][:0], one[:0])], 1, slots[:, 1], code)
-            codes.decode_slots(slots, code, 1)
 
 
 def rounding_seed(step: int, key: int) -> int:
@@ -137,7 +130,7 @@ def rounding_seed(step: int, key: int) -> int:
 def store_(target: Tensor, values: Tensor, seed: int) -> None:
     """Store `values`, float32 or float64, in `target`."""
     if target.dtype.itemsize == 2:
-        for_device(target.device).store_(target, values.float(), seed)
+        reference.store_(target, values.float(), seed)
     else:
         target.copy_(values)
 
@@ -151,7 +144,10 @@ def sum_sparse(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> tu
     >>> sum_sparse([a, b], torch.float32)
     (tensor([0, 2, 5]), tensor([1., 5., 4.]))
     """
-    return summed(parts, dtype, for_device(parts[0][0].device).sum_sparse)
+    if len(parts) == 1:
+        return parts[0][0], parts[0][1].to(dtype) + 0.0  # from zero: no minus zero, as with several
+    indices, values = map(list, zip(*parts, strict=True))
+    return reference.sum_sparse(indices, values, dtype)
 
 
 def step_along_list_(
@@ -170,22 +166,32 @@ def step_along_list_(
     >>> param
     tensor([0.0000, 1.0000, 0.5000])
     """
-    alike: dict[tuple[torch.dtype, int], list[int]] = {}
-    for index, (param, own, dtype) in enumerate(zip(params, parts, dtypes, strict=True)):
-        if param.dtype == dtype and own and has_address(param, dtype) and _have_addresses(own):
-            alike.setdefault((dtype, len(own)), []).append(index)
-        else:
-            step_along_(param, *sum_sparse(own, dtype), rates[index], sources)
-    for indices in alike.values():
-        its_params, its_parts, its_rates = zip(
-            *((params[i], parts[i], rates[i]) for i in indices), strict=True
-        )
-        body = for_device(params[0].device)
-        body.step_along_list_(its_params, its_parts, its_rates, sources)
+    for dtype in set(dtypes):
+        its = [index for index, other in enumerate(dtypes) if other == dtype]
+        starts = [0, *accumulate(params[index].numel() for index in its)]
+        touched, total = sum_sparse(_joined([parts[index] for index in its], starts), dtype)
+        cuts = torch.searchsorted(touched, touched.new_tensor(starts[1:-1])).tolist()
+        columns = touched.tensor_split(cuts), divided_(total, sources).tensor_split(cuts)
+        for index, start, positions, step in zip(its, starts, *columns, strict=False):
+            param, at = params[index], positions - start
+            flat = param.view(-1) if param.is_contiguous() else param.reshape(-1)
+            flat[at] = (flat[at].to(dtype) - step * rates[index]).to(param.dtype)
+            if not param.is_contiguous():
+                param.copy_(flat.view(param.shape))
 
 
-def _have_addresses(parts: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    return all(has_address(i, torch.int64) and has_address(x, torch.float32) for i, x in parts)
+def _joined(
+    parts: Sequence[Sequence[tuple[Tensor, Tensor]]], starts: Sequence[int]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return one vector of each source for all tensors, which begin at `starts`."""
+    joined = []
+    for source in range(max(map(len, parts))):
+        own = [
+            (start, *its[source]) for its, start in zip(parts, starts, strict=False) if its[source:]
+        ]
+        positions = torch.cat([i + start for start, i, _ in own])
+        joined.append((positions, torch.cat([x for _, _, x in own])))
+    return joined
 
 
 def top_k(values: Tensor, k: int) -> Tensor:

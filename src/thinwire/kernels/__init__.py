@@ -37,20 +37,6 @@ class Kernels(Protocol):
         self, folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]
     ) -> None: ...
 
-    def step_along_list_(
-        self,
-        params: Tensors,
-        parts: Sequence[Sequence[Sparse]],
-        rates: Sequence[float],
-        sources: int,
-    ) -> None: ...
-
-    def store_(self, target: Tensor, values: Tensor, seed: int) -> None: ...
-
-    def sum_sparse(
-        self, indices: list[Tensor], values: list[Tensor], dtype: torch.dtype
-    ) -> Sparse: ...
-
 
 def for_device(device: torch.device) -> Kernels:
     """Return the numba body for a CPU, if numba can be imported; else the torch body."""
@@ -72,7 +58,7 @@ def body_name(device: torch.device) -> str:
 
 
 def compiled_steps(*lists: Tensors) -> Any:
-    """Return `cpu.body` for lists of tensors, the first not empty; None if torch must compute.
+    """Return `kernels.cpu` for lists of tensors, the first not empty; None if torch must compute.
 
     All tensors must be contiguous, all float32 or all float64, on the CPU, of torch's own classes:
     shards and tensors of a compiler's trace have no memory that may be written to. No tensor of the
@@ -88,11 +74,6 @@ def compiled_steps(*lists: Tensors) -> Any:
     return _numba_kernels()
 
 
-def compiled_codes() -> Any:
-    """Return `cpu.body`, which codes messages on a CPU; None if NumPy must code them."""
-    return None if for_device(torch.device("cpu")) is reference else _numba_kernels()
-
-
 @functools.cache
 def _numba_kernels() -> Any:
     """Return the numba body, or None without numba; the import takes half a second."""
@@ -102,6 +83,6 @@ def _numba_kernels() -> Any:
         return None
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
         return None
-    from thinwire.kernels.cpu import body
+    from thinwire.kernels import cpu
 
-    return body
+    return cpu

@@ -1,19 +1,24 @@
-"""Kernels in torch operations, for any device.
+"""Kernels in torch operations for any device, and those of codes in NumPy.
 
-They run on every device but the CPU, and are the reference for the numba body.
+The former run on every device but the CPU, and are the reference for the numba body.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.kernels.rules import Fold, Sparse, Tensors
+from thinwire.kernels.rules import Fold, Sparse
 
+Array = NDArray[Any]
 _LOW_32 = (1 << 32) - 1
 _LARGEST_BFLOAT16 = 0x7F7F0000
 """The bits of the largest bfloat16, as a float32."""
+_PART = 1 << 22
+"""Entries for which random numbers are held at a time."""
 
 
 def top_k(values: Tensor, k: int) -> Tensor:
@@ -48,9 +53,9 @@ def commit_(fold: Fold, indices: Tensor, sent: Tensor, seed: int) -> None:
     if u is not None:
         u[indices] = 0
     if residual.dtype == torch.bfloat16:
-        residual.copy_(_rounded(v, seed, for_buffer=False))
+        residual.copy_(_rounded(v, seed, 0, for_buffer=False))
         if buffer is not None and u is not None:
-            buffer.copy_(_rounded(u, seed, for_buffer=True))
+            buffer.copy_(_rounded(u, seed, 0, for_buffer=True))
 
 
 def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor, Tensor, bool]]:
@@ -62,36 +67,6 @@ def commit_list_(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[
         commit_(fold, *part, seed)
 
 
-def step_along_list_(
-    params: Tensors, parts: Sequence[Sequence[Sparse]], rates: Sequence[float], sources: int
-) -> None:
-    """Take a step p <- p - rate * (sum of the parts / sources) on contiguous tensors."""
-    for param, own, rate in zip(params, parts, rates, strict=True):
-        step_along_(param, *summed(own, param.dtype, sum_sparse), rate, sources)
-
-
-def summed(
-    parts: Sequence[Sparse], dtype: torch.dtype, sum_several: Callable[..., Sparse]
-) -> Sparse:
-    """Return the single part, or the sum of several by a body's `sum_sparse`."""
-    if len(parts) == 1:
-        return parts[0][0], parts[0][1].to(dtype) + 0.0  # from zero: no minus zero, as with several
-    indices, values = map(list, zip(*parts, strict=True))
-    return sum_several(indices, values, dtype)
-
-
-def step_along_(param: Tensor, touched: Tensor, total: Tensor, rate: float, sources: int) -> None:
-    """Take a step p <- p - rate * total / sources at the entries `touched`.
-
-    `p` has any layout and type.
-    """
-    flat = param.view(-1) if param.is_contiguous() else param.reshape(-1)
-    step = divided_(total, sources).mul_(rate)
-    flat[touched] = (flat[touched].to(total.dtype) - step).to(param.dtype)
-    if not param.is_contiguous():
-        param.copy_(flat.view(param.shape))
-
-
 def divided_(total: Tensor, count: int) -> Tensor:
     """Divide `total` by `count` in place; the same bits on every device.
 
@@ -99,10 +74,6 @@ def divided_(total: Tensor, count: int) -> Tensor:
     rounds differently.
     """
     return total.div_(torch.full((), count, dtype=total.dtype, device=total.device))
-
-
-def store_(target: Tensor, values: Tensor, seed: int) -> None:
-    target.copy_(_rounded(values, seed, for_buffer=True))
 
 
 def mixed(x: Any) -> Any:
@@ -129,9 +100,15 @@ def mixed(x: Any) -> Any:
     return x ^ (x >> 16)
 
 
-def _rounded(values: Tensor, seed: int, *, for_buffer: bool) -> Tensor:
+def store_(target: Tensor, values: Tensor, seed: int) -> None:
+    for start in range(0, values.numel(), _PART):
+        part = slice(start, start + _PART)
+        target[part] = _rounded(values[part], seed, start, for_buffer=True)
+
+
+def _rounded(values: Tensor, seed: int, start: int, *, for_buffer: bool) -> Tensor:
     """Round a float32 stochastically to bfloat16; values that are not finite stay unchanged."""
-    noise = mixed(torch.arange(values.numel(), device=values.device) ^ seed)
+    noise = mixed(torch.arange(start, start + values.numel(), device=values.device) ^ seed)
     noise = noise >> 16 if for_buffer else noise & 0xFFFF
     bits = values.view(torch.int32).long() & _LOW_32
     # above the largest bfloat16 there is only infinity, and infinity and NaN must not move at all
@@ -163,3 +140,34 @@ def sum_sparse(indices: list[Tensor], values: list[Tensor], dtype: torch.dtype) 
     for position, value in zip(inverse.split([i.numel() for i in indices]), values, strict=True):
         sums[position] += value.to(dtype)
     return union, sums
+
+
+def put_fields(code: Array, at: Array, fields: Array, width: int) -> None:
+    """Add fields of up to `width` bits, the lowest one at bit `at`."""
+    shifted = fields << (at & 7)
+    for byte in range((width + 14) // 8):
+        of_byte = (shifted >> 8 * byte) & 255
+        code += np.bincount((at >> 3) + byte, of_byte, len(code))[: len(code)].astype(np.uint8)
+
+
+def fields_at(code: Array, at: Array, width: Any, widest: int) -> Any:
+    """Return fields of `width` bits, see `put_fields`."""
+    found = np.zeros_like(at)
+    for byte in range((widest + 14) // 8):
+        found |= code.take((at >> 3) + byte, mode="clip").astype(np.int64) << 8 * byte
+    return (found >> (at & 7)) & ((1 << width) - 1)
+
+
+def ones_of(code: Array, starts: Array, ends: Array) -> tuple[Array, Array]:
+    """Return the bits set in each part of the code, counted from its start, and their parts."""
+    parts = [code[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+    bits = np.unpackbits(np.concatenate(parts), bitorder="little")
+    ones, lengths = np.flatnonzero(bits.view(bool)), 8 * (ends - starts)
+    until = np.cumsum(lengths)
+    part = np.arange(len(parts)).repeat(np.diff(np.searchsorted(ones, until), prepend=0))
+    return ones - (until - lengths)[part], part
+
+
+def numbers_of(slot: Array, counts: Array) -> Any:
+    """Return each entry's number in its slot."""
+    return np.arange(len(slot)) - (np.cumsum(counts) - counts)[slot]

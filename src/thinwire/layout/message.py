@@ -99,7 +99,7 @@ class Layout:
 
     @cached_property
     def slot_table(self) -> NDArray[np.int64]:
-        """Sizes and offsets of the codes of every slot for compiled loops, shape (slots, 7)."""
+        """Sizes and offsets of the codes of every slot, shape (slots, 7)."""
         # columns: numel, k, low bits of a position, bytes of the low bits, of the high parts, of
         # the values, first byte
         rows, at = [], HEADER_BYTES

@@ -21,12 +21,9 @@ The code is the scales, then k fields, least significant bit first, the sign (1:
 field's highest bit. A value takes the nearest level, the lower of two equally near. Magnitudes
 beyond float32 saturate. The sender alone computes scales, in float64. Source: arXiv 1802.04434
 (signs with one scale), 1901.09847 (error feedback). Differs: levels from means of parts.
-
-This is NumPy's way; where numba is installed, `kernels.compiled_codes` makes the same bits.
 """  # noqa: E501 (a table row)
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,12 +32,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.errors import PayloadCorrupt
-from thinwire.layout.message import SCALE_COUNT
-from thinwire.wire.whole import WholeReader, encode_whole
+from thinwire.kernels.reference import fields_at, numbers_of, ones_of, put_fields
+from thinwire.layout.message import SCALE_BYTES, SCALE_COUNT
 
 Array = NDArray[Any]
-_bytes_of = partial(np.packbits, bitorder="little")
-_bits_of = partial(np.unpackbits, bitorder="little")
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -52,74 +47,97 @@ def encode_slots(
     At 1 bit the mean of a slot is over `over` entries; if that is 0, over those that are written.
     Returns what receivers decode, and the number of entries written.
     """
-    all_sent, carried = [], 0
-    for t, (_, k, low, _, high_bytes, _, at) in enumerate(table.tolist()):
-        every = parts[t][1].detach().double().numpy()
-        kept, sent = every != 0, np.zeros(len(every), np.float32)
-        count, positions, high = kept.sum(), np.zeros(k, np.int64), np.zeros(8 * high_bytes, bool)
-        positions[:count] = parts[t][0].numpy()[kept]
-        high[(positions[:count] >> low) + np.arange(count)] = True
-        values = _value_code(every[kept], bits, over[t] or count)
-        sent[kept] = _decoded(values, count, bits)
-        its_code = np.concatenate([_packed(positions, low), _bytes_of(high), values])
-        code[at : at + len(its_code)] = its_code
-        all_sent.append(torch.from_numpy(sent))
-        carried += int(count)
-    return all_sent, carried
+    sizes = [values.numel() for _, values in parts]
+    if (sizes > table[:, 1]).any() or sizes != [indices.numel() for indices, _ in parts]:
+        raise ValueError("a part has more entries than its slot, or not as many values as indices")
+    every = torch.cat([values.detach().double() for _, values in parts]).numpy()
+    kept = every != 0
+    slot, values = np.arange(len(parts)).repeat(sizes)[kept], every[kept]
+    positions = torch.cat([indices for indices, _ in parts]).numpy()[kept]
+    counts, low = np.bincount(slot, minlength=len(parts)), table[slot, 2]
+    levels, scales = _levels(np.minimum(np.abs(values), _LARGEST), slot, counts, bits, over)
+    fields, number = levels | (values < 0).astype(np.int64) << (bits - 1), numbers_of(slot, counts)
+    low_at, high_at, scales_at, values_at = _begins(table, bits)
+    lows = positions & ((1 << low) - 1)
+    put_fields(code, 8 * low_at[slot] + low * number, lows, table[:, 2].max())
+    put_fields(code, 8 * high_at[slot] + (positions >> low) + number, np.ones_like(number), 1)
+    put_fields(code, 8 * values_at[slot] + bits * number, fields, bits)
+    code[scales_at[:, None] + np.arange(scales[0].nbytes)] = scales.view(np.uint8)
+    sent = np.zeros(len(every), np.float32)
+    sent[kept] = np.copysign(_magnitudes(levels, slot, scales, bits), values)
+    return list(torch.split(torch.from_numpy(sent), sizes)), len(values)
 
 
 def decode_slots(table: Array, code: Array, bits: int) -> list[tuple[Tensor, Tensor]]:
     """Return the entries of each slot; an invalid code raises `PayloadCorrupt`."""
-    parts = []
-    for numel, k, low, low_bytes, high_bytes, _, at in table.tolist():
-        lows, high, values = np.split(code[at:], [low_bytes, low_bytes + high_bytes])
-        low_ones, high_ones = _bits_of(lows), np.flatnonzero(_bits_of(high))
-        if (count := len(high_ones)) > k:
-            raise PayloadCorrupt(f"{count} positions came, expected at most k = {k}")
-        low_parts = low_ones[: count * low].reshape(count, low) @ (1 << np.arange(low))
-        indices = ((high_ones - np.arange(count)) << low) | low_parts
-        if (np.diff(indices) <= 0).any():
-            raise PayloadCorrupt("the positions are not strictly ascending")
-        if count and indices[-1] >= numel:
-            raise PayloadCorrupt(f"position {indices[-1]} came, expected less than {numel}")
-        if low_ones[count * low :].any():
+    if not len(table):
+        return []
+    low_at, high_at, scales_at, values_at = _begins(table, bits)
+    ones, slot = ones_of(code, high_at, scales_at)
+    counts, ks = np.bincount(slot, minlength=len(table)), table[:, 1]
+    for count, k in zip(counts[counts > ks], ks[counts > ks], strict=True):
+        raise PayloadCorrupt(f"{count} positions came, expected at most k = {k}")
+    low, number = table[slot, 2], numbers_of(slot, counts)
+    lows = fields_at(code, 8 * low_at[slot] + low * number, low, table[:, 2].max())
+    indices = ((ones - number) << low) | lows
+    if ((np.diff(indices) <= 0) & (np.diff(slot) == 0)).any():
+        raise PayloadCorrupt("the positions are not strictly ascending")
+    for at in np.flatnonzero(indices >= (numels := table[slot, 0])):
+        raise PayloadCorrupt(f"position {indices[at]} came, expected less than {numels[at]}")
+    unused = 8 * low_at + counts * table[:, 2]
+    for count, bit, end in zip(*map(np.ndarray.tolist, (counts, unused, high_at)), strict=True):
+        if np.unpackbits(code[bit >> 3 : end], bitorder="little")[bit & 7 :].any():
             raise PayloadCorrupt(f"low bits came for more than the {count} positions of the bitmap")
-        parts.append((torch.from_numpy(indices), torch.from_numpy(_decoded(values, count, bits))))
-    return parts
-
-
-def _packed(fields: Array, width: int) -> Array:
-    """Return fields of `width` bits, int64, as bytes, the least significant bit first."""
-    return _bytes_of(_bits_of(fields.view(np.uint8).reshape(-1, 8), axis=1, count=width))
-
-
-def _value_code(values: Array, bits: int, over: int) -> Array:
-    if bits == 32:
-        return values.clip(-_LARGEST, _LARGEST).astype(np.float32).view(np.uint8)
-    if bits > 4:
-        values = values if len(values) else np.zeros(1)
-        return encode_whole([torch.from_numpy(values)], bits).numpy()
-    x, part, means = np.minimum(np.abs(values), _LARGEST), np.zeros(len(values), int), np.zeros(1)
-    for _ in range(bits):
-        total, count = np.bincount(part, x, len(means)), np.bincount(part, None, len(means))
-        count = count if bits > 1 else np.array([over])
-        # an empty part keeps the mean of the part that it was cut from
-        means = np.where(count > 0, total / np.maximum(count, 1), means)
-        scales = means.astype(np.float32)
-        part, means = 2 * part + (x > means[part]), means.repeat(2)
-    middles = (scales[1:].astype(np.float64) + scales[:-1]) / 2
-    fields = (x[:, None] > middles).sum(axis=1) + (values < 0) * (1 << (bits - 1))
-    return np.concatenate([scales.view(np.uint8), _packed(fields, bits)])
-
-
-def _decoded(code: Array, count: int, bits: int) -> Array:
+    scales = code[scales_at[:, None] + np.arange(SCALE_BYTES * SCALE_COUNT[bits])].view(np.float32)
+    fields = fields_at(code, 8 * values_at[slot] + bits * number, bits, bits)
+    top = (1 << (bits - 1)) - 1
     # finite scales give finite values; without scales the values themselves are checked
-    floats = np.frombuffer(code, np.float32, SCALE_COUNT[bits] or count)
-    if not np.isfinite(floats).all():
+    fine = np.isfinite(scales).all()
+    values = _magnitudes(fields & top, slot, scales, bits) if fine else scales
+    if not (fine and np.isfinite(values).all()):
         raise PayloadCorrupt("values came that are not finite")
+    columns = map(torch.from_numpy, (indices, np.where(fields > top, -values, values)))
+    return list(zip(*(torch.split(x, counts.tolist()) for x in columns), strict=True))
+
+
+def _begins(table: Array, bits: int) -> tuple[Array, Array, Array, Array]:
+    """Return the first bytes of each slot's low bits, bitmap, scales and fields of values."""
+    _, _, _, low_bytes, high_bytes, _, at = table.T
+    scales_at = at + low_bytes + high_bytes
+    return at, at + low_bytes, scales_at, scales_at + SCALE_BYTES * SCALE_COUNT[bits]
+
+
+def _levels(x: Array, slot: Array, counts: Array, bits: int, over: Array) -> tuple[Array, Array]:
+    """Return the level of each magnitude, and the scales of each slot."""
     if bits == 32:
-        return floats.copy()
-    if bits == 1:
-        return np.where(_bits_of(code[4:], count=count), -floats, floats)
-    used = torch.tensor(code[: floats.nbytes + (count * bits + 7) // 8])
-    return WholeReader(used, bits).part(0, count).numpy()
+        return x.astype(np.float32).view(np.int32).astype(np.int64), np.empty((len(counts), 0))
+    if bits > 4:
+        extremes, some = np.zeros((len(counts), 2)), counts > 0
+        begins = (np.cumsum(counts) - counts)[some]
+        for column, reduced in enumerate((np.minimum, np.maximum)):
+            extremes[some, column] = reduced.reduceat(x, begins)
+        scales = extremes.astype(np.float32)
+        low, high = scales.astype(np.float64).T
+        top, span = (1 << (bits - 1)) - 1, np.where(high > low, high - low, np.inf)
+        near = np.ceil((x - low[slot]) * top / span[slot] - 0.5)
+        return near.clip(0, top).astype(np.int64), scales
+    part, means = slot, np.zeros(len(counts))
+    for _ in range(bits):
+        total, numbers = np.bincount(part, x, len(means)), np.bincount(part, None, len(means))
+        numbers = numbers if bits > 1 else np.where(over, over, numbers)
+        # an empty part keeps the mean of the part that it was cut from
+        means = np.where(numbers > 0, total / np.maximum(numbers, 1), means)
+        scales = means.astype(np.float32).reshape(len(counts), -1)
+        part, means = 2 * part + (x > means[part]), means.repeat(2)
+    middles = (scales[:, 1:].astype(np.float64) + scales[:, :-1]) / 2
+    return sum((x > middle[slot] for middle in middles.T), np.zeros(len(x), np.int64)), scales
+
+
+def _magnitudes(levels: Array, slot: Array, scales: Array, bits: int) -> Any:
+    """Return what levels stand for, float32."""
+    if bits == 32:
+        return levels.astype(np.int32).view(np.float32)
+    if bits <= 4:
+        return scales[slot, levels]
+    low, high = scales.astype(np.float64).T
+    return (levels * ((high - low) / ((1 << (bits - 1)) - 1))[slot] + low[slot]).astype(np.float32)

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.errors import PayloadCorrupt
-from thinwire.kernels import compiled_codes
 from thinwire.layout.message import CULPRIT, HEADER, HEADER_BYTES, Layout, WholeLayout, whole_bytes
 from thinwire.wire import codes
 from thinwire.wire.whole import WholeReader, encode_whole, scale_bytes, spans
@@ -66,7 +65,7 @@ def pack(
     on_cpu = (_moved(column, torch.device("cpu")) for column in zip(*parts, strict=True))
     # spare room of a part does not count
     over = np.zeros_like(table[:, 1]) if layout.part else table[:, 1]
-    all_sent, carried = (compiled_codes() or codes).encode_slots(
+    all_sent, carried = codes.encode_slots(
         table, list(zip(*on_cpu, strict=True)), layout.value_bits, over, raw
     )
     stamped = _stamped(raw, layout, step, bucket, carried=carried)
@@ -139,11 +138,7 @@ def _unpack(layout: Layout, message: Tensor, step: int, bucket: int) -> Unpacked
     if flags == _FLAG_NONFINITE:
         return Unpacked(CULPRIT.unpack(raw[HEADER_BYTES : HEADER_BYTES + CULPRIT.size])[0], [])
     _expect("flags", flags, 0)
-    compiled, table, bits = compiled_codes(), layout.slot_table, layout.value_bits
-    code = np.frombuffer(raw, np.uint8)
-    parts = None if compiled is None else compiled.decode_slots(table, code, bits)
-    if parts is None:  # or it is invalid: NumPy's checks say how
-        parts = codes.decode_slots(table, code, bits)
+    parts = codes.decode_slots(layout.slot_table, np.frombuffer(raw, np.uint8), layout.value_bits)
     _expect("number of entries (k)", sum(indices.numel() for indices, _ in parts), carried)
     columns = (_moved(column, message.device) for column in zip(*parts, strict=True))
     return Unpacked(None, list(zip(*columns, strict=True)))

@@ -14,9 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.kernels import reference
-from thinwire.kernels.cpu import loops
-from thinwire.kernels.cpu.threads import Item, parts_of, run_items, share_of
+from thinwire.kernels import loops, reference
 from thinwire.kernels.rules import (
     Fold,
     LambRule,
@@ -26,8 +24,8 @@ from thinwire.kernels.rules import (
     TrustRule,
     bump_versions,
     has_address,
-    share_memory,
 )
+from thinwire.kernels.threads import Item, parts_of, run_items, share_of
 
 Array = NDArray[Any]
 
@@ -61,89 +59,6 @@ def commit_list_(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[
             reference.commit_list_(*chosen)
         else:
             _commit_(kind, *chosen)
-
-
-def step_along_list_(
-    params: Tensors, parts: Sequence[Sequence[Sparse]], rates: Sequence[float], sources: int
-) -> None:
-    """Take a step on contiguous tensors, all float32 or all float64; values are float32."""
-    rows = _addresses(
-        [[p, *(x for part in own for x in part)] for p, own in zip(params, parts, strict=True)]
-    )
-    numbers = np.array(
-        [[p.numel(), *(i.numel() for i, _ in own)] for p, own in zip(params, parts, strict=True)],
-        np.int64,
-    )
-    totals, like = numbers[:, 1:].sum(axis=1), _like(params[0].dtype)
-    rest = like, np.array(rates, like.dtype), like.dtype.type(sources), int(totals.max())
-
-    def work(items: Array) -> None:
-        loops.step_along(rows, numbers, items, *rest)
-
-    items = [(t, 0, total) for t, total in enumerate(totals.tolist())]
-    run_items(items, int(totals.sum()) if share_memory(params) else share_of(totals), work)
-    bump_versions(params)
-
-
-def store_(target: Tensor, values: Tensor, seed: int) -> None:
-    out, x, bits = _array(target), _array(values), np.uint32(seed)
-    sizes = np.array([target.numel()])
-
-    def work(items: Array) -> None:
-        loops.store(out, x, bits, int(items[0, 1]), int(items[-1, 2]))
-
-    run_items(parts_of(sizes), share_of(sizes), work)
-    bump_versions([target])
-
-
-def sum_sparse(indices: list[Tensor], values: list[Tensor], dtype: torch.dtype) -> Sparse:
-    like = _like(dtype)
-    union, sums = np.empty(0, np.int64), like
-    for more, its_values in zip(map(_array, indices), values, strict=True):
-        room = len(union) + len(more)
-        merged, merged_sums = np.empty(room, np.int64), np.empty(room, like.dtype)
-        count = loops.merge(
-            union, sums, len(union), more, _array(its_values.float()), merged, merged_sums
-        )
-        union, sums = merged[:count], merged_sums[:count]
-    return torch.from_numpy(union), torch.from_numpy(sums)
-
-
-def encode_slots(
-    slots: Array, parts: Sequence[Sparse], bits: int, over: Array, code: Array
-) -> tuple[list[Tensor], int]:
-    """Write the message's entries; return what receivers decode, and the number of entries."""
-    doubles = any(x.dtype == torch.float64 for _, x in parts)
-    pairs = [_plain(i, x, torch.float64 if doubles else torch.float32) for i, x in parts]
-    sizes, like = _sizes([x for _, x in pairs]), _like(pairs[0][1].dtype)
-    if (sizes > slots[:, 1]).any() or (sizes != _sizes([i for i, _ in pairs])).any():
-        raise ValueError("a part has more entries than its slot, or not as many values as indices")
-    columns = _addresses(pairs), sizes, np.cumsum(sizes) - sizes, over, np.zeros_like(sizes)
-    rows, sent = np.column_stack(columns), np.empty(int(sizes.sum()), np.float32)
-    whole = [(t, 0, n) for t, n in enumerate(sizes.tolist())]
-    run_items(
-        whole,
-        share_of(sizes),
-        lambda items: loops.encode(slots, rows, items, bits, like, code, sent),
-    )
-    return list(torch.split(torch.from_numpy(sent), sizes.tolist())), int(rows[:, -1].sum())
-
-
-def decode_slots(slots: Array, code: Array, bits: int) -> list[Sparse] | None:
-    """Return the entries of each slot, or None if the code is invalid."""
-    ks = slots[:, 1]
-    rows, room = np.column_stack([np.cumsum(ks) - ks, np.zeros_like(ks)]), int(ks.sum())
-    indices, values = np.empty(room, np.int64), np.empty(room, np.float32)
-    whole, rest = [(t, 0, k) for t, k in enumerate(ks.tolist())], (bits, code, indices, values)
-    run_items(whole, share_of(ks), lambda items: loops.decode(slots, rows, items, *rest))
-    counts = rows[:, 1]
-    if (counts < 0).any():
-        return None
-    columns = (torch.split(torch.from_numpy(x), ks.tolist()) for x in (indices, values))
-    parts = list(zip(*columns, strict=True))
-    if (counts == ks).all():
-        return parts
-    return [(i[:c], x[:c]) for (i, x), c in zip(parts, counts.tolist(), strict=True)]
 
 
 def lamb_(
@@ -390,9 +305,3 @@ def _addresses(rows: Sequence[Tensors]) -> Array:
 
 def _sizes(tensors: Tensors) -> Array:
     return np.array([tensor.numel() for tensor in tensors], np.int64)
-
-
-def _array(tensor: Tensor) -> Array:
-    """Return the tensor's memory as an array; bfloat16, which NumPy does not know, as uint16."""
-    plain = tensor.detach().contiguous()
-    return (plain.view(torch.uint16) if plain.dtype == torch.bfloat16 else plain).numpy()

@@ -1,4 +1,4 @@
-"""Compiled loops for the CPU: DGC's fold, selection, codes and sparse step; LAMB and LARS.
+"""Compiled loops for the CPU: DGC's fold and selection; LAMB and LARS.
 
 All loops stand in this file, since numba's cache looks for changes in the file of a loop alone. A
 call takes many tensors as a table of addresses: 160 calls would cost more than the work on small
@@ -19,7 +19,6 @@ import numba
 import numpy as np
 from numba import types
 from numba.core.caching import FunctionCache
-from numba.cpython.unsafe import numbers
 from numba.extending import intrinsic, overload
 from numba.np import arrayobj
 from numpy.typing import NDArray
@@ -122,7 +121,6 @@ def _array_code(context: Any, address: Any, length: Any, like: Any) -> Any:
 
 
 array_at: Any = intrinsic(_array_code)
-trailing_zeros: Any = numbers.trailing_zeros
 
 
 def wide(x: Any) -> Any:
@@ -252,13 +250,6 @@ def commit(
 
 
 @loop
-def store(target: Array, values: Array, seed: Any, start: int, stop: int) -> None:
-    """Round `values` of [start, stop) into `target`, bfloat16, with the random bits of a buffer."""
-    for i in range(u64(start), u64(stop)):
-        target[i] = narrow(values[i], np.uint32(mixed(i, seed) >> np.uint32(16)), target)
-
-
-@loop
 def floors(
     rows: Array, sizes: Array, samples: Array, items: Array, facts: Facts, found: Array
 ) -> None:
@@ -378,274 +369,6 @@ def keep_largest(indices: Array, values: Array, count: int, k: int) -> Any:
             kept += u64(1)
             least = min(least, abs(values[i]))
     return least
-
-
-@loop
-def merge(
-    left_indices: Array,
-    left_sums: Array,
-    left_count: int,
-    right_indices: Array,
-    right_values: Array,
-    indices: Array,
-    sums: Array,
-) -> Any:
-    """Add two sparse vectors, both ascending, into `indices` and `sums`; return the length.
-
-    Only the first `left_count` entries of the left one count, and all of the right one.
-    """
-    left, right, count = u64(0), u64(0), u64(0)
-    lefts, rights = u64(left_count), u64(len(right_indices))
-    while left < lefts or right < rights:
-        take_left, take_right = left < lefts, right < rights
-        if take_left and take_right:
-            difference = left_indices[left] - right_indices[right]
-            take_left, take_right = difference <= 0, difference >= 0
-        x = sums.dtype.type(0)
-        if take_left:
-            indices[count] = left_indices[left]
-            x = left_sums[left]
-            left += u64(1)
-        if take_right:
-            indices[count] = right_indices[right]
-            x += sums.dtype.type(right_values[right])
-            right += u64(1)
-        sums[count] = x
-        count += u64(1)
-    return i64(count)
-
-
-@inner
-def put(code: Array, at: Any, pending: Any, filled: Any, field: Any, width: Any) -> Any:
-    """Append `width` bits, at most 57: write whole bytes at `at`, keep the `filled` others."""
-    pending |= field << filled
-    filled += width
-    while filled >= u64(8):
-        code[at] = np.uint8(pending & u64(255))
-        pending >>= u64(8)
-        filled -= u64(8)
-        at += u64(1)
-    return at, pending, filled
-
-
-@inner
-def take(code: Array, at: Any, pending: Any, filled: Any, width: Any) -> Any:
-    """Return the next `width` bits, and what `put` would keep of the byte that they end in."""
-    while filled < width:
-        pending |= u64(code[at]) << filled
-        filled += u64(8)
-        at += u64(1)
-    return pending & ((u64(1) << width) - u64(1)), at, pending >> width, filled - width
-
-
-NUMEL, K, LOW_BITS, LOW_BYTES, HIGH_BYTES, VALUE_BYTES, AT = range(7)
-"""Columns of a slot, see `Layout.slot_table`."""
-FLOAT32_MAX = float(np.finfo(np.float32).max)
-
-
-@inner
-def capped(x: Any) -> Any:
-    """Return the magnitude in float64, at most the largest float32."""
-    return min(abs(np.float64(x)), FLOAT32_MAX)
-
-
-@inner
-def put_positions(slot: Array, positions: Array, values: Array, code: Array) -> Any:
-    """Write the positions of values other than 0; return their number and sum of magnitudes."""
-    low, at, high_at = u64(slot[LOW_BITS]), u64(slot[AT]), u64(slot[AT] + slot[LOW_BYTES])
-    mask, count, pending, filled = (u64(1) << low) - u64(1), u64(0), u64(0), u64(0)
-    total = 0.0
-    for i in range(u64(len(values))):
-        if values[i] != 0:
-            position = u64(positions[i])
-            bit = (position >> low) + count
-            code[high_at + (bit >> u64(3))] |= np.uint8(u64(1) << (bit & u64(7)))
-            at, pending, filled = put(code, at, pending, filled, position & mask, low)
-            count += u64(1)
-            total += capped(values[i])
-    if filled:
-        code[at] = np.uint8(pending)
-    return i64(count), total
-
-
-@inner
-def find_scales(values: Array, bits: int, mean: float, scales: Array) -> int:
-    """Write the scales of values, see `wire.codes`; return their number."""
-    if bits > 4:
-        low, high = np.inf, 0.0
-        for i in range(u64(len(values))):
-            if values[i] != 0:
-                low, high = min(low, capped(values[i])), max(high, capped(values[i]))
-        scales[0], scales[1] = np.float32(low if low < np.inf else 0), np.float32(high)
-        return 2 if bits < 32 else 0
-    # a tree of means: those of the parts of node i are nodes 2 i and 2 i + 1
-    means, counts = np.zeros(1 << bits), np.zeros(1 << bits, np.int64)
-    means[1] = mean
-    for depth in range(1, bits):
-        for i in range(u64(len(values))):
-            x, node = capped(values[i]), u64(1)
-            for _ in range(depth):
-                node = u64(2) * node + u64(x > means[node])
-            means[node] += x
-            counts[node] += values[i] != 0
-        for node in range(1 << depth, 2 << depth):
-            means[node] = means[node] / counts[node] if counts[node] else means[node >> 1]
-    for j in range(1 << (bits - 1)):
-        scales[j] = np.float32(means[(1 << (bits - 1)) + j])
-    return 1 << (bits - 1)
-
-
-@inner
-def put_values(
-    slot: Array, values: Array, bits: int, number: int, scales: Array, code: Array, sent: Array
-) -> None:
-    """Write scales, and values other than 0; `sent` receives what receivers decode."""
-    at, pending, filled = u64(slot[AT] + slot[LOW_BYTES] + slot[HIGH_BYTES]), u64(0), u64(0)
-    for j in range(number):
-        scale = u64(np.float32(scales[j]).view(np.uint32))
-        at, pending, filled = put(code, at, pending, filled, scale, u64(32))
-    low, high, top = np.float64(scales[0]), np.float64(scales[1]), (1 << (bits - 1)) - 1
-    span, step = high - low if high > low else np.inf, (high - low) / top
-    for i in range(u64(len(values))):
-        x, level, decoded = values[i], u64(0), scales[0]
-        sent[i] = 0
-        if x != 0:
-            if bits > 16:
-                decoded = np.float32(capped(x))
-                level = u64(np.float32(decoded).view(np.uint32))
-            elif bits > 4:
-                near = np.ceil((capped(x) - low) * top / span - 0.5)
-                level = u64(min(max(near, 0.0), np.float64(top)))
-                decoded = np.float32(level * step + low)
-            elif bits > 1:
-                for j in range(u64(1), u64(number)):
-                    middle = (np.float64(scales[j - u64(1)]) + np.float64(scales[j])) / 2
-                    level += u64(capped(x) > middle)
-                decoded = scales[level]
-            # not a condition: signs are as good as random
-            sent[i] = np.copysign(decoded, np.float32(x))
-            level |= u64(x < 0) << u64(bits - 1)
-            at, pending, filled = put(code, at, pending, filled, level, u64(bits))
-    if filled:
-        code[at] = np.uint8(pending)
-
-
-@loop
-def encode(
-    slots: Array, rows: Array, items: Array, bits: int, like: Array, code: Array, sent: Array
-) -> None:
-    """Write the entries of slots, but zeros, into the zeroed bytes `code`.
-
-    `rows`: addresses of positions and values, their number, where they begin in `sent`, and what
-    the scale of one bit is a mean over. Then 0, which becomes the number of entries written; the
-    mean is over those if it is not above 0. `sent` receives what receivers decode.
-    """
-    scales = np.empty(8, np.float32)
-    for item in range(len(items)):
-        t = items[item, 0]
-        slot, n, first, over = slots[t], rows[t, 2], rows[t, 3], rows[t, 4]
-        values, its_sent = array_at(rows[t, 1], n, like), sent[first : first + n]
-        count, total = put_positions(slot, array_at(rows[t, 0], n, rows), values, code)
-        rows[t, 5], over = count, over if over and bits == 1 else count
-        number = find_scales(values, bits, total / over if over else 0.0, scales)
-        put_values(slot, values, bits, number, scales, code, its_sent)
-
-
-@inner
-def find_positions(slot: Array, code: Array, indices: Array) -> int:
-    """Write the positions of a slot; return their number, -1 if the code is invalid."""
-    low, at, high_at = u64(slot[LOW_BITS]), u64(slot[AT]), u64(slot[AT] + slot[LOW_BYTES])
-    count, room = u64(0), u64(len(indices))
-    for byte in range(u64(slot[HIGH_BYTES])):
-        ones = u64(code[high_at + byte])
-        while ones:
-            if count == room:
-                return -1
-            indices[count] = u64(8) * byte + trailing_zeros(ones) - count
-            count += u64(1)
-            ones &= ones - u64(1)
-    pending, filled, before = u64(0), u64(0), -1
-    for i in range(count):
-        field, at, pending, filled = take(code, at, pending, filled, low)
-        own = (indices[i] << i64(low)) | i64(field)
-        if own <= before:
-            return -1
-        indices[i] = before = own
-    for byte in range(at, high_at):
-        pending |= u64(code[byte])
-    return -1 if pending or before >= slot[NUMEL] else i64(count)
-
-
-@inner
-def find_values(slot: Array, code: Array, bits: int, scales: Array, values: Array) -> Any:
-    """Write the values of a slot; return False if they are not finite."""
-    at, pending, filled = u64(slot[AT] + slot[LOW_BYTES] + slot[HIGH_BYTES]), u64(0), u64(0)
-    number = (1 << (bits - 1)) if bits <= 4 else 2 if bits < 32 else 0
-    finite: Any = True
-    for j in range(number):
-        field, at, pending, filled = take(code, at, pending, filled, u64(32))
-        scales[j] = np.uint32(field).view(np.float32)
-        finite &= abs(scales[j]) < np.inf
-    top = u64((1 << (bits - 1)) - 1)
-    low = np.float64(scales[0])
-    step = (np.float64(scales[1]) - low) / np.float64(top)
-    for i in range(u64(len(values))):
-        field, at, pending, filled = take(code, at, pending, filled, u64(bits))
-        if bits <= 4:
-            x = scales[field & top]
-        elif bits < 32:
-            x = np.float32((field & top) * step + low)
-        else:
-            x = np.uint32(field & top).view(np.float32)
-            finite &= x < np.inf
-        values[i] = -x if field > top else x
-    return finite
-
-
-@loop
-def decode(
-    slots: Array, rows: Array, items: Array, bits: int, code: Array, indices: Array, values: Array
-) -> None:
-    """Write positions and values of slots.
-
-    `rows`: where those of a slot begin; and 0, which becomes their number, -1 if the code is
-    invalid. Arbitrary bytes never cause an access out of bounds.
-    """
-    scales = np.zeros(8, np.float32)
-    for item in range(len(items)):
-        t = items[item, 0]
-        slot, first = slots[t], rows[t, 0]
-        count = find_positions(slot, code, indices[first : first + slot[K]])
-        if count >= 0 and not find_values(slot, code, bits, scales, values[first : first + count]):
-            count = -1
-        rows[t, 1] = count
-
-
-@loop
-def step_along(
-    rows: Array, numbers: Array, items: Array, like: Array, rates: Array, sources: Any, room: int
-) -> None:
-    """Take a step on tensors along the mean of sources: p <- p - (sum / W) rate.
-
-    `rows`: the address of the tensor, then of indices and values, float32, of each source.
-    `numbers`: n, then the number of entries of each source. `room`: the most for any tensor.
-    """
-    floats = np.empty(0, np.float32)
-    union, merged = np.empty(room, np.int64), np.empty(room, np.int64)
-    sums, merged_sums = np.empty(room, like.dtype), np.empty(room, like.dtype)
-    for item in range(len(items)):
-        t = items[item, 0]
-        param, count = array_at(rows[t, 0], numbers[t, 0], like), i64(0)
-        for source in range(numbers.shape[1] - 1):
-            more = numbers[t, 1 + source]
-            positions = array_at(rows[t, 1 + 2 * source], more, rows)
-            values = array_at(rows[t, 2 + 2 * source], more, floats)
-            count = merge(union, sums, count, positions, values, merged, merged_sums)
-            union, merged = merged, union
-            sums, merged_sums = merged_sums, sums
-        for i in range(u64(count)):
-            at = u64(union[i])
-            param[at] = param[at] - (sums[i] / sources) * rates[t]
 
 
 CHUNK = 1 << 15

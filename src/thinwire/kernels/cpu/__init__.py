@@ -1,1 +1,0 @@
-"""Loops for the CPU, compiled by numba; imported by `kernels` only."""
