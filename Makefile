@@ -43,7 +43,7 @@ $(EXTRA_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(EXTRA_VENV)
 	$(EXTRA_VENV)/bin/python -m pip install --quiet -c constraints.txt pip
 	$(EXTRA_VENV)/bin/python -m pip install --quiet --no-compile -c constraints.txt torch numpy
-	$(EXTRA_VENV)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e . --group integrations
+	$(EXTRA_VENV)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[stream]' --group integrations
 	touch $@
 
 # every process imports the packages, which takes longer than most of the tests

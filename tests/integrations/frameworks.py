@@ -237,7 +237,7 @@ def trainer_of(strategy: Any, folder: Path, seed: int = 0, **arguments: Any) -> 
         "dataloader_pin_memory": False,
     }
     model = arguments.pop("model", None) or gpt2(seed)
-    callback = ThinwireCallback(strategy)
+    callback = ThinwireCallback(strategy, publish=arguments.pop("publish", None))
     trainer = Trainer(
         model,
         TrainingArguments(**settings | arguments),

@@ -90,6 +90,21 @@ EVALUATED = {
 }
 
 
+def published(rank: int, size: int, folder: Path) -> dict[str, torch.Tensor]:
+    with trainers(rank, size):
+        trainer, _ = trainer_of(STRATEGIES["localsgd"], folder, publish=str(folder / "versions"))
+        trainer.train()
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def test_followers_have_the_model_that_was_trained(ranks: Pool, tmp_path: Path) -> None:
+    trained, _ = ranks.run(published, tmp_path, timeout_s=120)
+    version = tw.follow(tmp_path / "versions").latest()
+    found = version.state_dict()
+    assert version.number > 1
+    assert all(torch.equal(found[name], p) for name, p in trained.items())
+
+
 @pytest.mark.parametrize("name", ["dgc", "localsgd"])
 def test_evaluation_sees_the_final_parameters(ranks: Pool, tmp_path: Path, name: str) -> None:
     first, second = ranks.run(saved, tmp_path, name, EVALUATED, timeout_s=120)
