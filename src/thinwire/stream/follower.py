@@ -137,7 +137,7 @@ class Follower:
         newest = self._newest(wait or 0.0)
         if newest is None:
             raise StreamError(
-                f"{self._storage.where} has no version so far: wait= waits for the first"
+                f"{self._storage.where} has no version so far: give a time to wait for it"
             )
         return self._at(newest, newest["number"])
 
