@@ -133,6 +133,10 @@ def test_loops_give_every_new_version_until_the_publisher_is_closed(where: str) 
         publisher.update(step)
     publisher.close()
     assert [version.step for version in versions] == [1, 2, 3]
+    assert [version.step for version in tw.follow(where)] == [0, 1, 2, 3]
+    follower = tw.follow(where)
+    assert follower.latest().number == 4
+    assert [*follower] == []
 
 
 def test_a_publisher_that_starts_again_continues_without_a_base(tmp_path: Path) -> None:
@@ -346,8 +350,8 @@ def of_engine(rank: int, size: int, folder: str, local: bool) -> list[State]:
 @pytest.mark.parametrize("local", [False, True])
 def test_engines_publish_the_model_of_all_ranks(ranks: Pool, tmp_path: Path, local: bool) -> None:
     states, others = ranks.run(of_engine, str(tmp_path), local, size=2)
-    versions = list(tw.follow(tmp_path))
-    assert [version.step for version in versions] == [13 if local else 16]
+    steps = [version.step for version in tw.follow(tmp_path)]
+    assert steps == ([1, 5, 9, 13] if local else [4, 8, 12, 16])
     require_same(states[-1], others[-1])
     follower = tw.follow(tmp_path)
     assert follower.versions() == [1, 2, 3, 4]

@@ -19,6 +19,7 @@ from thinwire.errors import CheckpointError, StreamError
 from thinwire.stream.coder import decode
 from thinwire.stream.files import (
     Held,
+    Missing,
     Storage,
     Unreachable,
     base_name,
@@ -105,8 +106,8 @@ class Version:
 class Follower:
     """Result of `follow`: gives the newest version, or each new one in a loop.
 
-    A loop begins with the newest version. It takes every later one in turn, unless the publisher
-    has deleted it meanwhile. It waits for new versions, and ends when the publisher is closed.
+    A loop takes all versions that are kept in turn, from the oldest, or after `latest` those that
+    are newer. It waits for new ones, and ends when the publisher is closed.
     """
 
     def __init__(
@@ -143,12 +144,11 @@ class Follower:
 
     def __iter__(self) -> Iterator[Version]:
         while (newest := self._newest(math.inf)) is not None:
-            number = newest["number"]
+            number = newest["oldest"]
             if self.held and self.held.stream == newest["stream"]:
-                if self.held.number == number:
+                if self.held.number == newest["number"]:
                     return  # the publisher is closed
-                if self.held.number >= newest["oldest"]:
-                    number = self.held.number + 1
+                number = max(number, self.held.number + 1)
             yield self._at(newest, number)
 
     def _newest(self, wait_s: float) -> dict[str, Any] | None:
@@ -178,7 +178,13 @@ class Follower:
         if held and held.stream != newest["stream"]:
             held = self.held = None
         if held is None or held.number < number:
-            self._read(newest, number)
+            try:
+                self._read(newest, number)
+            except Missing:  # the publisher may have deleted it meanwhile
+                later = self._storage.newest()
+                if later is None or later["number"] == newest["number"]:
+                    raise
+                self._read(later, max(number, later["oldest"]))
         assert self.held is not None
         return Version(self.held.number, self.held.step, self.held.digest, self)
 
