@@ -101,7 +101,7 @@ _NAMES = {
     "thinwire.step.forwarding": "autocast_forward=Autocast",
     "thinwire.step.merge": "GradientSum",
     "thinwire.step.recompute": "recompute recompute_matches=matches",
-    "thinwire.strategy": "facts prepare",
+    "thinwire.strategy": "prepare",
     "thinwire.strategy.clipping": "take_clip_",
     "thinwire.strategy.distributed_strategy": "DistributedStrategy",
     "thinwire.strategy.documents": "text_of",

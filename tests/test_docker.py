@@ -13,7 +13,8 @@ def test_the_image_has_a_python_and_extras_of_the_project() -> None:
     (version,) = re.findall(r"^ARG BASE=python:([\d.]+)-slim$", TEXT, re.MULTILINE)
     assert f"Programming Language :: Python :: {version}" in PROJECT["classifiers"]
     (extras,) = re.findall(r"'\.\[([a-z,]+)\]'", TEXT)
-    assert set(extras.split(",")) == set(PROJECT["optional-dependencies"]) == {"fast", "cli"}
+    known = set(PROJECT["optional-dependencies"])
+    assert set(extras.split(",")) == known == {"fast", "stream", "cli"}
     (command,) = re.findall(r'^ENTRYPOINT \["(\w+)"\]$', TEXT, re.MULTILINE)
     assert command in PROJECT["scripts"]
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from tests.api import dgc_momentum, facts, updates
+from tests.api import dgc_momentum, prepare, updates
 from tests.ranks import Pool
 from tests.strategy.test_alike import start
 
 
 def prepared(rank: int, size: int, way: str) -> None:
-    places = (updates, dgc_momentum, facts)
+    places = (updates, dgc_momentum, prepare)
     versions = [place.WIRE_VERSION for place in places]
     try:
         for place in places:

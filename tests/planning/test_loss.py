@@ -13,7 +13,7 @@ from benchmarks.gaps import measured
 from tests.api import MEASURED, crowding, law, law_beta, loss_gap, steps_to_dense_loss
 from tests.api import network_Network as Network
 
-SMALL = 869_504
+SMALL, SMALLEST = 869_504, 100_000
 NUMBERS: dict[str, Any] = {"params": "124M", "step_seconds": 0.35, "latency": "20ms"}
 ONE_BIT = {"quantized": {"value_bits": 1}}
 
@@ -83,7 +83,9 @@ def test_measured_gaps_lie_inside(workers: int) -> None:
 
 
 def test_measured_settings_equal_the_data_of_the_fit() -> None:
-    seeds = Counter(replace(gap.cell, lr=0.0, seed=0) for gap in measured())
+    # 45,216 parameters are too few to be asked for advice
+    gaps = [gap for gap in measured() if gap.numel > SMALLEST]
+    seeds = Counter(replace(gap.cell, lr=0.0, seed=0) for gap in gaps)
     found: dict[tuple[str, int], set[int]] = {}
     for cell, count in seeds.items():
         if count >= 3:

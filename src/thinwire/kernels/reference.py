@@ -17,7 +17,7 @@ Array = NDArray[Any]
 _LOW_32 = (1 << 32) - 1
 _LARGEST_BFLOAT16 = 0x7F7F0000
 """The bits of the largest bfloat16, as a float32."""
-_PART = 1 << 22
+_PART = 1 << 13
 """Entries for which random numbers are held at a time."""
 
 
