@@ -1,5 +1,6 @@
 """Process groups of members, which reach each other directly or through a relay."""
 
+import contextlib
 import datetime
 import struct
 import time
@@ -226,5 +227,12 @@ class Channel:
         return explained if known else PeerLost(str(explained))
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections, and end what nobody will wait for."""
         self._groups.release()
+        # gloo marks a send or receive as completed in a wait alone; `keep_alive` would keep them,
+        # and with them the group. Copies, since the thread of the channel may still use both
+        left = [entry[0] for entry in list(self._awaited) if isinstance(entry, tuple)]
+        for work in left + list(self._sent):
+            with contextlib.suppress(RuntimeError):
+                work.wait(datetime.timedelta(milliseconds=1))
+            forget(work)
