@@ -16,7 +16,7 @@ from typing import Any
 
 import thinwire as tw
 from benchmarks import gaps, lag, large
-from benchmarks.common import json_lines, markdown
+from benchmarks.common import json_lines, markdown, student_t
 from benchmarks.evidence import (
     LINKS,
     NAMES,
@@ -39,8 +39,6 @@ PAGES = tuple(
     for name in ("docs/choosing.md", "docs/law.md", "docs/track.md", "benchmarks/research.md")
 )
 TRACK_WORKERS, TRACK_LINKS = (2, 4, 8), ("20mbit", "100mbit")
-_T99 = (31.82, 6.965, 4.541, 3.747, 3.365, 3.143, 2.998, 2.896, 2.821)
-"""One-sided quantiles of Student's t, by degrees of freedom from 1."""
 PLANNED_LINKS = ("5mbit", "20mbit", "100mbit", "1gbit", "10gbit")
 MARK = re.compile(r"(<!-- evidence: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -89,7 +87,8 @@ class Row:
 
     def steps_below(self, loss: float) -> float | None:
         """Steps until the mean over the seeds is below a loss with p < 0.01 (one-sided t-test)."""
-        factor = _T99[len(self.curves) - 2] / math.sqrt(len(self.curves))
+        seeds = len(self.curves)
+        factor = student_t(seeds - 1, 0.99) / math.sqrt(seeds)
         bound = []
         for points in zip(*self.curves, strict=True):
             steps, losses = zip(*points, strict=True)

@@ -110,6 +110,13 @@ def summary(
     return times, Word(copying=times.pop("copy") / 2, adding=times.pop("add") / 3)
 
 
+def student_t(free: int, share: float) -> float:
+    """Return the quantile of Student's t at `share`, for so many degrees of freedom."""
+    from scipy.stats import t  # comes with scikit-learn
+
+    return float(t.ppf(share, free))
+
+
 def surroundings(repeats: int) -> dict[str, object]:
     """Return the circumstances of a measurement, for its readers."""
     return {

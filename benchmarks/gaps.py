@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import thinwire as tw
-from benchmarks.common import json_lines, markdown
+from benchmarks.common import json_lines, markdown, student_t
 from benchmarks.evidence import BATCH
 from benchmarks.evidence import RESULTS as EVIDENCE
 from thinwire.tools.planning.loss import (
@@ -45,8 +45,6 @@ SIZES = {
     "124M": ModelSize(928, 12, context=1024),
 }
 FEWEST_ROUNDS = 50
-_T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-"""Of Student's t, by degrees of freedom from 1."""
 _CHANCE = 0.005
 """The noise of log(1 + gap) is proportional to its value plus this."""
 _NUMEL, _WORKERS, _INTERVAL, _ROUNDS = 1e6, 4, 16, 200
@@ -238,11 +236,7 @@ def fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     if not free:
         return slope, math.inf
     rest = sum((y - slope * x) ** 2 for x, y in zip(xs, ys, strict=True)) / free
-    return slope, _t95(free) * math.sqrt(rest / square)
-
-
-def _t95(free: int) -> float:
-    return _T95[free - 1] if free <= len(_T95) else 1.96 + 2.5 / free
+    return slope, student_t(free, 0.975) * math.sqrt(rest / square)
 
 
 @dataclass(frozen=True)
@@ -295,12 +289,14 @@ class Law:
         mid = math.log(point.cell.workers) * math.exp(float(x @ self.theta))
         doubt = (mid + _CHANCE) ** 2 * self.spread**2
         doubt += mid**2 * float(x @ self.covariance @ x)
-        half = _t95(self.free) * math.sqrt(doubt)
+        half = student_t(self.free, 0.975) * math.sqrt(doubt)
         return math.expm1(mid - half), math.expm1(mid), math.expm1(mid + half)
 
     def __str__(self) -> str:
         """Coefficients with their 95 % intervals."""
-        halves = (_t95(self.free) * self.covariance.diagonal().clamp(min=0).sqrt()).tolist()
+        halves = (
+            student_t(self.free, 0.975) * self.covariance.diagonal().clamp(min=0).sqrt()
+        ).tolist()
         powers = [
             f"{name}^{power:.2f} (+- {half:.2f})"
             for name, power, half in zip(

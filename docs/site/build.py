@@ -85,7 +85,8 @@ def with_parts(text: str) -> str:
 
     def section(mark: re.Match[str]) -> str:
         readme = (ROOT / "README.md").read_text(encoding="utf-8")
-        return readme.partition(f"\n## {mark[1]}\n")[2].partition("\n## ")[0]
+        text = readme.partition(f"\n## {mark[1]}\n")[2].partition("\n## ")[0]
+        return text.replace("](docs/", "](../")  # as seen from docs/site
 
     text = re.sub(r"<!-- README: (.+) -->", section, text)
     return re.sub(r"<!-- made: (\w+) -->", lambda mark: MADE[mark[1]](), text)

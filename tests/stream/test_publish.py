@@ -358,6 +358,18 @@ def test_engines_publish_the_model_of_all_ranks(ranks: Pool, tmp_path: Path, loc
     require_same(follower.latest().state_dict(), states[-1])
 
 
+def test_engines_warn_of_versions_that_fail_and_train_on(tmp_path: Path) -> None:
+    model = nn.Linear(6, 4)
+    engine = engine_of(model)
+    publisher = engine.publish(str(tmp_path))
+    engine.train_step(torch.randn(8, 6), torch.randn(8, 4))
+    publisher.wait()
+    tw.publish(tmp_path, model).update(0)  # a second publisher takes over
+    with pytest.warns(UserWarning, match="another process publishes"):
+        engine.train_step(torch.randn(8, 6), torch.randn(8, 4))
+        engine.close()
+
+
 def test_the_command_writes_the_newest_version_and_lists_all(tmp_path: Path) -> None:
     folder, token, file = tmp_path / "versions", tmp_path / "token", tmp_path / "model.safetensors"
     assert ran_thinwire("host", "--new-token", str(token)).returncode == 0

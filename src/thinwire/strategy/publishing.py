@@ -1,7 +1,8 @@
 """Publishes the model of an engine beside its training."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -74,10 +75,8 @@ class EnginePublisher:
             self._thread.start()
 
     def _write(self, publisher: Publisher, step: int) -> None:
-        try:
+        with _failure_warned(f"the version of step {step}"):
             publisher.update(step)
-        except (ThinwireError, OSError) as error:  # a training does not end for it
-            warn_user(f"the version of step {step} was not published: {error}")
 
     def wait(self) -> None:
         """Wait for the version in progress."""
@@ -93,4 +92,13 @@ class EnginePublisher:
             self._begin(at)
             self.wait()
         if self._publisher is not None:
-            self._publisher.close()
+            with _failure_warned("the end of the versions"):
+                self._publisher.close()
+
+
+@contextmanager
+def _failure_warned(subject: str) -> Iterator[None]:
+    try:
+        yield
+    except (ThinwireError, OSError) as error:  # a training does not end for it
+        warn_user(f"{subject} was not published: {error}")

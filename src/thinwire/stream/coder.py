@@ -18,6 +18,7 @@ did not change. Frequencies are integers that add up to 2^24, each at least one,
 of the coder are exact and equal on every machine.
 """  # noqa: E501 (a table row)
 
+import importlib
 import zlib
 from collections.abc import Iterator
 from functools import lru_cache
@@ -109,7 +110,7 @@ def _coded(old: Array, new: Array, shift: int) -> Iterator[bytes]:
             escapes.append(letters[letters >= escape])
             streams.append((table, np.minimum(letters, escape)))
         streams.append((tables[-1].ljust(_SYMBOLS, b"\0"), np.concatenate(escapes)))
-        coder = _constriction().stream.stack.AnsCoder()
+        coder = extra("constriction").stream.stack.AnsCoder()
         for table, letters in reversed(streams):
             block, model, _ = _model(table, letters.size >= 2048)
             blocks = np.pad(letters, (0, -letters.size % block)).reshape(-1, block)
@@ -136,7 +137,7 @@ def _decode_(old: Array, message: BytesIO, shift: int) -> None:
     for at in range(0, old.size, _SLICE):
         before = old[at : at + _SLICE]
         words = _read(message, 4 * int.from_bytes(_read(message, 3), "little")).view("<u4")
-        coder = _constriction().stream.stack.AnsCoder(words.astype(np.uint32))
+        coder = extra("constriction").stream.stack.AnsCoder(words.astype(np.uint32))
         symbols, escapes = np.zeros(before.size, np.uint8), [np.empty(0, np.intp)]
         for table, members in _groups(before, starts, tables, shift):
             symbols[members] = letters = _letters(coder, table, members.size)
@@ -266,15 +267,16 @@ def _model(table: bytes, many: bool, *, decoding: bool = False) -> tuple[int, An
     shares[shares.argmax()] += free - shares.sum()
     # a search from the first letter on, where that is short, finds the same
     lazy = decoding and bool(shares @ np.arange(shares.size) < free * shares.size.bit_length())
-    categorical = _constriction().stream.model.Categorical
+    categorical = extra("constriction").stream.model.Categorical
     model = categorical(shares.astype(np.float32), perfect=False, lazy=lazy)
     letters = np.indices((len(table),) * block, np.uint8).reshape(block, -1).T.copy()
     return block, model, letters.view(f"u{block}")[:, 0]
 
 
-def _constriction() -> Any:
+def extra(name: str) -> Any:
+    """Return a package of the extra `[stream]`, or raise an `ImportError` that names it."""
     try:
-        import constriction
-    except ImportError:
-        raise ImportError("differences need constriction: pip install 'thinwire[stream]'") from None
-    return constriction
+        return importlib.import_module(name)
+    except ImportError as error:
+        text = f"publish and follow need {name}: pip install 'thinwire[stream]'"
+        raise ImportError(text) from error

@@ -40,8 +40,8 @@ def follow(
         where: Folder, or an address that fsspec knows, such as s3://bucket/model.
         to: Safetensors file to write.
         once: Write the newest version and end.
-        wait: float to wait for a first version; by default there is no wait.
-        poll: float between two looks for a new version.
+        wait: Seconds to wait for a first version; by default there is no wait.
+        poll: Seconds between two looks for a new version.
         token_file: Secret of the publisher.
         quiet: Print nothing.
     """

@@ -7,7 +7,6 @@ record is written last, so that a reader sees whole versions only.
 import contextlib
 import hashlib
 import hmac
-import importlib
 import json
 import re
 import struct
@@ -26,8 +25,9 @@ from thinwire._files import read_regular, replace_file, replacing
 from thinwire._names import plain_names
 from thinwire.checkpoint.files import make_directory, sync_directory, write_pieces
 from thinwire.checkpoint.tree import UNREADABLE, table_entry
-from thinwire.core.sharded import is_sharded
+from thinwire.core.sharded import shard_of
 from thinwire.errors import StreamError
+from thinwire.stream.coder import extra
 
 _NEWEST, _FORMAT, _MOST_BYTES = "latest.json", 1, 1 << 20
 _MAGIC, _PREFIX = b"tw-step1", struct.Struct("<8sI")
@@ -65,12 +65,7 @@ class Storage:
         if token is not None and not (isinstance(token, str | bytes) and token):
             raise TypeError(f"token must be text, bytes or None, got {token!r}")
         for name in ("fsspec", "constriction"):
-            try:
-                importlib.import_module(name)
-            except ImportError as error:
-                raise ImportError(
-                    f"publish and follow need {name}: pip install 'thinwire[stream]'"
-                ) from error
+            extra(name)
         from fsspec.core import url_to_fs
         from fsspec.implementations.local import LocalFileSystem
 
@@ -234,7 +229,7 @@ def tensors_of(model: nn.Module | Mapping[str, Any]) -> tuple[dict[str, Tensor],
     tied: dict[str, str] = {}
     first: dict[Any, str] = {}
     for name, tensor in zip(plain_names(found), found.values(), strict=True):
-        local = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+        local = shard_of(tensor)
         key = local.data_ptr(), local.dtype, tuple(tensor.shape), local.stride()
         if local.numel() and key in first:
             tied[name] = first[key]

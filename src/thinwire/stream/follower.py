@@ -222,6 +222,7 @@ class Follower:
                 def value(key: str) -> Tensor:
                     return restored(file.get_tensor(key), table[key], f"{path}, {key},")
 
+                # read twice, so that nothing of a damaged file reaches the model
                 digests = {key: digest(value(key)) for key in table}
                 found = record["number"], digest_of(record["table"], digests)
                 if found != (number, record["digest"]):
