@@ -256,7 +256,7 @@ def test_second_publishers_in_a_folder_are_an_error(where: str) -> None:
 
 def test_models_that_do_not_fit_are_refused_by_name(where: str) -> None:
     tw.publish(where, Net()).update(0)
-    with pytest.raises(StreamError, match=r"it has no inner\.bias"):
+    with pytest.raises(StreamError, match=r"only one of them has inner\.bias"):
         tw.follow(where, nn.ModuleDict({"inner": nn.Linear(40, 40, bias=False)})).latest()
     with pytest.raises(StreamError, match="no version so far"):
         tw.follow(where + "-nothing").latest(wait=0.1)
@@ -356,6 +356,35 @@ def test_engines_publish_the_model_of_all_ranks(ranks: Pool, tmp_path: Path, loc
     follower = tw.follow(tmp_path)
     assert follower.versions() == [1, 2, 3, 4]
     require_same(follower.latest().state_dict(), states[-1])
+
+
+def of_one_bit(rank: int, size: int, folder: str) -> State:
+    torch.manual_seed(2)
+    model = nn.Linear(256, 256).bfloat16()
+    local = tw.LocalSGD(k_steps=4, compression=tw.Quantized(value_bits=1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = engine_of(model, optimizer=optimizer, localsgd=local)
+    publisher = engine.publish(folder, every=100)
+    for step in range(1, 14):
+        torch.manual_seed(100 * step + rank)
+        engine.train_step(torch.randn(8, 256).bfloat16(), torch.randn(8, 256).bfloat16())
+        publisher.wait()
+    engine.close()
+    return state_of(model)
+
+
+def test_followers_of_local_updates_hold_the_anchors_at_few_bits(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    [state, _] = ranks.run(of_one_bit, str(tmp_path), size=2)
+    copy = nn.Linear(256, 256).bfloat16()
+    for version in tw.follow(tmp_path, copy):
+        anchors = version.state_dict()
+    assert {tensor.dtype for tensor in anchors.values()} == {torch.float32}
+    require_same(state_of(copy), state)
+    require_same({name: tensor.bfloat16() for name, tensor in anchors.items()}, state)
+    [*_, last] = sorted(tmp_path.glob("*.step"))
+    assert last.stat().st_size * 8 < 2.5 * 256 * 256  # one bit of each of two ranks
 
 
 def test_engines_warn_of_versions_that_fail_and_train_on(tmp_path: Path) -> None:

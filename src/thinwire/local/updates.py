@@ -372,6 +372,11 @@ class LocalUpdates:
         return self._members is not None and self._members.left
 
     @property
+    def _anchors(self) -> Mapping[str, Tensor]:
+        """This rank's part of the parameters as the last averaging left them, exactly."""
+        return self._open_averager(or_left=True).averaging.anchors
+
+    @property
     def pending(self) -> PendingAveraging | None:
         """Averaging in flight, or None."""
         return None if self._averager is None else self._averager.pending

@@ -11,7 +11,8 @@ from torch import Tensor
 from thinwire import _validate as check
 from thinwire._wording import warn_user
 from thinwire.comm.waiting import busy
-from thinwire.core.sharded import is_sharded, whole_of
+from thinwire.compress.quantized_change import Quantized
+from thinwire.core.sharded import is_sharded, sharded_like, whole_of
 from thinwire.errors import ThinwireError
 from thinwire.strategy.parts import Parts
 from thinwire.stream.files import tensors_of
@@ -40,33 +41,51 @@ class EnginePublisher:
         self._sharded = any(map(is_sharded, self._tensors.values()))
         shards = parts.group.shards
         self._copies: dict[str, Tensor] = {}
-        self._last = self._published = position()
+        self._last = self._published = self._count()
         self._thread: threading.Thread | None = None
         self._publisher: Publisher | None = None
         if parts.group.rank == 0 and (shards is None or shards.rank == 0):
             for name, tensor in self._tensors.items():
-                self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                dtype = self._shared(name, tensor).dtype
+                self._copies[name] = torch.empty(tensor.shape, dtype=dtype, device="cpu")
             state = self._copies | {name: self._copies[first] for name, first in tied.items()}
             self._publisher = publish(where, state, **how)
 
     def after_update(self) -> None:
         """Write a version if one is due: after an averaging of local updates, or some updates."""
-        at, sync = self._position(), self._sync
-        due = at >= self._last + self._updates if sync is None else sync.synced and at > self._last
-        if due:
-            self._last = at
-            self._begin(at)
+        count = self._count()
+        if count >= self._last + (self._updates if self._sync is None else 1):
+            self._last = count
+            self._begin()
 
-    def _begin(self, step: int) -> None:
+    def _count(self) -> int:
+        """Return the averagings of local updates so far, else the updates."""
+        return self._position() if self._sync is None else self._sync._when.counters.averagings
+
+    def _shared(self, name: str, tensor: Tensor) -> Tensor:
+        """Return what all ranks have in common: for a parameter of local updates its anchor."""
+        if self._sync is None or (anchor := self._sync._anchors.get(name)) is None:
+            return tensor
+        if tensor.is_complex():
+            anchor = torch.view_as_complex(anchor)
+        config = self._sync.config
+        compression = config.compression
+        # an anchor then changes by one of few values, which takes fewer bits than its rounding
+        one_bit = isinstance(compression, Quantized) and compression.value_bits == 1
+        exact = one_bit and not config.outer_momentum
+        dtype = anchor.dtype if exact else tensor.dtype
+        return sharded_like(anchor.to(tensor.device, dtype), tensor)
+
+    def _begin(self) -> None:
         if self._publisher is None and not self._sharded:
             return
         if self._thread is not None and self._thread.is_alive():
             if not self._sharded:
                 return  # the next version has these changes too
             self.wait()
-        self._published = step
+        self._published, step = self._last, self._position()
         for name, tensor in self._tensors.items():
-            value = whole_of(tensor)  # a collective of the shards
+            value = whole_of(self._shared(name, tensor))  # a collective of the shards
             if name in self._copies:
                 self._copies[name].copy_(value)
         if self._publisher is not None:
@@ -86,10 +105,10 @@ class EnginePublisher:
 
     def close(self) -> None:
         """Publish the last state, and say that no other follows."""
-        at = self._position()
         self.wait()
-        if at > self._published and (self._sync is None or self._sync.synced):
-            self._begin(at)
+        self._last = self._count()
+        if self._last > self._published:
+            self._begin()
             self.wait()
         if self._publisher is not None:
             with _failure_warned("the end of the versions"):

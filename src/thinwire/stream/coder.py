@@ -7,14 +7,15 @@ frequencies are those of a sample of the tensor, and travel with it.
 
 | message | after VERSION and kind |
 |---|---|
-| SAME | nothing: the tensors are equal |
 | WHOLE | the new bytes |
 | ZLIB | old XOR new, deflated |
+| VALUES | slices: the number of values; the values; their frequencies and that of an escape; the number of words; words; escapes |
 | STEPS | the number of groups, less one; the first exponents of all but the first; the sizes of their alphabets and of the common one; frequencies of all these; then slices |
 | slice | the number of words; words of the groups, then of escapes; raw bits: whole bytes from the lowest on, then the bits above |
 
 The last letter of a group's alphabet stands for a symbol of the common one. A group without letters
-did not change. Frequencies are integers that add up to 2^24, each at least one, so that the models
+did not change. VALUES is for float32 entries that each change by one of few values, as those of a
+mean of 1-bit messages do; an escape is a new entry. Frequencies are integers that add up to 2^24, each at least one, so that the models
 of the coder are exact and equal on every machine.
 """  # noqa: E501 (a table row)
 
@@ -31,23 +32,22 @@ from torch import Tensor
 
 Array = Any  # of NumPy, whose views and operators are untyped
 VERSION = 1
-_SAME, _WHOLE, _ZLIB, _STEPS = range(4)
+_WHOLE, _ZLIB, _STEPS, _VALUES = range(1, 5)
 _SHIFTS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
 """Types that are coded by steps: bits of the sign and below the exponent."""
 _SYMBOLS = 248  # zero, and 123 sizes of either sign: what 32 bits need
-_SLICE, _TOTAL = 1 << 18, 1 << 24
+_SLICE, _TOTAL, _MOST = 1 << 18, 1 << 24, 64
 
 
 def encode(old: Tensor, new: Tensor) -> bytes:
-    """Return what makes `new` of `old`: contiguous tensors of one dtype and shape on the CPU."""
-    if (old.dtype, old.shape) != (new.dtype, new.shape):
-        got = " and ".join(f"{one.dtype} {tuple(one.shape)}" for one in (old, new))
-        raise ValueError(f"two tensors of one dtype and shape are needed, got {got}")
+    """Return what makes `new` of `old`, which are contiguous, alike, on the CPU; b"" if equal."""
     before, after, shift = _entries(old), _entries(new), _SHIFTS.get(old.dtype)
     if torch.equal(*(torch.from_numpy(entries.view(np.uint8)) for entries in (before, after))):
-        return bytes((VERSION, _SAME))
+        return b""
     messages: list[bytes] = []
-    if shift:
+    if old.dtype == torch.float32 and (slices := _valued(before, after)):
+        messages.append(b"".join((bytes((VERSION, _VALUES)), *slices)))
+    if shift and (not messages or old.nbytes <= 4096):
         messages.append(b"".join((bytes((VERSION, _STEPS)), *_coded(before, after, shift))))
     if not shift or old.nbytes <= 4096:
         messages.append(bytes((VERSION, _ZLIB)) + zlib.compress(before ^ after))
@@ -58,24 +58,25 @@ def encode(old: Tensor, new: Tensor) -> bytes:
 
 def decode(old: Tensor, data: bytes) -> None:
     """Make `old` the new tensor in place; at a ValueError some of it may have changed."""
+    if not data:
+        return
     message, entries, shift = BytesIO(data), _entries(old), _SHIFTS.get(old.dtype)
     version, kind = _read(message, 2).tolist()
     if version != VERSION:
         raise ValueError(f"a difference of version {VERSION} is needed, got version {version}")
     if kind == _STEPS and shift:
         _decode_(entries, message, shift)
+    elif kind == _VALUES and old.dtype == torch.float32:
+        _decode_values_(entries, message)
     elif kind == _WHOLE:
         entries[:] = _read(message, old.nbytes).view(entries.dtype)
     elif kind == _ZLIB:
-        inflater = zlib.decompressobj()
         try:
-            plain = inflater.decompress(message.read(), old.nbytes + 1)
+            plain = zlib.decompressobj().decompress(message.read(), old.nbytes)
         except zlib.error as error:
             raise ValueError(f"the deflated bytes are damaged: {error}") from None
-        if len(plain) != old.nbytes or not inflater.eof or inflater.unused_data:
-            raise ValueError(f"{old.nbytes} deflated bytes are needed, the message has others")
-        entries ^= np.frombuffer(plain, entries.dtype)
-    elif kind != _SAME:
+        entries ^= _read(BytesIO(plain), old.nbytes).view(entries.dtype)
+    else:
         raise ValueError(f"no kind of difference of {old.dtype} is {kind}: the bytes are damaged")
     if left := len(message.read()):
         raise ValueError(f"{left} bytes are left over: the bytes are damaged")
@@ -110,14 +111,7 @@ def _coded(old: Array, new: Array, shift: int) -> Iterator[bytes]:
             escapes.append(letters[letters >= escape])
             streams.append((table, np.minimum(letters, escape)))
         streams.append((tables[-1].ljust(_SYMBOLS, b"\0"), np.concatenate(escapes)))
-        coder = extra("constriction").stream.stack.AnsCoder()
-        for table, letters in reversed(streams):
-            block, model, _ = _model(table, letters.size >= 2048)
-            blocks = np.pad(letters, (0, -letters.size % block)).reshape(-1, block)
-            powers = (len(table) ** np.arange(block)[::-1]).astype(np.uint16)
-            coder.encode_reverse((blocks @ powers).astype(np.int32), model)
-        words: Array = coder.get_compressed().astype("<u4")
-        yield words.size.to_bytes(3, "little") + words.tobytes()
+        yield _words(streams)
         raw, widths = np.minimum(steps, 0 - steps), _WIDTHS[symbols[changed]]
         for bit in (0, 8, 16):
             yield (raw[widths >= bit + 8] >> bit).astype(np.uint8).tobytes()
@@ -136,16 +130,13 @@ def _decode_(old: Array, message: BytesIO, shift: int) -> None:
         raise ValueError("there are no such groups and alphabets: the bytes are damaged")
     for at in range(0, old.size, _SLICE):
         before = old[at : at + _SLICE]
-        words = _read(message, 4 * int.from_bytes(_read(message, 3), "little")).view("<u4")
-        coder = extra("constriction").stream.stack.AnsCoder(words.astype(np.uint32))
+        coder = _coder(message)
         symbols, escapes = np.zeros(before.size, np.uint8), [np.empty(0, np.intp)]
         for table, members in _groups(before, starts, tables, shift):
             symbols[members] = letters = _letters(coder, table, members.size)
             escapes.append(members[letters == len(table) - 1])
         rest = np.concatenate(escapes)
         symbols[rest] = _letters(coder, tables[-1].ljust(_SYMBOLS, b"\0"), rest.size)
-        if not coder.is_empty():
-            raise ValueError("more words came than these entries need: the bytes are damaged")
         changed = np.flatnonzero(symbols)
         symbols = symbols[changed]
         steps, widths = _SIZES.astype(old.dtype)[symbols], _WIDTHS[symbols]
@@ -158,6 +149,56 @@ def _decode_(old: Array, message: BytesIO, shift: int) -> None:
             steps[far] |= bits.astype(old.dtype) << (widths[far] & 24) + bit
         steps, signs = np.where(symbols & 1, steps, 0 - steps), _signs(before[changed])
         before[changed] = _ordered((before[changed] ^ signs) + steps) ^ signs
+
+
+def _valued(old: Array, new: Array) -> list[bytes] | None:
+    """Return slices, or None if some entries change by other values than a few."""
+    slices = []
+    for at in range(0, old.size, _SLICE):
+        before, after = (bits[at : at + _SLICE].view(np.float32) for bits in (old, new))
+        with np.errstate(all="ignore"):
+            change = before.astype(np.float64) - after
+            if not np.isfinite(change).all() or (values := _values(change, after)).size > _MOST:
+                return None
+            letters = np.searchsorted(values[:-1] / 2 + values[1:] / 2, change).astype(np.uint8)
+            became = before - values[letters]
+        escapes = np.flatnonzero(became.view(np.uint32) != new[at : at + _SLICE])
+        if escapes.size > before.size // 64:
+            return None
+        letters[escapes] = values.size
+        table = _minifloat(np.bincount(letters, minlength=values.size + 1), 3).tobytes()
+        head = bytes((values.size,)) + values.astype("<f4").tobytes() + table
+        slices += [head, _words([(table, letters)]), after[escapes].tobytes()]
+    return slices
+
+
+def _values(change: Array, new: Array) -> Array:
+    """Return the values of which each entry is one, but for the rounding of the new entries."""
+    change, new = (entries[:: max(new.size >> 15, 1)] for entries in (change, new))
+    half: Array = np.spacing(np.abs(new)).astype(np.float64) / 2
+    finest = np.sort(half)[half.size // 4]
+    fine = np.sort(change[half <= finest])
+    rough = fine[np.diff(fine, prepend=-np.inf) > 3 * finest]
+    near: Array = np.searchsorted(rough[:-1] / 2 + rough[1:] / 2, change)
+    close = np.flatnonzero(np.abs(change - rough[near]) <= 2 * finest + half)
+    near, change, half = near[close], change[close], half[close]
+    least, most = np.full(rough.size, -np.inf), np.full(rough.size, np.inf)
+    np.maximum.at(least, near, change - half)
+    np.minimum.at(most, near, change + half)
+    return (least / 2 + most / 2).astype(np.float32)
+
+
+def _decode_values_(old: Array, message: BytesIO) -> None:
+    """Change the entries in place."""
+    for at in range(0, old.size, _SLICE):
+        before = old[at : at + _SLICE].view(np.float32)
+        count = int(_read(message, 1)[0])
+        values = np.append(_read(message, 4 * count).view("<f4"), np.float32(0))
+        table = _read(message, count + 1).tobytes()
+        letters = _letters(_coder(message), table, before.size)
+        before -= values[letters]
+        escapes = np.flatnonzero(letters == count)
+        before[escapes] = _read(message, 4 * escapes.size).view("<f4")
 
 
 def _groups(old: Array, starts: list[int], tables: list[bytes], shift: int) -> Iterator[Any]:
@@ -244,6 +285,23 @@ _WIDTHS = np.maximum((np.arange(_SYMBOLS) + 1) // 8 - 1, 0).astype(np.uint8)
 _OF_TWO_BYTES = _symbols(np.arange(1 << 16, dtype=np.uint16).view(np.int16).astype(np.uint32))
 
 
+def _words(streams: list[tuple[bytes, Array]]) -> bytes:
+    """Return the number of words, and words that hold all letters, each stream by its table."""
+    coder = extra("constriction").stream.stack.AnsCoder()
+    for table, letters in reversed(streams):
+        block, model, _ = _model(table, letters.size >= 2048)
+        blocks = np.pad(letters, (0, -letters.size % block)).reshape(-1, block)
+        powers = (len(table) ** np.arange(block)[::-1]).astype(np.uint16)
+        coder.encode_reverse((blocks @ powers).astype(np.int32), model)
+    words: Array = coder.get_compressed().astype("<u4")
+    return bytes(words.size.to_bytes(3, "little") + words.tobytes())
+
+
+def _coder(message: BytesIO) -> Any:
+    words = _read(message, 4 * int.from_bytes(_read(message, 3), "little")).view("<u4")
+    return extra("constriction").stream.stack.AnsCoder(words.astype(np.uint32))
+
+
 def _letters(coder: Any, table: bytes, count: int) -> Array:
     block, model, letters = _model(table, count >= 2048, decoding=True)
     return letters[coder.decode(model, -(-count // block))].view(np.uint8)[:count]
@@ -278,5 +336,6 @@ def extra(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        text = f"publish and follow need {name}: pip install 'thinwire[stream]'"
+        package = name.partition(".")[0]
+        text = f"publish and follow need {package}: pip install 'thinwire[stream]'"
         raise ImportError(text) from error

@@ -51,7 +51,7 @@ def follow(
         raise ValueError(f"--to {to}: there is no folder {to.parent}")
     from thinwire.stream.follower import follow as open_stream
 
-    follower = open_stream(where, token=_token(token_file), poll=poll)
+    follower = open_stream(where, token=read_token(token_file) if token_file else None, poll=poll)
     version = follower.latest(wait)
     _write(version, to, quiet=quiet)
     if once:
@@ -69,7 +69,7 @@ def versions(where: str, /, *, token_file: Path | None = None) -> None:
     """
     from thinwire.stream.files import Storage, base_name, step_name
 
-    storage = Storage(where, _token(token_file))
+    storage = Storage(where, read_token(token_file) if token_file else None)
     newest = storage.newest()
     if newest is None:
         raise ValueError(f"{where} has no version so far")
@@ -82,10 +82,6 @@ def versions(where: str, /, *, token_file: Path | None = None) -> None:
         print(f"{number:>9}" + "".join(f"{cell:>16}" for cell in cells))
     end = "; its publisher is closed" if newest["closed"] else ""
     print(f"newest: step {newest['step']}, digest {newest['digest'][:16]}{end}")
-
-
-def _token(file: Path | None) -> bytes | None:
-    return None if file is None else read_token(file)
 
 
 def _write(version: Version, to: Path, *, quiet: bool) -> None:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from torch import Tensor, nn
 
-from thinwire._files import read_regular, replace_file, replacing
+from thinwire._files import replacing
 from thinwire._names import plain_names
 from thinwire.checkpoint.files import make_directory, sync_directory, write_pieces
 from thinwire.checkpoint.tree import UNREADABLE, table_entry
@@ -29,7 +29,7 @@ from thinwire.core.sharded import shard_of
 from thinwire.errors import StreamError
 from thinwire.stream.coder import extra
 
-_NEWEST, _FORMAT, _MOST_BYTES = "latest.json", 1, 1 << 20
+_NEWEST, _FORMAT = "latest.json", 1
 _MAGIC, _PREFIX = b"tw-step1", struct.Struct("<8sI")
 _TAG_BYTES, _CHUNK_BYTES = 16, 1 << 20
 _OURS = re.compile(r"^\.?\d{9}\.(safetensors|step)|^\.latest\.json\.")
@@ -64,14 +64,11 @@ class Storage:
     def __init__(self, where: str | PathLike[str], token: str | bytes | None) -> None:
         if token is not None and not (isinstance(token, str | bytes) and token):
             raise TypeError(f"token must be text, bytes or None, got {token!r}")
-        for name in ("fsspec", "constriction"):
-            extra(name)
-        from fsspec.core import url_to_fs
-        from fsspec.implementations.local import LocalFileSystem
-
+        extra("constriction")
         self.where = fspath(where)
-        self._files, self._root = url_to_fs(self.where)
-        self._folder = Path(self._root) if isinstance(self._files, LocalFileSystem) else None
+        self._files, self._root = extra("fsspec.core").url_to_fs(self.where)
+        local = extra("fsspec.implementations.local").LocalFileSystem
+        self._folder = Path(self._root) if isinstance(self._files, local) else None
         secret = token.encode() if isinstance(token, str) else token
         self._key = hashlib.sha256(b"thinwire stream" + secret).digest() if secret else b""
         self._key_name = hashlib.sha256(self._key).hexdigest()[:16] if secret else None
@@ -80,23 +77,15 @@ class Storage:
         """Return the record of the newest version, or None if there is none so far."""
         try:
             with self._errors(_NEWEST):
-                if self._folder:
-                    text = read_regular(self._folder / _NEWEST, _MOST_BYTES)
-                else:
-                    text = self._files.cat_file(f"{self._root}/{_NEWEST}")
+                text = self._files.cat_file(f"{self._root}/{_NEWEST}")
         except Missing:
             return None
         return self.unsealed(text, _NEWEST)
 
     def name_newest(self, record: Mapping[str, Any]) -> None:
         """Write the record of the newest version."""
-        content = self.sealed(record).encode()
-        if self._folder:
-            replace_file(self._folder / _NEWEST, content)
-            sync_directory(self._folder)
-        else:
-            with self._errors(_NEWEST):
-                self._files.pipe_file(f"{self._root}/{_NEWEST}", content)
+        with self.written(_NEWEST) as path:
+            write_pieces(path, [self.sealed(record).encode()])
 
     def sealed(self, record: Mapping[str, Any]) -> str:
         """Return a record as JSON with its tag."""

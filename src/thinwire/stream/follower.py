@@ -164,11 +164,9 @@ class Follower:
                     raise
             else:
                 held = self.held
-                if newest and (held is None or held.stream != newest["stream"]):
+                if left_s <= 0 or (newest and not (held and held.stream == newest["stream"])):
                     return newest
                 if held and newest and (newest["number"] > held.number or newest["closed"]):
-                    return newest
-                if left_s <= 0:
                     return newest
             time.sleep(max(0.0, min(self._poll, left_s)))
 
@@ -243,8 +241,7 @@ class Follower:
             return {name: [] for name in table}
         own, own_tied = tensors_of(self._model)
         every = own | {name: own[first] for name, first in own_tied.items()}
-        problems = [f"it has no {name}" for name in {*table, *tied} - {*every}]
-        problems += [f"{name} was not published" for name in {*every} - {*table, *tied}]
+        problems = [f"only one of them has {name}" for name in {*table, *tied} ^ {*every}]
         problems += [
             f"{name} is tied, and was not" for name in {*own_tied} & {*table} - {*tied.values()}
         ]

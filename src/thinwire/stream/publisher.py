@@ -196,11 +196,8 @@ class Publisher:
         with tempfile.TemporaryFile() as payload:
             for name, tensor in tensors.items():
                 new = self._published(tensor)
-                own = digest(new)
-                changed = own != held.digests[name]
-                data = encode(held.tensors[name], new) if changed else b""
-                lengths.append(payload.write(data))
-                held.tensors[name], held.digests[name] = new, own
+                lengths.append(payload.write(encode(held.tensors[name], new)))
+                held.tensors[name], held.digests[name] = new, digest(new)
             table = table_of(held.tensors)
             record |= {"previous": held.digest, "digest": digest_of(table, held.digests)}
             size = sum(lengths)
