@@ -184,12 +184,13 @@ class Training:
             self._load(file)
         kept_s = time.monotonic()
         while self.done < self.cell.steps:
-            self._step()
+            self.step()
             if file is not None and time.monotonic() - kept_s > _KEPT_EVERY_S:
                 self._save(file)
                 kept_s = time.monotonic()
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Take a step."""
         cell, sync = self.cell, self.sync
         rate = cell.lr * rate_factor(self.done / cell.steps)
         share = 1 if sync else 1 / cell.workers

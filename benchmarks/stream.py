@@ -4,9 +4,10 @@ python -m benchmarks.stream            # all cases; needs the packages constrict
 python -m benchmarks.stream --quick    # small and short, without results
 
 Synthetic: 34 million bfloat16 weights, normal with deviation 0.02, and a normal change of one size.
-Training: the transformer of 0.87 million parameters of `benchmarks.law`, with AdamW; bfloat16
-copies of its float32 weights a step and 16 steps apart, and the float32 weights. Fine-tuning: the
-same model at constant rates of 1e-5 and 1e-6.
+Training: transformers of 0.87 and 3.3 million parameters of `benchmarks.law`, with AdamW; bfloat16
+copies of their float32 weights a step and 16 steps apart, and the float32 weights. Fine-tuning: the
+same models at constant rates of 1e-5 and 1e-6. Rounds: the float32 anchors of local updates of the
+smaller one, with Muon, one bit and 16 steps, from one averaging to the next.
 
 Bytes are per parameter. The entropy is that of the steps in units in the last place given the
 exponent of the old value, from counts of each tensor; it leaves out the bytes of these counts.
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 
 from benchmarks.common import bare_parser, markdown, save, surroundings
 from benchmarks.gaps import Cell
-from benchmarks.law import alone, works_of
+from benchmarks.law import Training, alone, works_of
 from thinwire.stream.coder import decode, encode
 from thinwire.tools.run.training import rate_factor
 
@@ -172,10 +173,25 @@ def copied(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: p.detach().to(dtype, copy=True) for name, p in model.named_parameters()}
 
 
-def versions(quick: bool) -> Iterator[dict[str, Any]]:
+def rounds(quick: bool, workers: int) -> dict[str, Any]:
+    """Train with local updates; return what a version of the anchors takes."""
+    interval, size = (2, "0.04M") if quick else (16, "0.87M")
+    cell = Cell(part="held_out", size=size, workers=workers, interval=interval, bits=1,
+                optimizer="muon", steps=STEPS, batch=BATCH, lr=0.024, seed=5, data="")  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder, alone():
+        training = Training(cell, works_of(cell, "cpu", Path(folder)))
+        assert training.sync is not None
+        anchors, before = training.sync.averagings[0].anchors, dict[str, Tensor]()
+        for count in (8, 9):
+            while training.sync.rounds < count:
+                training.step()
+            old, before = before, {name: tensor.clone() for name, tensor in anchors.items()}
+    return compared(f"{size}, rounds of {workers} workers", old, before)
+
+
+def versions(size: str, quick: bool) -> Iterator[dict[str, Any]]:
     """Train and fine-tune; yield what versions of the weights take."""
     steps, at = (8, (4,)) if quick else (STEPS, AT)
-    size = "0.04M" if quick else "0.87M"
     cell = Cell(part="held_out", size=size, workers=1, interval=0, bits=32, optimizer="adamw",
                 steps=STEPS, batch=BATCH, lr=RATE, seed=5, data="")  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, alone():
@@ -196,7 +212,9 @@ def versions(quick: bool) -> Iterator[dict[str, Any]]:
             for apart in (1, 16):
                 run(apart - (apart > 1), rate, first + (apart > 1))
                 for before, dtype in zip(old, dtypes, strict=True):
-                    yield compared(f"{name}, {apart} apart", before, copied(work.model, dtype))
+                    yield compared(
+                        f"{size}, {name}, {apart} apart", before, copied(work.model, dtype)
+                    )
 
         def falling(step: int) -> float:
             return RATE * rate_factor(step / STEPS)
@@ -228,24 +246,30 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 def main() -> None:
     parser = bare_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="small and short, without results")
-    parser.add_argument("--only", choices=["synthetic", "trained"], help="keep the other results")
+    parser.add_argument(
+        "--only", choices=["synthetic", "trained", "rounds"], help="keep the other results"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     result = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     result["surroundings"] = surroundings(2)
-    if arguments.only != "trained":
+    if arguments.only in (None, "synthetic"):
         result["synthetic"], result["speeds"] = [], {}
         for name, move in CHANGES.items():
             old, new = synthetic(200_000 if arguments.quick else NUMEL, move)
             result["synthetic"].append(compared(f"synthetic, {name}", {"w": old}, {"w": new}))
             result["speeds"][name] = speeds(old, new)
             print(result["synthetic"][-1], result["speeds"][name], file=sys.stderr, flush=True)
-    if arguments.only != "synthetic":
+    if arguments.only in (None, "trained"):
         result["trained"] = []
-        for row in versions(arguments.quick):
-            result["trained"].append(row)
-            print(row, file=sys.stderr, flush=True)
-    print("\n".join(table(result.get("synthetic", []) + result.get("trained", []))))
+        for size in ("0.04M",) if arguments.quick else ("0.87M", "3.3M"):
+            for row in versions(size, arguments.quick):
+                result["trained"].append(row)
+                print(row, file=sys.stderr, flush=True)
+    if arguments.only in (None, "rounds"):
+        result["rounds"] = [rounds(arguments.quick, workers) for workers in (2, 4)]
+    parts = (result.get(part, []) for part in ("synthetic", "trained", "rounds"))
+    print("\n".join(table([row for part in parts for row in part])))
     if timed := result.get("speeds"):
         titles = ["changed", *timed["1 %"]["mb_s"], "memory to encode", "to decode"]
         rows = ([name, *t["mb_s"].values(), *t["peak"].values()] for name, t in timed.items())
