@@ -267,7 +267,7 @@ def main() -> None:
                 result["trained"].append(row)
                 print(row, file=sys.stderr, flush=True)
     if arguments.only in (None, "rounds"):
-        result["rounds"] = [rounds(arguments.quick, workers) for workers in (2, 4)]
+        result["rounds"] = [rounds(arguments.quick, workers) for workers in (2, 4, 6)]
     parts = (result.get(part, []) for part in ("synthetic", "trained", "rounds"))
     print("\n".join(table([row for part in parts for row in part])))
     if timed := result.get("speeds"):

@@ -83,9 +83,7 @@ def test_size_of_a_difference_is_near_the_entropy(move: float, above: float) -> 
 @pytest.mark.parametrize("senders", [1, 2, 4])
 @pytest.mark.parametrize("count", [40_000, 600_000])
 @pytest.mark.parametrize("center", [0.0, 1.0])
-def test_mean_of_one_bit_messages_costs_a_bit_for_each(
-    senders: int, count: int, center: float
-) -> None:
+def test_mean_of_one_bit_messages_takes_few_bits(senders: int, count: int, center: float) -> None:
     generator = torch.Generator().manual_seed(3)
     old = center + 0.02 * torch.randn(count, generator=generator)
     change = torch.zeros(count)

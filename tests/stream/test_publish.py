@@ -377,7 +377,7 @@ def of_one_bit(rank: int, size: int, folder: str, sharded: bool) -> State:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_followers_of_local_updates_hold_the_anchors_at_few_bits(
+def test_local_updates_publish_their_anchors(
     ranks: Pool, tmp_path: Path, sharded: bool
 ) -> None:
     state, *_ = ranks.run(of_one_bit, str(tmp_path), sharded, size=4 if sharded else 2)

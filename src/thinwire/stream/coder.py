@@ -161,8 +161,8 @@ def _valued(old: Array, new: Array) -> list[bytes] | None:
             if not np.isfinite(change).all() or (values := _values(change, after)).size > _MOST:
                 return None
             letters = np.searchsorted(values[:-1] / 2 + values[1:] / 2, change).astype(np.uint8)
-            became = before - values[letters]
-        escapes = np.flatnonzero(became.view(np.uint32) != new[at : at + _SLICE])
+            found = before - values[letters]
+        escapes = np.flatnonzero(found.view(np.uint32) != new[at : at + _SLICE])
         if escapes.size > before.size // 64:
             return None
         letters[escapes] = values.size
