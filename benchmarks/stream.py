@@ -260,6 +260,9 @@ def main() -> None:
             result["synthetic"].append(compared(f"synthetic, {name}", {"w": old}, {"w": new}))
             result["speeds"][name] = speeds(old, new)
             print(result["synthetic"][-1], result["speeds"][name], file=sys.stderr, flush=True)
+        old = old.float()
+        new = old - torch.where(torch.rand_like(old) < 0.5, 1.1e-3, -1e-3)
+        result["speeds"]["one bit, float32"] = speeds(old, new)
     if arguments.only in (None, "trained"):
         result["trained"] = []
         for size in ("0.04M",) if arguments.quick else ("0.87M", "3.3M"):

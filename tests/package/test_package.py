@@ -95,7 +95,7 @@ def test_metadata_has_authors_purpose_and_links() -> None:
     assert python in (found.get_all("Classifier") or [])
     assert f"version: {found['Version']}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in in_the_wheel())
-    assert set(found.get_all("Provides-Extra") or []) == {"fast", "cli"}
+    assert set(found.get_all("Provides-Extra") or []) == {"fast", "cli", "stream"}
 
 
 def test_the_page_of_a_package_index_has_no_link_into_the_repository() -> None:

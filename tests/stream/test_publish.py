@@ -377,9 +377,7 @@ def of_one_bit(rank: int, size: int, folder: str, sharded: bool) -> State:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_local_updates_publish_their_anchors(
-    ranks: Pool, tmp_path: Path, sharded: bool
-) -> None:
+def test_local_updates_publish_their_anchors(ranks: Pool, tmp_path: Path, sharded: bool) -> None:
     state, *_ = ranks.run(of_one_bit, str(tmp_path), sharded, size=4 if sharded else 2)
     copy = nn.Linear(256, 256).bfloat16()
     for version in tw.follow(tmp_path, copy):
