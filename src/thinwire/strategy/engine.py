@@ -616,10 +616,11 @@ class Engine:
         """Publish the model to `thinwire.follow` from now on: after each averaging of local
         updates, else after every so many updates. Rank 0 writes, on a thread.
 
-        A version is left out while the one before is being written; of a sharded model training
-        waits. A failure is a warning. With local updates parameters are those that the last
-        averaging left; at one bit and without outer momentum they are float32, since an entry then
-        changes by one of few values, which takes a bit or two, and fewer than its rounding.
+        A version is left out while the one before is being written. Of a sharded model, and of
+        local updates at one bit, training waits. A failure is a warning. With local updates
+        parameters are those that the last averaging left; at one bit and without outer momentum
+        they are float32, since an entry then changes by one of few values, which takes fewer bits
+        than its rounding does.
 
         Args:
             where: Folder or address, as in `thinwire.publish`.

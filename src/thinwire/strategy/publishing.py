@@ -37,6 +37,14 @@ class EnginePublisher:
                 "engine.publish does not work under pipeline, where each rank has a stage of the "
                 "model: save checkpoints, and export them"
             )
+        local = None if self._sync is None else self._sync.config
+        self._one_bit = (
+            local is not None
+            and isinstance(local.compression, Quantized)
+            and local.compression.value_bits == 1
+            and not local.outer_momentum
+        )
+        """True if an averaging changes an anchor by one of few values: fewer bits than rounded."""
         self._tensors, tied = tensors_of(parts.model)
         self._sharded = any(map(is_sharded, self._tensors.values()))
         shards = parts.group.shards
@@ -68,21 +76,16 @@ class EnginePublisher:
             return tensor
         if tensor.is_complex():
             anchor = torch.view_as_complex(anchor)
-        config = self._sync.config
-        compression = config.compression
-        # an anchor then changes by one of few values, which takes fewer bits than its rounding
-        one_bit = isinstance(compression, Quantized) and compression.value_bits == 1
-        exact = one_bit and not config.outer_momentum
-        dtype = anchor.dtype if exact else tensor.dtype
+        dtype = anchor.dtype if self._one_bit else tensor.dtype
         return sharded_like(anchor.to(tensor.device, dtype), tensor)
 
     def _begin(self) -> None:
         if self._publisher is None and not self._sharded:
             return
         if self._thread is not None and self._thread.is_alive():
-            if not self._sharded:
+            if not (self._sharded or self._one_bit):
                 return  # the next version has these changes too
-            self.wait()
+            self.wait()  # two averagings would take ten times the bits of each
         self._published, step = self._last, self._position()
         for name, tensor in self._tensors.items():
             value = whole_of(self._shared(name, tensor))  # a collective of the shards

@@ -15,8 +15,8 @@ frequencies are those of a sample of the tensor, and travel with it.
 
 The last letter of a group's alphabet stands for a symbol of the common one. A group without letters
 did not change. VALUES is for float32 entries that each change by one of few values, as those of a
-mean of 1-bit messages do; an escape is a new entry. Frequencies are integers that add up to 2^24, each at least one, so that the models
-of the coder are exact and equal on every machine.
+mean of 1-bit messages do; an escape is a new entry. Frequencies are integers that add up to 2^24,
+each at least one, so that the models of the coder are exact and equal on every machine.
 """  # noqa: E501 (a table row)
 
 import importlib
