@@ -36,7 +36,7 @@ _WHOLE, _ZLIB, _STEPS, _VALUES = range(1, 5)
 _SHIFTS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
 """Types that are coded by steps: bits of the sign and below the exponent."""
 _SYMBOLS = 248  # zero, and 123 sizes of either sign: what 32 bits need
-_SLICE, _TOTAL, _MOST = 1 << 18, 1 << 24, 64
+_SLICE, _TOTAL, _MOST = 1 << 18, 1 << 24, 64  # entries, sum of frequencies, values
 
 
 def encode(old: Tensor, new: Tensor) -> bytes:
