@@ -133,10 +133,11 @@ def local_factor(own: Mapping[str, Any], optimizer: str) -> float:
 
 def rate_factor(own: Mapping[str, Any], optimizer: str | None, workers: int) -> float | None:
     """Return the best learning rate over dense Muon's with few workers; None if not measured."""
-    # Source: docs/law.md: 0.87 M parameters, 4 and 8 workers, 4 to 32 steps, one bit
+    # Source: docs/law.md: 2 (0.14 M parameters), 4 and 8 workers (0.87 M), 4 to 32 steps, one bit
     if "localsgd" not in own or optimizer != "muon":
         return None
-    return 2.0 if own["localsgd"]["k_steps"] >= _MEASURED_STEPS or workers > _FEW else 1.0
+    many = own["localsgd"]["k_steps"] >= _MEASURED_STEPS and workers > 2
+    return 2.0 if many or workers > _FEW else 1.0
 
 
 def _of_gradients(method: str, document: Mapping[str, Any], workers: int) -> LossGap:
