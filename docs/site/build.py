@@ -80,13 +80,13 @@ def with_links(text: str, source: Path, found: set[Path]) -> str:
     return TOKEN.sub(moved, text)
 
 
-def with_parts(text: str) -> str:
+def with_parts(text: str, found: set[Path]) -> str:
     """A page with its computed parts, and with sections of README, in place of their marks."""
 
     def section(mark: re.Match[str]) -> str:
-        readme = (ROOT / "README.md").read_text(encoding="utf-8")
-        text = readme.partition(f"\n## {mark[1]}\n")[2].partition("\n## ")[0]
-        return text.replace("](docs/", "](../")  # as seen from docs/site
+        source = ROOT / "README.md"
+        text = source.read_text(encoding="utf-8").partition(f"\n## {mark[1]}\n")[2]
+        return with_links(text.partition("\n## ")[0], source, found)
 
     text = re.sub(r"<!-- README: (.+) -->", section, text)
     return re.sub(r"<!-- made: (\w+) -->", lambda mark: MADE[mark[1]](), text)
@@ -96,7 +96,7 @@ def write(folder: Path, source: Path, text: str, found: set[Path]) -> None:
     """Put a page into the site's source."""
     page = folder / place(source)
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(with_links(with_parts(text), source, found), encoding="utf-8")
+    page.write_text(with_parts(with_links(text, source, found), found), encoding="utf-8")
 
 
 def add_summaries(folder: Path) -> None:

@@ -121,6 +121,11 @@ def test_decode_of_damaged_bytes_is_an_error_or_another_tensor(dtype: torch.dtyp
     assert refused > len(message)
 
 
+def test_encode_of_unlike_tensors_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"float32.*\(3,\)"):
+        coder.encode(torch.zeros(2), torch.zeros(3))
+
+
 def test_coder_without_its_package_names_the_extra() -> None:
     code = (
         "import sys, torch; sys.modules['constriction'] = None\n"

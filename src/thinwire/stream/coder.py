@@ -41,6 +41,9 @@ _SLICE, _TOTAL, _MOST = 1 << 18, 1 << 24, 64  # entries, sum of frequencies, val
 
 def encode(old: Tensor, new: Tensor) -> bytes:
     """Return what makes `new` of `old`, which are contiguous, alike, on the CPU; b"" if equal."""
+    if (old.dtype, old.shape) != (new.dtype, new.shape):
+        got = " and ".join(f"{one.dtype} {tuple(one.shape)}" for one in (old, new))
+        raise ValueError(f"two tensors of one dtype and shape are needed, got {got}")
     before, after, shift = _entries(old), _entries(new), _SHIFTS.get(old.dtype)
     if torch.equal(*(torch.from_numpy(entries.view(np.uint8)) for entries in (before, after))):
         return b""
@@ -71,11 +74,14 @@ def decode(old: Tensor, data: bytes) -> None:
     elif kind == _WHOLE:
         entries[:] = _read(message, old.nbytes).view(entries.dtype)
     elif kind == _ZLIB:
+        inflater = zlib.decompressobj()
         try:
-            plain = zlib.decompressobj().decompress(message.read(), old.nbytes)
+            plain = inflater.decompress(message.read(), old.nbytes + 1)
         except zlib.error as error:
             raise ValueError(f"the deflated bytes are damaged: {error}") from None
-        entries ^= _read(BytesIO(plain), old.nbytes).view(entries.dtype)
+        if len(plain) != old.nbytes or not inflater.eof or inflater.unused_data:
+            raise ValueError(f"{old.nbytes} deflated bytes are needed, the message has others")
+        entries ^= np.frombuffer(plain, entries.dtype)
     else:
         raise ValueError(f"no kind of difference of {old.dtype} is {kind}: the bytes are damaged")
     if left := len(message.read()):
@@ -136,7 +142,7 @@ def _decode_(old: Array, message: BytesIO, shift: int) -> None:
             symbols[members] = letters = _letters(coder, table, members.size)
             escapes.append(members[letters == len(table) - 1])
         rest = np.concatenate(escapes)
-        symbols[rest] = _letters(coder, tables[-1].ljust(_SYMBOLS, b"\0"), rest.size)
+        symbols[rest] = _letters(coder, tables[-1].ljust(_SYMBOLS, b"\0"), rest.size, last=True)
         changed = np.flatnonzero(symbols)
         symbols = symbols[changed]
         steps, widths = _SIZES.astype(old.dtype)[symbols], _WIDTHS[symbols]
@@ -195,7 +201,7 @@ def _decode_values_(old: Array, message: BytesIO) -> None:
         count = int(_read(message, 1)[0])
         values = np.append(_read(message, 4 * count).view("<f4"), np.float32(0))
         table = _read(message, count + 1).tobytes()
-        letters = _letters(_coder(message), table, before.size)
+        letters = _letters(_coder(message), table, before.size, last=True)
         before -= values[letters]
         escapes = np.flatnonzero(letters == count)
         before[escapes] = _read(message, 4 * escapes.size).view("<f4")
@@ -302,9 +308,12 @@ def _coder(message: BytesIO) -> Any:
     return extra("constriction").stream.stack.AnsCoder(words.astype(np.uint32))
 
 
-def _letters(coder: Any, table: bytes, count: int) -> Array:
+def _letters(coder: Any, table: bytes, count: int, *, last: bool = False) -> Array:
     block, model, letters = _model(table, count >= 2048, decoding=True)
-    return letters[coder.decode(model, -(-count // block))].view(np.uint8)[:count]
+    found = letters[coder.decode(model, -(-count // block))].view(np.uint8)[:count]
+    if last and not coder.is_empty():
+        raise ValueError("more words came than these entries need: the bytes are damaged")
+    return found
 
 
 @lru_cache(64)
@@ -336,6 +345,5 @@ def extra(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        package = name.partition(".")[0]
-        text = f"publish and follow need {package}: pip install 'thinwire[stream]'"
+        text = f"publish and follow need {name.partition('.')[0]}: pip install 'thinwire[stream]'"
         raise ImportError(text) from error

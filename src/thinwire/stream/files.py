@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from torch import Tensor, nn
 
-from thinwire._files import replacing
+from thinwire._files import read_regular, replacing
 from thinwire._names import plain_names
 from thinwire.checkpoint.files import make_directory, sync_directory, write_pieces
 from thinwire.checkpoint.tree import UNREADABLE, table_entry
@@ -29,7 +29,7 @@ from thinwire.core.sharded import shard_of
 from thinwire.errors import StreamError
 from thinwire.stream.coder import extra
 
-_NEWEST, _FORMAT = "latest.json", 1
+_NEWEST, _FORMAT, _MOST_BYTES = "latest.json", 1, 1 << 20
 _MAGIC, _PREFIX = b"tw-step1", struct.Struct("<8sI")
 _TAG_BYTES, _CHUNK_BYTES = 16, 1 << 20
 _OURS = re.compile(r"^\.?\d{9}\.(safetensors|step)|^\.latest\.json\.")
@@ -76,8 +76,8 @@ class Storage:
     def newest(self) -> dict[str, Any] | None:
         """Return the record of the newest version, or None if there is none so far."""
         try:
-            with self._errors(_NEWEST):
-                text = self._files.cat_file(f"{self._root}/{_NEWEST}")
+            with self.fetched(_NEWEST) as path, self._errors(_NEWEST):
+                text = read_regular(path, _MOST_BYTES)
         except Missing:
             return None
         return self.unsealed(text, _NEWEST)

@@ -133,9 +133,7 @@ class Follower:
             StreamError: There is no version so far; a file is damaged, missing or forged, the token
                 is another, or the model does not fit.
         """
-        if wait is not None:
-            check.real("wait", wait, at_least=0)
-        newest = self._newest(wait or 0.0)
+        newest = self._newest(0.0 if wait is None else check.real("wait", wait, at_least=0))
         if newest is None:
             raise StreamError(
                 f"{self._storage.where} has no version so far: give a time to wait for it"
@@ -241,7 +239,8 @@ class Follower:
             return {name: [] for name in table}
         own, own_tied = tensors_of(self._model)
         every = own | {name: own[first] for name, first in own_tied.items()}
-        problems = [f"only one of them has {name}" for name in {*table, *tied} ^ {*every}]
+        problems = [f"it has no {name}" for name in {*table, *tied} - {*every}]
+        problems += [f"{name} was not published" for name in {*every} - {*table, *tied}]
         problems += [
             f"{name} is tied, and was not" for name in {*own_tied} & {*table} - {*tied.values()}
         ]
@@ -264,8 +263,7 @@ class Follower:
         """Copy a value into the model; return the tensor that the next difference changes."""
         for target in targets:
             target.copy_(value)
-        alike = [target for target in targets if target.dtype == value.dtype]
-        first = alike[0] if alike else value
+        first = next((target for target in targets if target.dtype == value.dtype), value)
         self._copies[name] = [target for target in targets if target is not first]
         return first
 

@@ -3,6 +3,7 @@
 import tempfile
 import uuid
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from os import PathLike
 from typing import Any
 
@@ -76,7 +77,7 @@ def publish(
     return Publisher(Storage(where, token), model, dtype, every, keep)
 
 
-class Publisher:
+class Publisher(AbstractContextManager["Publisher"]):
     """Result of `publish`: writes a version at each `update`.
 
     Attributes:
@@ -151,9 +152,6 @@ class Publisher:
             self._storage.name_newest({**self._newest(), "closed": True})
             self._held = None
 
-    def __enter__(self) -> "Publisher":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -209,9 +207,7 @@ class Publisher:
         if not bases:
             return True
         last, size, until = bases[-1]
-        if self._every is not None:
-            return number - last >= self._every
-        return written - until >= _CHAIN * size
+        return number - last >= self._every if self._every else written - until >= _CHAIN * size
 
     def _write_base(self, held: Held, record: Mapping[str, Any]) -> int:
         """Write a whole version; return its size in bytes."""
