@@ -95,6 +95,18 @@ def test_measured_settings_equal_the_data_of_the_fit() -> None:
     assert whole == {key: (min(steps), max(steps)) for key, steps in found.items()}
 
 
+@pytest.mark.parametrize(("workers", "twice_from"), [(2, 1000), (4, 32), (8, 1)])
+def test_the_rate_follows_workers_and_steps(workers: int, twice_from: int) -> None:
+    plan = tw.plan(workers=workers, link="20mbit", **NUMBERS)
+    found = [
+        (row.lr_factor, row.document["localsgd"]["k_steps"])
+        for row in plan.strategies
+        if row.document and row.lr_factor
+    ]
+    assert {steps for _, steps in found} >= {4, 8, 16, 32}
+    assert all(factor == (2 if steps >= twice_from else 1) for factor, steps in found)
+
+
 @pytest.mark.parametrize("params", ["1M", "124M", "1B"])
 @pytest.mark.parametrize("workers", [2, 4, 8, 16, 32])
 def test_an_unmeasured_setting_is_never_first(params: str, workers: int) -> None:
