@@ -2,19 +2,31 @@
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
 _T = TypeVar("_T")
+_LONGEST_S = 3600.0
+"""Longest wait at once: an infinite one is an error."""
 
 
 class Late(Exception):
     """The work did not end within its time limit."""
 
 
-def within(limit_s: float, work: Callable[[], _T], *, name: str) -> _T:
-    """Return the result of `work` on a thread of this name, or raise `Late`; it goes on there."""
+def within(
+    limit_s: float,
+    work: Callable[[], _T],
+    *,
+    name: str,
+    moved_s: Callable[[], float] | None = None,
+) -> _T:
+    """Return the result of `work` on a thread of this name, or raise `Late`; it goes on there.
+
+    The limit counts from the beginning, or from the time that `moved_s` returns.
+    """
     outcome: Future[_T] = Future()
 
     def run() -> None:
@@ -23,9 +35,14 @@ def within(limit_s: float, work: Callable[[], _T], *, name: str) -> _T:
         except BaseException as failure:
             outcome.set_exception(failure)
 
+    begun_s = time.monotonic()
     threading.Thread(target=run, name=name, daemon=True).start()
-    if not wait([outcome], limit_s).done:
-        raise Late
+    left_s = limit_s
+    while not wait([outcome], min(left_s, _LONGEST_S)).done:
+        since_s = begun_s if moved_s is None else moved_s()
+        left_s = since_s + limit_s - time.monotonic()
+        if left_s <= 0:
+            raise Late
     return outcome.result()
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -66,9 +66,18 @@ def write_tensors(
     """Write a new safetensors file and force it to the disk, with at most one tensor on the
     CPU at a time; return its size in bytes, and with digests its `checksum`.
     """
-    header = _header(tensors, metadata)
-    size = write_pieces(path, chain([header], map(_memory, tensors.values())))
+    pieces = pieces_of(tensors, metadata)
+    header = bytes(next(pieces))
+    size = write_pieces(path, chain([header], pieces))
     return size, "" if digests is None else _combined(header, map(digests.__getitem__, tensors))
+
+
+def pieces_of(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """Yield the content of a safetensors file: its header, then each tensor in turn."""
+    yield _header(tensors, metadata)
+    yield from map(_memory, tensors.values())
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:

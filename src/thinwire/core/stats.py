@@ -11,7 +11,7 @@ _NAMES = (
     "bytes_received bytes_between_nodes bytes_between_stages bytes_dense ratio wait_s rate_bit_s "
     "waiting_share goodput lost_waiting lost_regrouping lost_joining lost_saving grad_norm "
     "clipped_share drift error_norm joining_bytes joining_total_bytes joining_bit_s joining_left_s "
-    "merge_steps batch_share"
+    "merge_steps batch_share published_step"
 )
 _ONES = "k_steps loss_scale applied_share goodput merge_steps batch_share"
 _ONE = dict.fromkeys(_ONES.split(), 1)

@@ -66,6 +66,8 @@ class Averager(Synchronizer):
         """Averaging in flight."""
         self.last: PendingAveraging | None = None
         """Last applied averaging, kept while a joiner needs it."""
+        self.applied = 0
+        """Averagings that were applied here, whatever a loaded state counts."""
         self.weight = 1.0
         self._members, self._after_averaging, self._scaler = members, after_averaging, scaler
         self._parts = fragments_of(tensors.trained, self.config)
@@ -383,6 +385,7 @@ class Averager(Synchronizer):
         self.tensors.made_common(pending.extras)
         self.written = None
         self.counters.averagings += 1
+        self.applied += 1
         if self._members is not None:
             self._members._receive_reports([report.get("members", {}) for report in answers])
             self.last = pending

@@ -6,6 +6,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
@@ -462,6 +463,7 @@ class Engine:
         - `grad_norm`: before a clip by global norm, else of `p.grad`; `clipped_share`: share of
           updates that the clip scaled; `error_norm`: of residuals; `drift`: norm of what this rank
           sent in the last averaging over that of the mean: 1 if ranks agree.
+        - `published_step`: step of the newest version that this rank has written; see `publish`.
 
         Example::
 
@@ -477,6 +479,7 @@ class Engine:
             k_steps=1 if self.sync is None else self.sync.k_steps,
             loss_scale=1.0 if parts.scaler is None else parts.scaler.scale,
             bytes_dense=4 * self.step * sum(shard_of(p).numel() for p in parts.params.values()),
+            published_step=0 if self._steps.publisher is None else self._steps.publisher.step,
             **self._steps.counts(),
         )
 
@@ -612,29 +615,39 @@ class Engine:
         self._steps.pace.exclude(time.perf_counter() - begun_s)
         return path
 
-    def publish(self, where: str, *, updates: int = 1, **how: Any) -> EnginePublisher:
+    def publish(
+        self, where: str | PathLike[str], *, updates: int = 1, **how: Any
+    ) -> EnginePublisher:
         """Publish the model to `thinwire.follow` from now on: after each averaging of local
-        updates, else after every so many updates. Rank 0 writes, on a thread.
+        updates, else after every so many updates. Rank 0 writes, on a thread; among members the
+        first one of an averaging, so that the next one takes over from one that is lost.
 
-        A version is left out while the one before is being written. Of a sharded model, and of
-        local updates at one bit, training waits. A failure is a warning. With local updates
+        A version is left out while the one before is being written; the next one has its changes. A
+        failure of the storage is a warning here, and an error of `close`. With local updates
         parameters are those that the last averaging left; at one bit and without outer momentum
         they are float32, since an entry then changes by one of few values, which takes fewer bits
         than its rounding does.
 
         Args:
-            where: Folder or address, as in `thinwire.publish`.
+            where: Folder or address, as in `thinwire.publish`; among members one that all can
+                write.
             updates: Updates between two versions, without local updates.
             how: Further arguments of `thinwire.publish`.
 
         Returns:
-            A handle. Its `close`, which `engine.close` calls, ends the loops of followers.
+            A handle. Its `wait` waits for the version in progress. `engine.close` publishes the
+            last state and ends the loops of followers, as does a script that ends with status 0;
+            sharded models need `close`, on all ranks.
+
+        Raises:
+            StreamError: The storage does not answer, or has versions of another model.
+            ValueError: Members publish into a folder, without `shared=True`.
         """
         self._require_open()
         self._steps.publisher = publisher = EnginePublisher(
-            self._parts, self._steps.position, where, updates, how
+            self._parts, self._steps.events, self._steps.position, where, updates, how
         )
-        self._parts.undo.callback(publisher.close)
+        self._parts.undo.callback(publisher.abandon)
         return publisher
 
     def wait_for_save(self) -> Path | None:
@@ -780,8 +793,12 @@ class Engine:
         or `Lamb`, or under a pipeline an optimizer of this stage. Under `dgc` an SGD keeps momentum
         and residuals in its `state`, and a new engine with the same fields continues with them.
         """
-        self._finalizer()
-        self._background_save.close()
+        try:
+            if self._steps.publisher is not None:
+                self._steps.publisher.close()
+        finally:
+            self._finalizer()
+            self._background_save.close()
 
     def _continue(self, restored: Mapping[str, Any]) -> None:
         self._steps.count_from(restored)

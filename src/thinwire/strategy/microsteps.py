@@ -49,7 +49,7 @@ class Microsteps:
     def __init__(self, parts: Parts) -> None:
         self.parts, self.sync = parts, parts.sync
         self.exchange, self.pace = parts.exchange, parts.exchange.pace
-        self.step = 0
+        self.step = self._updates_here = 0
         """Updates made by this rank. Without local updates the same on all ranks."""
         self._uncounted: dict[str, float] = dict.fromkeys(
             (*COUNTED, "bytes_between_stages", "dropped_steps"), 0
@@ -99,6 +99,14 @@ class Microsteps:
             found["wait_s"] += part.wait_s
         counted = {name: value + self._uncounted[name] for name, value in found.items()}
         return {"step": self.step, **counted}
+
+    def events(self) -> int:
+        """Return the averagings that were applied here, or without local updates the updates. A
+        state that is loaded changes nothing.
+        """
+        if self.sync is None:
+            return self._updates_here
+        return self.sync._open_averager(or_left=True).applied
 
     def count_from(self, counters: Mapping[str, float]) -> None:
         """Continue the counters of an earlier run."""
@@ -302,6 +310,7 @@ class Microsteps:
         if verdict is StepDecision.END:
             return verdict
         self.step += verdict is StepDecision.APPLY
+        self._updates_here += verdict is StepDecision.APPLY
         if verdict is StepDecision.OVERFLOW:
             _log.info("step %d was dropped for an overflow", self.step)
         if scaler is not None:

@@ -1,8 +1,8 @@
 """Publishes the model of an engine beside its training."""
 
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import hashlib
+from collections.abc import Callable, Mapping
+from os import PathLike
 from typing import Any
 
 import torch
@@ -10,34 +10,41 @@ from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire._wording import warn_user
-from thinwire.comm.waiting import busy
+from thinwire.comm import while_busy
 from thinwire.compress.quantized_change import Quantized
-from thinwire.core.sharded import is_sharded, sharded_like, whole_of
-from thinwire.errors import ThinwireError
+from thinwire.core.sharded import is_sharded, sharded_like
+from thinwire.errors import StreamError
+from thinwire.members.members import Members
 from thinwire.strategy.parts import Parts
-from thinwire.stream.files import tensors_of
-from thinwire.stream.publisher import Publisher, publish
+from thinwire.stream.files import Storage
+from thinwire.stream.publisher import Publisher, settings_of
+from thinwire.stream.state import tensors_of
 
 
 class EnginePublisher:
-    """Result of `Engine.publish`: writes a version after updates, on a thread of rank 0."""
+    """Result of `Engine.publish`: publishes after updates, by the first rank or site.
+
+    Among members the first one of an averaging publishes: after a loss the next one takes over.
+    """
 
     def __init__(
         self,
         parts: Parts,
+        events: Callable[[], int],
         position: Callable[[], int],
-        where: str,
+        where: str | PathLike[str],
         updates: int,
         how: Mapping[str, Any],
     ) -> None:
-        self._sync, self._position = parts.sync, position
-        self._updates = check.integer("updates", updates, at_least=1)
+        self._parts, self._events, self._position = parts, events, position
+        self._every = check.integer("updates", updates, at_least=1) if parts.sync is None else 1
+        self._where, self._settings = where, settings_of(**how)
         if parts.runner is not None:
             raise RuntimeError(
                 "engine.publish does not work under pipeline, where each rank has a stage of the "
                 "model: save checkpoints, and export them"
             )
-        local = None if self._sync is None else self._sync.config
+        local = None if parts.sync is None else parts.sync.config
         self._one_bit = (
             local is not None
             and isinstance(local.compression, Quantized)
@@ -45,82 +52,138 @@ class EnginePublisher:
             and not local.outer_momentum
         )
         """True if an averaging changes an anchor by one of few values: fewer bits than rounded."""
-        self._tensors, tied = tensors_of(parts.model)
-        self._sharded = any(map(is_sharded, self._tensors.values()))
-        shards = parts.group.shards
-        self._copies: dict[str, Tensor] = {}
-        self._last = self._published = self._count()
-        self._thread: threading.Thread | None = None
+        self._last, self._closed = events(), False
         self._publisher: Publisher | None = None
-        if parts.group.rank == 0 and (shards is None or shards.rank == 0):
-            for name, tensor in self._tensors.items():
-                dtype = self._shared(name, tensor).dtype
-                self._copies[name] = torch.empty(tensor.shape, dtype=dtype, device="cpu")
-            state = self._copies | {name: self._copies[first] for name, first in tied.items()}
-            self._publisher = publish(where, state, **how)
+        self._failure: StreamError | None = None
+        if self._members is not None:
+            self._try_storage()
+        elif any(map(is_sharded, tensors_of(parts.model)[0].values())):
+            while_busy(parts.group, "beginning to publish", self._try_here, error=StreamError)
+            self._publisher = self._made() if self._is_first() else None
+        elif self._is_first():
+            self._publisher = self._made()
+
+    @property
+    def step(self) -> int:
+        """Step of the newest version that this rank has written; 0 before it."""
+        return 0 if self._publisher is None else max(self._publisher.written_step, 0)
 
     def after_update(self) -> None:
-        """Write a version if one is due: after an averaging of local updates, or some updates."""
-        count = self._count()
-        if count >= self._last + (self._updates if self._sync is None else 1):
-            self._last = count
-            self._begin()
+        """Publish if a version is due: after an averaging of local updates, or some updates."""
+        events = self._events()
+        if events < self._last + self._every:
+            return
+        self._last = events
+        if self._is_first():
+            self._publish()
 
-    def _count(self) -> int:
-        """Return the averagings of local updates so far, else the updates."""
-        return self._position() if self._sync is None else self._sync._when.counters.averagings
+    @property
+    def _members(self) -> Members | None:
+        sync = self._parts.sync
+        return None if sync is None else sync._members
+
+    def _is_first(self) -> bool:
+        """Return True on the rank, or on the ranks of the site, that publishes now."""
+        group, members = self._parts.group, self._members
+        if members is not None:
+            return members.rank == 0
+        return (group if group.replicas is None else group.replicas).rank == 0
+
+    def _try_here(self) -> None:
+        if self._is_first() and self._writes:
+            self._storage().try_write()
+
+    def _try_storage(self) -> None:
+        """Raise unless this member can publish: it may have to take over."""
+        storage = self._storage()
+        if storage.is_folder and not self._settings.shared:
+            raise ValueError(
+                f"{storage.where} is a folder, and members may be on several machines, each of "
+                "which may have to publish: give an address that all reach, or shared=True if all "
+                "see this folder"
+            )
+        if self._writes:
+            storage.try_write()
+
+    def _storage(self) -> Storage:
+        return Storage(self._where, self._settings.token, self._settings.timeout_s)
+
+    @property
+    def _writes(self) -> bool:
+        shards = self._parts.group.shards
+        return shards is None or shards.rank == 0
+
+    def _made(self, run: str = "", generation: int = 0) -> Publisher:
+        shards = self._parts.group.shards
+        return Publisher(
+            self._where,
+            self._state,
+            self._settings,
+            group=shards,
+            writes=self._writes,
+            run=run,
+            generation=generation,
+        )
+
+    def _publish(self) -> None:
+        """Give the writer a version; a failure is a warning, since a training does not end for it.
+
+        After the failure of a version before, this one is given all the same.
+        """
+        members, step = self._members, self._position()
+        for _ in range(2):
+            try:
+                if self._publisher is None and members is not None:
+                    room = hashlib.sha256(members._kv.store.room.encode()).hexdigest()
+                    self._publisher = self._made(room, members.generation)
+                assert self._publisher is not None, "made when publishing began"
+                self._publisher.give(step, queue=False)
+                return
+            except StreamError as error:
+                self._failure = error
+                warn_user(f"a version was not published: {error}")
+
+    def _state(self) -> dict[str, Tensor]:
+        """Return what all ranks have in common: for a parameter of local updates its anchor."""
+        tensors, tied = tensors_of(self._parts.model)
+        shared = {name: self._shared(name, tensor) for name, tensor in tensors.items()}
+        return shared | {name: shared[first] for name, first in tied.items()}
 
     def _shared(self, name: str, tensor: Tensor) -> Tensor:
-        """Return what all ranks have in common: for a parameter of local updates its anchor."""
-        if self._sync is None or (anchor := self._sync._anchors.get(name)) is None:
+        sync = self._parts.sync
+        if sync is None or (anchor := sync._anchors.get(name)) is None:
             return tensor
         if tensor.is_complex():
             anchor = torch.view_as_complex(anchor)
         dtype = anchor.dtype if self._one_bit else tensor.dtype
         return sharded_like(anchor.to(tensor.device, dtype), tensor)
 
-    def _begin(self) -> None:
-        if self._publisher is None and not self._sharded:
-            return
-        if self._thread is not None and self._thread.is_alive():
-            if not (self._sharded or self._one_bit):
-                return  # the next version has these changes too
-            self.wait()  # two averagings would take ten times the bits of each
-        self._published, step = self._last, self._position()
-        for name, tensor in self._tensors.items():
-            value = whole_of(self._shared(name, tensor))  # a collective of the shards
-            if name in self._copies:
-                self._copies[name].copy_(value)
-        if self._publisher is not None:
-            args = self._publisher, step
-            self._thread = threading.Thread(target=self._write, args=args, daemon=True)
-            self._thread.start()
-
-    def _write(self, publisher: Publisher, step: int) -> None:
-        with _failure_warned(f"the version of step {step}"):
-            publisher.update(step)
-
     def wait(self) -> None:
-        """Wait for the version in progress."""
-        if self._thread is not None:
-            with busy(24 * 3600):
-                self._thread.join()
+        """Wait for the version in progress.
+
+        Raises:
+            StreamError: It could not be written, or no byte moved for the time-out.
+        """
+        if self._publisher is not None:
+            self._publisher.wait()
 
     def close(self) -> None:
-        """Publish the last state, and say that no other follows."""
-        self.wait()
-        self._last = self._count()
-        if self._last > self._published:
-            self._begin()
-            self.wait()
-        if self._publisher is not None:
-            with _failure_warned("the end of the versions"):
-                self._publisher.close()
+        """Publish the last state, and say that no other follows; not for a member that leaves.
 
+        Raises:
+            StreamError: The last version could not be written.
+        """
+        publisher, members = self._publisher, self._members
+        if self._closed or publisher is None:
+            return
+        self._closed = True
+        if members is not None and (members.left or members._leaving):
+            publisher.abandon()
+            publisher.wait()
+            return
+        publisher.close(self._position())
 
-@contextmanager
-def _failure_warned(subject: str) -> Iterator[None]:
-    try:
-        yield
-    except (ThinwireError, OSError) as error:  # a training does not end for it
-        warn_user(f"{subject} was not published: {error}")
+    def abandon(self) -> None:
+        """Stop publishing without a word, and without a collective."""
+        if self._publisher is not None and not self._closed:
+            self._publisher.abandon()

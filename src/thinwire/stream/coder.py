@@ -2,27 +2,24 @@
 
 The bits of a float, ordered as integers, change by a step: units in the last place, positive away
 from zero. A step is a symbol (its sign, and its size to three binary digits) and raw bits below.
-Symbols are coded by ANS, with frequencies for each group of exponents of the old value. Groups and
-frequencies are those of a sample of the tensor, and travel with it.
+Symbols are coded by rANS, with frequencies for each group of exponents of the old value.
 
 | message | after VERSION and kind |
 |---|---|
 | WHOLE | the new bytes |
 | ZLIB | old XOR new, deflated |
-| VALUES | slices: the number of values; the values; their frequencies and that of an escape; the number of words; words; escapes |
-| STEPS | the number of groups, less one; the first exponents of all but the first; the sizes of their alphabets and of the common one; frequencies of all these; then slices |
-| slice | the number of words; words of the groups, then of escapes; raw bits: whole bytes from the lowest on, then the bits above |
+| VALUES | slices: the number of values and of escapes; values; escapes; letters, as STEPS from zeros |
+| STEPS | the number of groups, less one; the first exponents of all but the first; the length of deflated codes; these; two states; the number of words; words |
 
-The last letter of a group's alphabet stands for a symbol of the common one. A group without letters
-did not change. VALUES is for float32 entries that each change by one of few values, as those of a
-mean of 1-bit messages do; an escape is a new entry. Frequencies are integers that add up to 2^24,
-each at least one, so that the models of the coder are exact and equal on every machine.
+VALUES is for float32 entries that each change by one of few values, as those of a mean of 1-bit
+messages do. A letter is the index of an entry's value, or the number of values for an escape: a new
+entry. Codes are the frequencies of all symbols in each group, to four binary digits. They are made
+to add up to 2^16 with integers alone, as all of the coder in `loops`, so that every machine decodes
+the same.
 """  # noqa: E501 (a table row)
 
 import importlib
 import zlib
-from collections.abc import Iterator
-from functools import lru_cache
 from io import BytesIO
 from typing import Any
 
@@ -31,12 +28,16 @@ import torch
 from torch import Tensor
 
 Array = Any  # of NumPy, whose views and operators are untyped
-VERSION = 1
+VERSION = 2
 _WHOLE, _ZLIB, _STEPS, _VALUES = range(1, 5)
-_SHIFTS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
-"""Types that are coded by steps: bits of the sign and below the exponent."""
-_SYMBOLS = 248  # zero, and 123 sizes of either sign: what 32 bits need
-_SLICE, _TOTAL, _MOST = 1 << 18, 1 << 24, 64  # entries, sum of frequencies, values
+_DIGITS = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 23}
+"""Types that are coded by steps: bits below the exponent."""
+_SYMBOLS = 241  # zero, and 120 sizes of either sign: what 32 bits need
+_LETTER = 15  # bits that are no exponent
+_SLICE = 1 << 18  # entries that have values of their own
+_MOST = 64  # values
+_TOTAL = 1 << 16  # of frequencies
+_STATE = 1 << 16  # at the beginning, and after the last entry
 
 
 def encode(old: Tensor, new: Tensor) -> bytes:
@@ -44,44 +45,44 @@ def encode(old: Tensor, new: Tensor) -> bytes:
     if (old.dtype, old.shape) != (new.dtype, new.shape):
         got = " and ".join(f"{one.dtype} {tuple(one.shape)}" for one in (old, new))
         raise ValueError(f"two tensors of one dtype and shape are needed, got {got}")
-    before, after, shift = _entries(old), _entries(new), _SHIFTS.get(old.dtype)
-    if torch.equal(*(torch.from_numpy(entries.view(np.uint8)) for entries in (before, after))):
+    before = _entries(old)
+    after = _entries(new)
+    raw = [torch.from_numpy(entries.view(np.uint8)) for entries in (before, after)]
+    if torch.equal(*raw):
         return b""
-    messages: list[bytes] = []
-    if old.dtype == torch.float32 and (slices := _valued(before, after)):
-        messages.append(b"".join((bytes((VERSION, _VALUES)), *slices)))
-    if shift and (not messages or old.nbytes <= 4096):
-        messages.append(b"".join((bytes((VERSION, _STEPS)), *_coded(before, after, shift))))
-    if not shift or old.nbytes <= 4096:
-        messages.append(bytes((VERSION, _ZLIB)) + zlib.compress(before ^ after))
-    if len(shortest := min(messages, key=len)) < 2 + old.nbytes:
-        return shortest
-    return bytes((VERSION, _WHOLE)) + bytes(after)
+    digits = _DIGITS.get(old.dtype)
+    kind = _VALUES
+    body = _valued(before, after) if old.dtype == torch.float32 else b""
+    if digits and not body:
+        kind = _STEPS
+        body = _stepped(before, after, digits)
+    elif not digits:
+        kind = _ZLIB
+        body = zlib.compress(before ^ after)
+    if len(body) >= min(old.nbytes, 1 << 33):  # the number of words takes 32 bits
+        kind = _WHOLE
+        body = bytes(after)
+    return bytes((VERSION, kind)) + body
 
 
-def decode(old: Tensor, data: bytes) -> None:
+def decode(old: Tensor, data: bytes | bytearray | memoryview) -> None:
     """Make `old` the new tensor in place; at a ValueError some of it may have changed."""
     if not data:
         return
-    message, entries, shift = BytesIO(data), _entries(old), _SHIFTS.get(old.dtype)
+    message = BytesIO(data)
+    entries = _entries(old)
+    digits = _DIGITS.get(old.dtype)
     version, kind = _read(message, 2).tolist()
     if version != VERSION:
         raise ValueError(f"a difference of version {VERSION} is needed, got version {version}")
-    if kind == _STEPS and shift:
-        _decode_(entries, message, shift)
+    if kind == _STEPS and digits:
+        _step_(entries, message, digits)
     elif kind == _VALUES and old.dtype == torch.float32:
-        _decode_values_(entries, message)
+        _subtract_values_(entries.view(np.float32), message)
     elif kind == _WHOLE:
         entries[:] = _read(message, old.nbytes).view(entries.dtype)
     elif kind == _ZLIB:
-        inflater = zlib.decompressobj()
-        try:
-            plain = inflater.decompress(message.read(), old.nbytes + 1)
-        except zlib.error as error:
-            raise ValueError(f"the deflated bytes are damaged: {error}") from None
-        if len(plain) != old.nbytes or not inflater.eof or inflater.unused_data:
-            raise ValueError(f"{old.nbytes} deflated bytes are needed, the message has others")
-        entries ^= np.frombuffer(plain, entries.dtype)
+        entries ^= _inflated(message.read(), old.nbytes).view(entries.dtype)
     else:
         raise ValueError(f"no kind of difference of {old.dtype} is {kind}: the bytes are damaged")
     if left := len(message.read()):
@@ -95,255 +96,196 @@ def _read(message: BytesIO, count: int) -> Array:
     return np.frombuffer(part, np.uint8)
 
 
+def _integer(message: BytesIO, count: int) -> int:
+    return int.from_bytes(_read(message, count).tobytes(), "little")
+
+
+def _inflated(data: bytes, count: int) -> Array:
+    inflater = zlib.decompressobj()
+    try:
+        plain = inflater.decompress(data, count + 1)
+    except zlib.error as error:
+        raise ValueError(f"the deflated bytes are damaged: {error}") from None
+    if len(plain) != count or not inflater.eof or inflater.unused_data:
+        raise ValueError(f"{count} deflated bytes are needed, the message has others")
+    return np.frombuffer(plain, np.uint8)
+
+
 def _entries(tensor: Tensor) -> Array:
     """Return the bits as integers, of one byte for types that are not coded by steps."""
-    size = tensor.element_size() if tensor.dtype in _SHIFTS else 1
+    size = tensor.element_size() if tensor.dtype in _DIGITS else 1
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().view(f"u{size}")
 
 
-def _coded(old: Array, new: Array, shift: int) -> Iterator[bytes]:
-    """Yield groups and frequencies, then slices."""
-    starts, tables = _fitted(old, new, shift)
-    yield bytes((len(starts) - 1, *starts[1:], *map(len, tables))) + b"".join(tables)
-    for at in range(0, old.size, _SLICE):
-        before, after = old[at : at + _SLICE], new[at : at + _SLICE]
-        changed = np.flatnonzero(before != after)
-        steps = _steps(before[changed], after[changed])
-        symbols = np.zeros(before.size, np.uint8)
-        symbols[changed] = _symbols(steps)
-        streams, escapes = [], [symbols[:0]]
-        for table, members in _groups(before, starts, tables, shift):
-            letters, escape = symbols[members], len(table) - 1
-            escapes.append(letters[letters >= escape])
-            streams.append((table, np.minimum(letters, escape)))
-        streams.append((tables[-1].ljust(_SYMBOLS, b"\0"), np.concatenate(escapes)))
-        yield _words(streams)
-        raw, widths = np.minimum(steps, 0 - steps), _WIDTHS[symbols[changed]]
-        for bit in (0, 8, 16):
-            yield (raw[widths >= bit + 8] >> bit).astype(np.uint8).tobytes()
-        top = (raw >> (widths & 24)).astype(np.uint8)
-        for bit in range(7):
-            yield np.packbits(top[widths & 7 > bit] & 1 << bit).tobytes()
+def _stepped(old: Array, new: Array, digits: int) -> bytes:
+    """Return groups, frequencies, states and words, or as much of it as the tensor takes."""
+    loops = _loops()
+    counts = np.zeros((256, _SYMBOLS), np.int64)
+    loops.count_steps(old, new, digits, counts)
+    starts, codes = _grouped(counts)
+    bounds, _ = _tables(starts, codes)
+    words = np.empty(old.nbytes // 2, np.uint16)
+    numbers = np.array([_STATE, _STATE, words.size], np.uint64)
+    loops.push_steps(old, new, digits, bounds, (numbers, words))
+    words = words[int(numbers[2]) :]
+    numbers[2] = words.size
+    deflated = zlib.compress(codes, 9)
+    parts = [
+        bytes((len(starts) - 1, *starts[1:])),
+        len(deflated).to_bytes(2, "little"),
+        deflated,
+        numbers.astype("<u4").tobytes(),
+        words.astype("<u2", copy=False).tobytes(),
+    ]
+    return b"".join(parts)
 
 
-def _decode_(old: Array, message: BytesIO, shift: int) -> None:
+def _step_(old: Array, message: BytesIO, digits: int) -> None:
     """Change the entries in place."""
-    count = int(_read(message, 1)[0]) + 1
-    starts = [0, *_read(message, count - 1).tolist()]
-    tables = [_read(message, size).tobytes() for size in _read(message, count + 1).tolist()]
-    sizes = set(map(len, tables))
-    if starts != sorted(set(starts)) or 1 in sizes or max(sizes) > _SYMBOLS + 1:
-        raise ValueError("there are no such groups and alphabets: the bytes are damaged")
+    starts = [0, *_read(message, _integer(message, 1)).tolist()]
+    if starts != sorted(set(starts)):
+        raise ValueError("there are no such groups: the bytes are damaged")
+    deflated = _read(message, _integer(message, 2)).tobytes()
+    codes = _inflated(deflated, len(starts) * _SYMBOLS)
+    bounds, firsts = _tables(starts, codes.reshape(-1, _SYMBOLS))
+    numbers = _read(message, 12).view("<u4").astype(np.uint64)
+    words = _read(message, 2 * int(numbers[2])).view("<u2")
+    numbers[2] = 0
+    # the loop may read one more
+    padded = np.pad(words.astype(np.uint16), (0, 1))
+    _loops().pop_steps(old, digits, bounds, firsts, (numbers, padded))
+    if numbers.tolist() != [_STATE, _STATE, words.size]:
+        raise ValueError("these words do not code these entries: the bytes are damaged")
+
+
+def _grouped(counts: Array) -> tuple[list[int], Array]:
+    """Return the first exponents of groups, which take the fewest bits, and codes of frequencies.
+
+    A code is an exponent and 3 binary digits below the first, rounded.
+    """
+    present = np.flatnonzero(counts.any(1))
+    total = np.pad(counts[present].cumsum(0), ((1, 0), (0, 0)))
+    total = total[:, total[-1] > 0]
+    best = [0.0]
+    first = [0]
+    for end in range(1, present.size + 1):
+        group = total[end] - total[:end]
+        shares = np.maximum(group, 1) / group.sum(1, keepdims=True)
+        bits = -(group * np.log2(shares)).sum(1)
+        bits += 24 + np.minimum(group, 8).sum(1)  # for the codes
+        bits += best
+        first.append(int(bits.argmin()))
+        best.append(float(bits.min()))
+    edges = [present.size]
+    while edges[0]:
+        edges.insert(0, first[edges[0]])
+    starts = [0, *present[edges[1:-1]].tolist()]
+    counts = np.add.reduceat(counts, starts)
+    shares = counts * _TOTAL // counts.sum(1, keepdims=True)
+    shares = np.maximum(shares, counts > 0)
+    bits = shares.astype(np.float64).view(np.int64) + (1 << 48) >> 49
+    codes = np.where(shares < 8, shares, bits - (1025 << 3))
+    return starts, codes.astype(np.uint8)
+
+
+def _tables(starts: list[int], codes: Array) -> tuple[Array, Array]:
+    """Return the tables of the loops for each exponent: bounds of symbols, firsts of runs."""
+    codes = codes.astype(np.int64)
+    shift = np.maximum((codes >> 3) - 1, 0)
+    least = codes - (shift << 3) << shift
+    least += ~least.any(1, keepdims=True)
+    shares = least * _TOTAL // least.sum(1, keepdims=True)
+    shares = np.maximum(shares, least > 0)
+    # one symbol has 271 slots or more, and may give one to each other
+    shares[np.arange(len(shares)), shares.argmax(1)] += _TOTAL - shares.sum(1)
+    ends = shares.cumsum(1)
+    bounds = np.pad(ends, ((0, 0), (1, 0))).astype(np.uint64)
+    slots = np.arange(0, _TOTAL, 1 << int(_loops().RUN_BITS))
+    rows = [np.searchsorted(row, slots, side="right") for row in ends]
+    firsts = np.array(rows, np.uint8)
+    exponents = np.diff([*starts, 256])
+    return bounds.repeat(exponents, 0), firsts.repeat(exponents, 0)
+
+
+def _valued(old: Array, new: Array) -> bytes:
+    """Return slices, or b"" if some entries change by other values than a few."""
+    parts = list[bytes]()
+    for at in range(0, old.size, _SLICE):
+        before = old[at : at + _SLICE].view(np.float32)
+        after = new[at : at + _SLICE]
+        values = _values(before, after.view(np.float32))
+        if values is None or values.size > min(_MOST, before.size // 32):
+            return b""
+        zeros = np.zeros(before.size, np.uint16)
+        letters = np.empty_like(zeros)
+        _loops().find_values(before, after, values, letters)
+        escapes = after[letters == values.size]
+        if escapes.size > before.size // 64:
+            return b""
+        parts += [
+            bytes((values.size,)),
+            escapes.size.to_bytes(2, "little"),
+            values.astype("<f4").tobytes(),
+            escapes.astype("<u4").tobytes(),
+            _stepped(zeros, letters, _LETTER),
+        ]
+    return b"".join(parts)
+
+
+def _subtract_values_(old: Array, message: BytesIO) -> None:
+    """Change the entries in place."""
     for at in range(0, old.size, _SLICE):
         before = old[at : at + _SLICE]
-        coder = _coder(message)
-        symbols, escapes = np.zeros(before.size, np.uint8), [np.empty(0, np.intp)]
-        for table, members in _groups(before, starts, tables, shift):
-            symbols[members] = letters = _letters(coder, table, members.size)
-            escapes.append(members[letters == len(table) - 1])
-        rest = np.concatenate(escapes)
-        symbols[rest] = _letters(coder, tables[-1].ljust(_SYMBOLS, b"\0"), rest.size, last=True)
-        changed = np.flatnonzero(symbols)
-        symbols = symbols[changed]
-        steps, widths = _SIZES.astype(old.dtype)[symbols], _WIDTHS[symbols]
-        for bit in (0, 8, 16):
-            far = np.flatnonzero(widths >= bit + 8)
-            steps[far] |= _read(message, far.size).astype(old.dtype) << bit
-        for bit in range(7):
-            far = np.flatnonzero(widths & 7 > bit)
-            bits = np.unpackbits(_read(message, (far.size + 7) // 8), count=far.size)
-            steps[far] |= bits.astype(old.dtype) << (widths[far] & 24) + bit
-        steps, signs = np.where(symbols & 1, steps, 0 - steps), _signs(before[changed])
-        before[changed] = _ordered((before[changed] ^ signs) + steps) ^ signs
-
-
-def _valued(old: Array, new: Array) -> list[bytes] | None:
-    """Return slices, or None if some entries change by other values than a few."""
-    slices = []
-    for at in range(0, old.size, _SLICE):
-        before, after = (bits[at : at + _SLICE].view(np.float32) for bits in (old, new))
+        count = _integer(message, 1)
+        its_escapes = _integer(message, 2)
+        values = _read(message, 4 * count).view("<f4")
+        new = _read(message, 4 * its_escapes).view("<f4")
+        letters = np.zeros(before.size, np.uint16)
+        _step_(letters, message, _LETTER)
+        escapes = np.flatnonzero(letters == count)
+        if escapes.size != its_escapes or letters.max() > count:
+            raise ValueError("there are other letters than values: the bytes are damaged")
         with np.errstate(all="ignore"):
-            change = before.astype(np.float64) - after
-            if not np.isfinite(change).all() or (values := _values(change, after)).size > _MOST:
-                return None
-            letters = np.searchsorted(values[:-1] / 2 + values[1:] / 2, change).astype(np.uint8)
-            found = before - values[letters]
-        escapes = np.flatnonzero(found.view(np.uint32) != new[at : at + _SLICE])
-        if escapes.size > before.size // 64:
-            return None
-        letters[escapes] = values.size
-        table = _minifloat(np.bincount(letters, minlength=values.size + 1), 3).tobytes()
-        head = bytes((values.size,)) + values.astype("<f4").tobytes() + table
-        slices += [head, _words([(table, letters)]), after[escapes].tobytes()]
-    return slices
+            before[:] = before - np.append(values, np.float32(0)).take(letters)
+        before[escapes] = new
 
 
-def _values(change: Array, new: Array) -> Array:
-    """Return the values of which each entry is one, but for the rounding of the new entries."""
-    change, new = (entries[:: max(new.size >> 15, 1)] for entries in (change, new))
+def _values(old: Array, new: Array) -> Array | None:
+    """Return the values of which each change is one, but for the rounding of the new entries."""
+    sample = slice(None, None, max(new.size >> 15, 1))
+    new = new[sample]
+    with np.errstate(invalid="ignore"):
+        change = old[sample].astype(np.float64) - new
+    if not np.isfinite(change).all():
+        return None
     half: Array = np.spacing(np.abs(new)).astype(np.float64) / 2
     finest = np.sort(half)[half.size // 4]
     fine = np.sort(change[half <= finest])
     rough = fine[np.diff(fine, prepend=-np.inf) > 3 * finest]
     near: Array = np.searchsorted(rough[:-1] / 2 + rough[1:] / 2, change)
-    close = np.flatnonzero(np.abs(change - rough[near]) <= 2 * finest + half)
-    near, change, half = near[close], change[close], half[close]
-    least, most = np.full(rough.size, -np.inf), np.full(rough.size, np.inf)
-    np.maximum.at(least, near, change - half)
-    np.minimum.at(most, near, change + half)
+    close = np.abs(change - rough[near]) <= 2 * finest + half
+    least = np.full(rough.size, -np.inf)
+    most = np.full(rough.size, np.inf)
+    np.maximum.at(least, near[close], (change - half)[close])
+    np.minimum.at(most, near[close], (change + half)[close])
     return (least / 2 + most / 2).astype(np.float32)
 
 
-def _decode_values_(old: Array, message: BytesIO) -> None:
-    """Change the entries in place."""
-    for at in range(0, old.size, _SLICE):
-        before = old[at : at + _SLICE].view(np.float32)
-        count = int(_read(message, 1)[0])
-        values = np.append(_read(message, 4 * count).view("<f4"), np.float32(0))
-        table = _read(message, count + 1).tobytes()
-        letters = _letters(_coder(message), table, before.size, last=True)
-        before -= values[letters]
-        escapes = np.flatnonzero(letters == count)
-        before[escapes] = _read(message, 4 * escapes.size).view("<f4")
+def _loops() -> Any:
+    """Return the compiled loops; the import takes half a second."""
+    extra("numba")
+    from thinwire.stream import loops
 
-
-def _groups(old: Array, starts: list[int], tables: list[bytes], shift: int) -> Iterator[Any]:
-    """Yield the frequencies and the entries of each group that changes."""
-    exponents = (old << 1 >> shift).astype(np.uint8)
-    for table, start, end in zip(tables, starts, [*starts[1:], 256], strict=False):
-        if table:
-            yield table, np.flatnonzero(exponents - start < end - start)
-
-
-def _fitted(old: Array, new: Array, shift: int) -> tuple[list[int], list[bytes]]:
-    """Return the first exponents of groups, which take the fewest bits, and all frequencies."""
-    thin = max(min(old.size >> 18, 8), old.size >> 21)
-    if thin > 1:  # one run of entries in so many
-        whole = slice(old.size // 4096 * 4096)
-        old, new = (entries[whole].reshape(-1, 4096)[::thin].ravel() for entries in (old, new))
-    keys = (old << 1 >> shift).astype(np.uint16) * np.uint16(256) + _symbols(_steps(old, new))
-    counts = np.bincount(keys, minlength=1 << 16).reshape(256, 256)[:, :_SYMBOLS]
-    present = np.flatnonzero(counts.any(1))
-    total = np.cumsum(np.pad(counts[present], ((1, 0), (0, 0))), 0)
-    best, first = [0.0], [0]
-    for end in range(1, present.size + 1):
-        group = total[end] - total[:end]
-        shares = np.maximum(group, 1) / group.sum(1, keepdims=True)
-        # a group takes 24 bits, and time: as much as a bit for 4096 entries
-        bits = (np.minimum(group, 8) - group * np.log2(shares)).sum(1) + 24 + old.size / 4096
-        bits += best
-        first.append(int(bits.argmin()))
-        best.append(float(bits.min()))
-    starts, tables = list[int](), list[bytes]()
-    common, end = np.zeros(_SYMBOLS, np.int64), present.size
-    while end:
-        start = first[end]
-        group = total[end] - total[start]
-        rest = group[::-1].cumsum()[::-1] - group  # beyond an alphabet of 1, 2, ... symbols
-        size = int((8 * np.arange(_SYMBOLS) + rest).argmin()) + 1
-        common[size:] += group[size:]
-        table = _minifloat(np.append(group[:size], max(rest[size - 1], thin > 1)), 3).tobytes()
-        tables.insert(0, table if thin > 1 or group[1:].any() else b"")
-        starts.insert(0, int(present[start]) if start else 0)
-        end = start
-    return starts, [*tables, _minifloat(common, 3).tobytes().rstrip(b"\0")]
-
-
-def _steps(old: Array, new: Array) -> Array:
-    """Return the steps from `old` to `new`, which wrap."""
-    signs = _signs(old)
-    return _ordered(new ^ signs) - (old ^ signs)
-
-
-def _signs(bits: Array) -> Array:
-    return bits & bits.dtype.type(1 << 8 * bits.itemsize - 1)
-
-
-def _ordered(bits: Array) -> Array:
-    """Return integers in the order of these floats, in two's complement; its own inverse."""
-    return bits ^ ((bits.view(f"i{bits.itemsize}") >> 31).view(bits.dtype) >> 1)
-
-
-def _symbols(steps: Array) -> Array:
-    if steps.itemsize == 2:
-        return _OF_TWO_BYTES[steps]
-    sizes = np.minimum(steps, 0 - steps)
-    return 2 * _minifloat(sizes, 2) - (steps - 1 < sizes)
-
-
-def _minifloat(values: Array, digits: int) -> Array:
-    """Return codes of counts: exponent and `digits` binary digits below the first, rounded down."""
-    bits = values.astype(np.float64).view(np.int64) >> 52 - digits
-    bits -= 1022 + digits << digits
-    return np.where(values < 1 << digits, values, bits).astype(np.uint8)
-
-
-def _least(codes: Array, digits: int) -> Array:
-    """Return the least count that has each code."""
-    shift = np.maximum((codes >> digits) - 1, 0)
-    return codes - (shift << digits) << shift
-
-
-_SIZES = _least((np.arange(_SYMBOLS) + 1) // 2, 2)
-"""The least size of each symbol; the steps of odd symbols lead away from zero."""
-_WIDTHS = np.maximum((np.arange(_SYMBOLS) + 1) // 8 - 1, 0).astype(np.uint8)
-"""Raw bits that follow each symbol."""
-_OF_TWO_BYTES = _symbols(np.arange(1 << 16, dtype=np.uint16).view(np.int16).astype(np.uint32))
-
-
-def _words(streams: list[tuple[bytes, Array]]) -> bytes:
-    """Return the number of words, and words that hold all letters, each stream by its table."""
-    coder = extra("constriction").stream.stack.AnsCoder()
-    for table, letters in reversed(streams):
-        block, model, _ = _model(table, letters.size >= 2048)
-        blocks = np.pad(letters, (0, -letters.size % block)).reshape(-1, block)
-        powers = (len(table) ** np.arange(block)[::-1]).astype(np.uint16)
-        coder.encode_reverse((blocks @ powers).astype(np.int32), model)
-    words: Array = coder.get_compressed().astype("<u4")
-    return bytes(words.size.to_bytes(3, "little") + words.tobytes())
-
-
-def _coder(message: BytesIO) -> Any:
-    words = _read(message, 4 * int.from_bytes(_read(message, 3), "little")).view("<u4")
-    return extra("constriction").stream.stack.AnsCoder(words.astype(np.uint32))
-
-
-def _letters(coder: Any, table: bytes, count: int, *, last: bool = False) -> Array:
-    block, model, letters = _model(table, count >= 2048, decoding=True)
-    found = letters[coder.decode(model, -(-count // block))].view(np.uint8)[:count]
-    if last and not coder.is_empty():
-        raise ValueError("more words came than these entries need: the bytes are damaged")
-    return found
-
-
-@lru_cache(64)
-def _model(table: bytes, many: bool, *, decoding: bool = False) -> tuple[int, Any, Array]:
-    """Return the size of blocks of letters, constriction's model of these, and the letters of each.
-
-    The model scales frequencies to add up to 2^24 minus their number, and adds one to each. These
-    are integers that add up to that already, so none of its operations on them rounds.
-    """
-    block = max(b for b in (1, 2, 4, 8) if b == 1 or (many and len(table) ** b <= 4096))
-    counts = _least(np.frombuffer(table, np.uint8).astype(np.int64), 3)
-    counts += not counts.any()
-    shares = counts * _TOTAL // counts.sum()
-    for _ in range(block.bit_length() - 1):
-        shares = np.outer(shares, shares).ravel() // _TOTAL
-    free = _TOTAL - shares.size
-    shares = shares * free // _TOTAL
-    shares[shares.argmax()] += free - shares.sum()
-    # a search from the first letter on, where that is short, finds the same
-    lazy = decoding and bool(shares @ np.arange(shares.size) < free * shares.size.bit_length())
-    categorical = extra("constriction").stream.model.Categorical
-    model = categorical(shares.astype(np.float32), perfect=False, lazy=lazy)
-    letters = np.indices((len(table),) * block, np.uint8).reshape(block, -1).T.copy()
-    return block, model, letters.view(f"u{block}")[:, 0]
+    return loops
 
 
 def extra(name: str) -> Any:
     """Return a package of the extra `[stream]`, or raise an `ImportError` that names it."""
+    text = f"publish and follow need {name.partition('.')[0]}: pip install 'thinwire[stream]'"
     try:
-        return importlib.import_module(name)
+        package = importlib.import_module(name)
     except ImportError as error:
-        text = f"publish and follow need {name.partition('.')[0]}: pip install 'thinwire[stream]'"
         raise ImportError(text) from error
+    if name == "numba" and package.config.DISABLE_JIT:
+        raise ImportError(f"{text}, and unset NUMBA_DISABLE_JIT")
+    return package

@@ -29,6 +29,7 @@ def follow(
     once: _Flag = False,
     wait: float | None = None,
     poll: float = 1.0,
+    patience: float = 60.0,
     token_file: Path | None = None,
     quiet: _Flag = False,
 ) -> None:
@@ -42,6 +43,7 @@ def follow(
         once: Write the newest version and end.
         wait: Seconds to wait for a first version; by default there is no wait.
         poll: Seconds between two looks for a new version.
+        patience: Seconds without progress after which a read that fails is an error.
         token_file: Secret of the publisher.
         quiet: Print nothing.
     """
@@ -51,7 +53,8 @@ def follow(
         raise ValueError(f"--to {to}: there is no folder {to.parent}")
     from thinwire.stream.follower import follow as open_stream
 
-    follower = open_stream(where, token=read_token(token_file) if token_file else None, poll=poll)
+    token = read_token(token_file) if token_file else None
+    follower = open_stream(where, token=token, poll=poll, patience=patience)
     version = follower.latest(wait)
     _write(version, to, quiet=quiet)
     if once:
@@ -67,18 +70,15 @@ def versions(where: str, /, *, token_file: Path | None = None) -> None:
         where: Folder, or an address that fsspec knows, such as s3://bucket/model.
         token_file: Secret of the publisher.
     """
-    from thinwire.stream.files import Storage, base_name, step_name
+    from thinwire.stream.follower import follow as open_stream
 
-    storage = Storage(where, read_token(token_file) if token_file else None)
-    newest = storage.newest()
+    follower = open_stream(where, token=read_token(token_file) if token_file else None)
+    newest, rows = follower.listing()
     if newest is None:
         raise ValueError(f"{where} has no version so far")
-    bases = {number for number, *_ in newest["bases"]}
     print(f"{'version':>9}{'difference':>16}{'base':>16}  bytes")
-    for number in range(newest["oldest"], newest["number"] + 1):
-        step = storage.size(step_name(number)) if number > newest["oldest"] else None
-        base = storage.size(base_name(number)) if number in bases else None
-        cells = ("-" if size is None else f"{size:,}" for size in (step, base))
+    for number, *sizes in rows:
+        cells = ("-" if size is None else f"{size:,}" for size in sizes)
         print(f"{number:>9}" + "".join(f"{cell:>16}" for cell in cells))
     end = "; its publisher is closed" if newest["closed"] else ""
     print(f"newest: step {newest['step']}, digest {newest['digest'][:16]}{end}")

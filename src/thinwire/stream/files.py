@@ -1,6 +1,7 @@
 """Where the versions of a model lie: one record of the newest, bases and steps, each with a tag.
 
-A base is a safetensors file of a whole version, a step the difference to the version before. The
+A base is a safetensors file of a whole version, a step the difference to the version before. Their
+names hold a part of their version's digest, which the record and the steps after them name too. The
 record is written last, so that a reader sees whole versions only.
 """
 
@@ -8,84 +9,140 @@ import contextlib
 import hashlib
 import hmac
 import json
+import math
+import os
 import re
 import struct
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, TypeVar
+from uuid import uuid4
 
-from torch import Tensor, nn
-
-from thinwire._files import read_regular, replacing
-from thinwire._names import plain_names
-from thinwire.checkpoint.files import make_directory, sync_directory, write_pieces
-from thinwire.checkpoint.tree import UNREADABLE, table_entry
-from thinwire.core.sharded import shard_of
+from thinwire._watchdog import Late, within
+from thinwire.checkpoint.files import sync_directory
+from thinwire.checkpoint.tree import UNREADABLE
 from thinwire.errors import StreamError
 from thinwire.stream.coder import extra
+from thinwire.stream.state import Refused
 
-_NEWEST, _FORMAT, _MOST_BYTES = "latest.json", 1, 1 << 20
-_MAGIC, _PREFIX = b"tw-step1", struct.Struct("<8sI")
-_TAG_BYTES, _CHUNK_BYTES = 16, 1 << 20
-_OURS = re.compile(r"^\.?\d{9}\.(safetensors|step)|^\.latest\.json\.")
+_NEWEST, _FORMAT, _MOST_BYTES = "latest.json", 2, 1 << 20
+_MAGIC, _PREFIX = b"tw-step2", struct.Struct("<8sI")
+_BASE_PREFIX = struct.Struct("<Q")
+PART = 16
+"""Digits of a version's digest in the names of its files, and in lists."""
+_TAG_BYTES = 16
+_CHUNK_BYTES = 1 << 20
+_FIRST_CHUNK, _LAST_CHUNK, _SHORT_S = 1 << 18, 1 << 24, 1.0
+"""A read that takes less than this time is followed by one of twice its size."""
+_NAME = re.compile(r"(?:^|/)(\d{9,})-[0-9a-f]{16}\.(safetensors|step)$")
+_SECRETS = ((re.compile(r"//[^/@\s'\"]*@"), "//"), (re.compile(r"\?[^\s'\")>,]*"), ""))
+_T = TypeVar("_T")
 
 
 class Missing(StreamError):
     """There is no such file."""
 
 
-class Unreachable(StreamError):
-    """A file system of fsspec failed, perhaps for a moment."""
+@dataclass
+class Attempt:
+    """One use of a storage, by a thread that is given up where no byte moves for long."""
+
+    name: str
+    total: float
+    moved: int = 0
+    moved_s: float = field(default_factory=time.monotonic)
+    live: bool = True
+
+    def move(self, count: int) -> None:
+        """Count bytes that have moved."""
+        self.moved += count
+        self.moved_s = time.monotonic()
 
 
 @dataclass
-class Held:
-    """A version in memory: its tensors by name, with what the next difference refers to."""
+class _Part:
+    """The beginning of a file, as far as it has arrived."""
 
-    tensors: dict[str, Tensor]
-    digests: dict[str, bytes]
-    tied: dict[str, str]
-    number: int = 0
-    step: int = 0
-    stream: str = ""
-    digest: str = ""
-    written: int = 0
-    """Bytes of all differences up to this version."""
+    content: bytearray = field(default_factory=bytearray)
+    most: int = 0
+    whole_only: bool = False
+    """True if the server knows no ranges: each attempt begins at the first byte."""
 
 
 class Storage:
-    """A folder, or an address that fsspec knows, and the key of what is written there."""
+    """A folder, or an address that fsspec knows, and the key of what is written there.
 
-    def __init__(self, where: str | PathLike[str], token: str | bytes | None) -> None:
+    Attributes:
+        where: The address without its secrets, for texts.
+        is_folder: True for a folder of this machine.
+        news_s: Time at which a byte arrived that had not arrived before.
+    """
+
+    def __init__(
+        self, where: str | PathLike[str], token: str | bytes | None, limit_s: float
+    ) -> None:
         if token is not None and not (isinstance(token, str | bytes) and token):
-            raise TypeError(f"token must be text, bytes or None, got {token!r}")
-        extra("constriction")
-        self.where = fspath(where)
-        self._files, self._root = extra("fsspec.core").url_to_fs(self.where)
-        local = extra("fsspec.implementations.local").LocalFileSystem
-        self._folder = Path(self._root) if isinstance(self._files, local) else None
+            raise TypeError(f"token must be text or bytes that are not empty, or None: {token!r}")
+        address, protocol = fspath(where), extra("fsspec.core").split_protocol(fspath(where))[0]
+        self._web, self._query = protocol in ("http", "https"), ""
+        if self._web:
+            address, _, self._query = address.partition("?")
+        elif protocol is None:  # also after a change of the working directory
+            address = str(Path(address).absolute())
+        kind = extra("fsspec").get_filesystem_class((protocol or "file").partition("::")[0])
+        self.is_folder = issubclass(kind, extra("fsspec.implementations.local").LocalFileSystem)
+        self._moves = kind.mv is not extra("fsspec").AbstractFileSystem.mv
+        self._address, self._limit_s = address.rstrip("/"), limit_s
+        self.where = without_secrets(self._address)
+        self._files: Any = None
+        self._root = ""
+        self._parts: dict[str, _Part] = {}
+        self._attempt: Attempt | None = None
+        self.news_s = time.monotonic()
         secret = token.encode() if isinstance(token, str) else token
         self._key = hashlib.sha256(b"thinwire stream" + secret).digest() if secret else b""
         self._key_name = hashlib.sha256(self._key).hexdigest()[:16] if secret else None
 
-    def newest(self) -> dict[str, Any] | None:
+    def silent_s(self) -> float:
+        """Return for how long no byte has moved; 0 while nothing is asked of the storage."""
+        attempt = self._attempt
+        return 0.0 if attempt is None else time.monotonic() - attempt.moved_s
+
+    def left_text(self) -> str:
+        """Return how much of the file on its way is left, for texts."""
+        attempt = self._attempt
+        if attempt is None or not attempt.total:
+            return ""
+        left = max(attempt.total - attempt.moved, 0)
+        return f" ({left:,} of the {attempt.total:,} bytes of {attempt.name} are left)"
+
+    # the record
+
+    def newest(self, limit_s: float | None = None) -> dict[str, Any] | None:
         """Return the record of the newest version, or None if there is none so far."""
         try:
-            with self.fetched(_NEWEST) as path, self._errors(_NEWEST):
-                text = read_regular(path, _MOST_BYTES)
+            text = self._use(_NEWEST, self._read_newest, limit_s=limit_s)
         except Missing:
             return None
         return self.unsealed(text, _NEWEST)
 
+    def _read_newest(self, files: Any, attempt: Attempt) -> bytes:
+        text = b""
+        with self._opened(files, _NEWEST, size=1, whole=self._web) as file:
+            while data := file.read(_MOST_BYTES + 1 - len(text)):
+                attempt.move(len(data))
+                text += data
+                if len(text) > _MOST_BYTES:
+                    raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
+        return text
+
     def name_newest(self, record: Mapping[str, Any]) -> None:
         """Write the record of the newest version."""
-        with self.written(_NEWEST) as path:
-            write_pieces(path, [self.sealed(record).encode()])
+        self.write(_NEWEST, [self.sealed(record).encode()])
 
     def sealed(self, record: Mapping[str, Any]) -> str:
         """Return a record as JSON with its tag."""
@@ -94,146 +151,270 @@ class Storage:
 
     def unsealed(self, sealed: str | bytes, name: str) -> dict[str, Any]:
         """Return the record that was sealed, or raise `StreamError`."""
-        try:
+        with self.reading(name):
             text, tag = json.loads(sealed)
             record: dict[str, Any] = json.loads(text)
             form, key_name = record["format"], record["token"]
             valid = hmac.compare_digest(tag, self._hasher(text.encode()).hexdigest())
-        except UNREADABLE as error:
-            raise StreamError(f"{self.where}/{name} is damaged: {error}") from error
         if form != _FORMAT:
-            raise StreamError(
-                f"{self.where}/{name} has format {form}, and this release reads {_FORMAT}: follow "
-                "it with the release that published it"
+            raise Refused(
+                f"{self.where}/{name} has format {form}, and this release reads and writes "
+                f"{_FORMAT}: publish anew with replace=True, and follow with the same release"
             )
         if key_name != self._key_name:
             had, pass_ = ("with a token", "pass that") if key_name else ("without one", "pass no")
             had = "with another token" if key_name and self._key else had
-            raise StreamError(f"{self.where}/{name} was published {had}: {pass_} token")
+            raise Refused(f"{self.where}/{name} was published {had}: {pass_} token")
         if not valid:
             raise StreamError(f"{self.where}/{name} is damaged or forged: its tag differs")
         return record
 
     @contextlib.contextmanager
-    def written(self, name: str) -> Iterator[Path]:
-        """Yield a path for a new file, which then lies here under this name."""
-        if self._folder:
-            make_directory(self._folder)
-            with replacing(self._folder / name) as aside:
-                yield aside
-            sync_directory(self._folder)
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            aside = Path(folder, name)
-            yield aside
-            with self._errors(name):
-                self._files.put_file(str(aside), f"{self._root}/{name}")
+    def reading(self, name: str) -> Iterator[None]:
+        """Raise `StreamError` where what is read inside the block was not written so.
 
-    @contextlib.contextmanager
-    def fetched(self, name: str) -> Iterator[Path]:
-        """Yield the path of a file on a disk of this machine."""
-        if self._folder:
-            if not (self._folder / name).is_file():
-                raise Missing(f"{self.where}/{name} is missing")
-            yield self._folder / name
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            with self._errors(name):
-                self._files.get_file(f"{self._root}/{name}", str(Path(folder, name)))
-            yield Path(folder, name)
+        What has arrived of the file is then forgotten.
+        """
+        try:
+            yield
+        except StreamError:
+            self.drop(name)
+            raise
+        except (*UNREADABLE, struct.error) as error:
+            self.drop(name)
+            raise StreamError(f"{self.where}/{name} is damaged: {error}") from error
 
-    def size(self, name: str) -> int:
-        """Return the size of a file in bytes."""
-        with self._errors(name):
-            return int(self._files.info(f"{self._root}/{name}")["size"])
+    # bases and steps
 
-    def write_step(self, record: Mapping[str, Any], payload: Any) -> None:
-        """Write the difference to the version before, behind a tag of all that follows."""
+    def write_step(self, record: Mapping[str, Any], payload: Sequence[bytes]) -> int:
+        """Write the difference to the version before, behind a tag; return its size in bytes."""
         header = self.sealed(record).encode()
         start = _PREFIX.pack(_MAGIC, len(header)) + header
-        payload.seek(0)
-        tag = hashlib.file_digest(payload, partial(self._hasher, start)).digest()
-        payload.seek(0)
-        with self.written(step_name(record["number"])) as path:
-            write_pieces(path, chain([tag, start], iter(partial(payload.read, _CHUNK_BYTES), b"")))
+        hasher = self._hasher(start)
+        for message in payload:
+            hasher.update(message)
+        name = step_name(record["number"], record["digest"])
+        return self.write(name, [hasher.digest(), start, *payload])
 
-    @contextlib.contextmanager
-    def read_step(self, number: int) -> Iterator[tuple[dict[str, Any], BinaryIO]]:
-        """Yield the record and the payload of a difference, every byte of which was verified."""
-        name = step_name(number)
-        with self.fetched(name) as path, path.open("rb") as file:
-            tag = file.read(_TAG_BYTES)
-            if not hmac.compare_digest(tag, hashlib.file_digest(file, self._hasher).digest()):
-                raise StreamError(f"{self.where}/{name} is damaged or forged: its tag differs")
-            file.seek(_TAG_BYTES)
-            magic, length = _PREFIX.unpack(file.read(_PREFIX.size))
-            if magic != _MAGIC:
-                raise StreamError(f"{self.where}/{name} is no difference of this format")
-            yield self.unsealed(file.read(length), name), file
+    def step_head(self, name: str, size: int) -> tuple[dict[str, Any], int]:
+        """Return the record of a difference, and where its payload begins."""
+        with self.reading(name):
+            begin = _TAG_BYTES + _PREFIX.size
+            magic, length = _PREFIX.unpack(self._head(name, size, begin)[_TAG_BYTES:])
+            if magic != _MAGIC or begin + length > size:
+                raise ValueError("it is no difference of this format")
+            header = self._head(name, size, begin + length)[begin:]
+            return self.unsealed(header, name), begin + length
 
-    def clean(self, record: Mapping[str, Any]) -> None:
-        """Delete what killed publishers left, and versions that are no longer kept."""
-        needed = {_NEWEST, *(base_name(number) for number, *_ in record["bases"])}
-        needed |= {step_name(number) for number in range(record["oldest"], record["number"] + 1)}
-        with self._errors(""):
-            found = [path.rpartition("/")[2] for path in self._files.ls(self._root, detail=False)]
-        self.discard(name for name in found if name not in needed and _OURS.search(name))
+    def verified_step(self, name: str, content: memoryview) -> tuple[dict[str, Any], int]:
+        """Return the record of a whole difference, and where its payload begins."""
+        hasher = self._hasher(content[_TAG_BYTES:])
+        if not hmac.compare_digest(bytes(content[:_TAG_BYTES]), hasher.digest()):
+            raise ValueError("or forged: its tag differs")
+        return self.step_head(name, len(content))
+
+    def base_head(self, name: str, size: int) -> tuple[dict[str, Any], int]:
+        """Return the record of a base, and where its tensors begin."""
+        with self.reading(name):
+            begin = _BASE_PREFIX.size
+            [length] = _BASE_PREFIX.unpack(self._head(name, size, begin))
+            if begin + length > size:
+                raise ValueError("its header is longer than the file")
+            header = json.loads(self._head(name, size, begin + length)[begin:])
+            return self.unsealed(header["__metadata__"]["thinwire"], name), begin + length
+
+    # files
+
+    def _head(self, name: str, size: int, until: int) -> bytes:
+        """Return the beginning of a file of `size` bytes; what has arrived is kept."""
+        until = min(until, size)
+        part = self._parts.setdefault(name, _Part())
+        if len(part.content) < until:
+            self._use(name, partial(self._download, part, name, size, until), total=size)
+        return bytes(part.content[:until])
+
+    def fetch(self, name: str, size: int) -> memoryview:
+        """Return a file of `size` bytes; what has arrived is kept for the next call."""
+        self._head(name, size, size)
+        return memoryview(self._parts[name].content)
+
+    def drop(self, name: str) -> None:
+        """Forget the content of a damaged file; news are then bytes behind it."""
+        self._parts[name] = _Part(most=self._parts[name].most if name in self._parts else 0)
+
+    def forget(self) -> None:
+        """Forget all files that have arrived."""
+        self._parts.clear()
+
+    def _download(
+        self, part: _Part, name: str, size: int, until: int, files: Any, attempt: Attempt
+    ) -> None:
+        try:
+            self._receive(part, name, size, until, files, attempt)
+        except ValueError:  # a web server that knows no ranges
+            if part.whole_only:
+                raise
+            part.whole_only = True
+            self._receive(part, name, size, until, files, attempt)
+
+    def _receive(
+        self, part: _Part, name: str, size: int, until: int, files: Any, attempt: Attempt
+    ) -> None:
+        if part.whole_only:
+            part.content.clear()
+        chunk = _FIRST_CHUNK
+        with self._opened(files, name, size=size, whole=part.whole_only) as file:
+            if part.content:
+                file.seek(len(part.content))
+            while (left := until - len(part.content)) > 0:
+                begun_s = time.monotonic()
+                data = file.read(min(chunk, left))
+                if not attempt.live:  # another attempt writes here now
+                    return
+                if not data:
+                    raise EOFError(f"it has {len(part.content):,} of {size:,} bytes so far")
+                part.content += data
+                attempt.move(len(data))
+                if len(part.content) > part.most:
+                    part.most = len(part.content)
+                    self.news_s = attempt.moved_s
+                short = attempt.moved_s - begun_s < _SHORT_S
+                chunk = min(2 * chunk, _LAST_CHUNK) if short else max(chunk // 2, _FIRST_CHUNK // 8)
+
+    def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> int:
+        """Write a file, which is there as a whole in the end; return its size in bytes.
+
+        A write is never given up: it might end later, after a newer one.
+        """
+        every = list(pieces)
+        total = sum(map(len, every))
+        self._use(name, partial(self._write, name, every), limit_s=math.inf, total=total)
+        return total
+
+    def _write(
+        self, name: str, pieces: list[bytes | memoryview], files: Any, attempt: Attempt
+    ) -> None:
+        aside = f".{name}.{uuid4().hex}" if self._moves else name
+        if self._moves:
+            files.makedirs(self._root, exist_ok=True)
+        try:
+            with files.open(self._path(aside), "wb") as file:
+                for piece in pieces:
+                    for at in range(0, len(piece), _CHUNK_BYTES):
+                        file.write(piece[at : at + _CHUNK_BYTES])
+                        attempt.move(len(piece[at : at + _CHUNK_BYTES]))
+                if self.is_folder:
+                    file.flush()
+                    os.fsync(file.fileno())
+            if self._moves:
+                files.mv(self._path(aside), self._path(name))
+        except BaseException:
+            if self._moves:
+                with contextlib.suppress(OSError):
+                    files.rm_file(self._path(aside))
+            raise
+        if self.is_folder:
+            sync_directory(Path(self._root))
+
+    def try_write(self) -> None:
+        """Raise `StreamError` unless this process may write here."""
+        name = f".try-{uuid4().hex}"
+        self.write(name, [b"thinwire"])
+        self.discard([name])
 
     def discard(self, names: Iterable[str]) -> None:
         """Delete files that nobody needs any more."""
-        for name in names:
-            with contextlib.suppress(Missing), self._errors(name):
-                self._files.rm_file(f"{self._root}/{name}")
 
-    def _hasher(self, content: bytes = b"") -> "hashlib.blake2b":
+        def delete(files: Any, attempt: Attempt) -> None:
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    files.rm_file(self._path(name))
+                attempt.move(0)
+
+        self._use("", delete)
+
+    def numbers(self) -> dict[str, int]:
+        """Return the number of each version's file that is here, by its name."""
+
+        def listed(files: Any, attempt: Attempt) -> list[str]:
+            return list(files.ls(self._root, detail=False))
+
+        try:
+            found = map(_NAME.search, self._use("", listed))
+        except Missing:
+            return {}
+        return {one[0].lstrip("/"): int(one[1]) for one in found if one}
+
+    def _opened(self, files: Any, name: str, *, size: int, whole: bool) -> Any:
+        how: dict[str, Any] = {"block_size": 0 if whole else _CHUNK_BYTES, "cache_type": "none"}
+        if self._web:  # with the size it is not asked for, and no cache on the way answers
+            how |= {"size": size, "headers": {"Cache-Control": "no-cache"}}
+        return files.open(self._path(name), "rb", **how)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" + (f"?{self._query}" if self._query else "")
+
+    def _connected(self) -> Any:
+        options: dict[str, Any] = {"skip_instance_cache": True}
+        if self._web:  # without a limit in total, which long files would exceed
+            timeout = extra("aiohttp").ClientTimeout(total=None)
+            options["client_kwargs"] = {"timeout": timeout}
+        files, self._root = extra("fsspec.core").url_to_fs(self._address, **options)
+        return files
+
+    def _use(
+        self,
+        name: str,
+        work: Callable[[Any, Attempt], _T],
+        *,
+        limit_s: float | None = None,
+        total: float = 0,
+    ) -> _T:
+        """Do something on a thread of its own; after a failure the next use connects anew."""
+        attempt = self._attempt = Attempt(name, total)
+        limit_s = self._limit_s if limit_s is None else limit_s
+        known = self._files
+        self._files = None
+
+        def run() -> tuple[Any, _T]:
+            files = known or self._connected()
+            files.invalidate_cache()  # no listing is older than this use
+            return files, work(files, attempt)
+
+        where = f"{self.where}/{name}".rstrip("/")
+        moved_s = lambda: attempt.moved_s  # noqa: E731
+        try:
+            self._files, result = within(limit_s, run, name="thinwire-storage", moved_s=moved_s)
+        except Late:
+            raise StreamError(f"{where}: no byte moved for {limit_s:.3g} s") from None
+        except StreamError:
+            raise
+        except (FileNotFoundError, NotADirectoryError):
+            raise Missing(f"{where} is missing") from None
+        except Exception as error:  # every file system of fsspec has errors of its own
+            text = without_secrets(f"{type(error).__name__}: {error}")
+            raise StreamError(f"{where} cannot be read or written: {text}") from None
+        finally:
+            attempt.live = False
+            self._attempt = None
+        return result
+
+    def _hasher(self, content: bytes | memoryview = b"") -> "hashlib.blake2b":
         return hashlib.blake2b(content, digest_size=_TAG_BYTES, key=self._key)
 
-    @contextlib.contextmanager
-    def _errors(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except FileNotFoundError as error:
-            raise Missing(f"{self.where}/{name} is missing") from error
-        except Exception as error:  # every file system of fsspec has errors of its own
-            raise Unreachable(f"{self.where}/{name} cannot be reached: {error!r}") from error
+
+def without_secrets(text: str) -> str:
+    """Return a text without passwords and signatures of addresses."""
+    for pattern, instead in _SECRETS:
+        text = pattern.sub(instead, text)
+    return text
 
 
-def base_name(number: int) -> str:
+def base_name(number: int, digest: str) -> str:
     """Return the name of the file of a whole version."""
-    return f"{number:09d}.safetensors"
+    return f"{number:09d}-{digest[:PART]}.safetensors"
 
 
-def step_name(number: int) -> str:
-    """Return the name of the file of a difference."""
-    return f"{number:09d}.step"
-
-
-def tensors_of(model: nn.Module | Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of a model's `state_dict` by name, and for each further name of a tied
-    tensor its first name.
-    """
-    state = model.state_dict() if isinstance(model, nn.Module) else model
-    found = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    tensors: dict[str, Tensor] = {}
-    tied: dict[str, str] = {}
-    first: dict[Any, str] = {}
-    for name, tensor in zip(plain_names(found), found.values(), strict=True):
-        local = shard_of(tensor)
-        key = local.data_ptr(), local.dtype, tuple(tensor.shape), local.stride()
-        if local.numel() and key in first:
-            tied[name] = first[key]
-        else:
-            tensors[name] = tensor.detach()
-            first[key] = name
-    return tensors, tied
-
-
-def table_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return dtypes and shapes by name, as JSON holds them."""
-    return {name: table_entry(tensor, 0, name) for name, tensor in tensors.items()}
-
-
-def digest_of(table: Mapping[str, Any], digests: Mapping[str, bytes]) -> str:
-    """Return the digest of a version: SHA-256 of its table and of the SHA-256 of each tensor."""
-    whole = [[*entry, digests[name].hex()] for name, entry in table.items()]
-    return hashlib.sha256(json.dumps(whole).encode()).hexdigest()
+def step_name(number: int, digest: str) -> str:
+    """Return the name of the file of a difference to the version before."""
+    return f"{number:09d}-{digest[:PART]}.step"

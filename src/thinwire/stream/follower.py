@@ -3,31 +3,22 @@
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor, nn
 
 from thinwire import _validate as check
 from thinwire._wording import listed, warn_user
-from thinwire.checkpoint.tensor_file import digest, restored
-from thinwire.checkpoint.tree import UNREADABLE, TensorRef, parsed_table
+from thinwire.checkpoint.tensor_file import digest
+from thinwire.checkpoint.tree import TensorRef
 from thinwire.core.sharded import is_sharded
-from thinwire.errors import CheckpointError, StreamError
+from thinwire.errors import StreamError
 from thinwire.stream.coder import decode
-from thinwire.stream.files import (
-    Held,
-    Missing,
-    Storage,
-    Unreachable,
-    base_name,
-    digest_of,
-    step_name,
-    table_of,
-    tensors_of,
-)
+from thinwire.stream.files import PART, Storage, base_name, step_name
+from thinwire.stream.state import Held, Model, Receiver, Refused, plain_copy, tensors_of
 
 _POLL_S, _PATIENCE_S = 1.0, 60.0
 
@@ -38,28 +29,34 @@ def follow(
     *,
     token: str | bytes | None = None,
     poll: float = _POLL_S,
+    patience: float = _PATIENCE_S,
 ) -> "Follower":
     """Follow the versions of a model that `publish` writes, bit for bit.
 
     A follower that is late takes the shorter of the differences it lacks and the newest base with
-    the differences after it. Every byte is verified before it is used, and every version by its
-    digest.
+    the differences after it. A version is decoded into memory of its own and compared with its
+    digest before the model changes.
 
     Example::
 
-        tw.publish("versions", model).update(7)
+        publisher = tw.publish("versions", model)
+        publisher.update(7)
+        publisher.wait()
         version = tw.follow("versions").latest()
         print(version.number, version.step, list(version.state_dict()))
 
     Args:
         where: Folder, or an address that fsspec knows (http, s3, gs, hf, ...).
         model: Model, or `state_dict`, whose tensors each version replaces; None to hold them here.
-            A model of another dtype costs a copy in the published one.
+            A model of another dtype, or whose `state_dict` hands out copies, costs a copy more.
         token: Secret of the publisher.
         poll: Seconds between two looks for a new version.
+        patience: Seconds without progress after which a read that fails, is damaged or hangs is an
+            error; until then it is tried again.
 
     Raises:
         ImportError: The extra is missing: `pip install 'thinwire[stream]'`.
+        StreamError: The state of the model has what is no tensor.
     """
     if model is not None:
         check.instance("model", model, (nn.Module, Mapping))
@@ -69,7 +66,8 @@ def follow(
                 "set_model_state_dict with full_state_dict and broadcast_from_rank0"
             )
     check.real("poll", poll, above=0)
-    return Follower(Storage(where, token), model, poll)
+    check.real("patience", patience, above=0)
+    return Follower(Storage(where, token, patience), model, poll, patience)
 
 
 @dataclass(frozen=True)
@@ -91,16 +89,9 @@ class Version:
         """Return a copy of its tensors by name, on the CPU, in the published dtypes.
 
         Raises:
-            StreamError: The follower has gone on to another version.
+            StreamError: The follower has gone on to another version, or the model was changed.
         """
-        held = self._follower.held
-        if held is None or held.digest != self.digest:
-            raise StreamError(
-                f"version {self.number} is no longer held: take its state_dict before the follower "
-                "goes on"
-            )
-        found = {name: tensor.cpu().clone() for name, tensor in held.tensors.items()}
-        return found | {name: found[first] for name, first in held.tied.items()}
+        return self._follower._state_of(self)
 
 
 class Follower:
@@ -110,190 +101,315 @@ class Follower:
     are newer. It waits for new ones, and ends when the publisher is closed.
     """
 
-    def __init__(
-        self, storage: Storage, model: nn.Module | Mapping[str, Any] | None, poll: float = _POLL_S
-    ) -> None:
-        self._storage, self._model, self._poll = storage, model, poll
+    def __init__(self, storage: Storage, model: Model | None, poll: float, patience: float) -> None:
+        self._storage, self._model = storage, model
+        self._poll, self._patience_s = poll, patience
         self.held: Held | None = None
-        self._copies: dict[str, list[Tensor]] = {}
+        self._newest: dict[str, Any] | None = None
+        self._links: dict[int, tuple[str, int]] = {}
+        """Part of the digest and size of the file of each difference, by its number."""
 
     def versions(self) -> list[int]:
-        """Return the numbers of the versions that can be read now, oldest first."""
-        newest = self._storage.newest()
+        """Return the numbers of the versions that can be read now, oldest first.
+
+        Raises:
+            StreamError: As in `latest`.
+        """
+        newest = self._look(None)
         return list(range(newest["oldest"], newest["number"] + 1)) if newest else []
+
+    def listing(self) -> tuple[dict[str, Any] | None, list[tuple[int, int | None, int | None]]]:
+        """Return the newest record, and each version with the bytes of its difference and base."""
+        if (newest := self._look(None)) is None:
+            return None, []
+        self._links = _links_of(newest)
+        bases = {number: size for number, size, *_ in newest["bases"]}
+        first = newest["oldest"]
+        rows = [
+            (number, None if number == first else self._link(number)[1] or None, bases.get(number))
+            for number in range(newest["number"], first - 1, -1)
+        ]
+        return newest, rows[::-1]
 
     def latest(self, wait: float | None = None) -> Version:
         """Read the newest version.
 
         Args:
-            wait: Seconds to wait for a version that is newer than the last one; None not to wait.
-                The last one is returned again if none came.
+            wait: Seconds to wait until a version is named that is newer than the last one; None not
+                to wait. The last one is returned again if none came. A storage that does not answer
+                is an error after this time or `patience`, whichever is shorter.
 
         Raises:
-            StreamError: There is no version so far; a file is damaged, missing or forged, the token
-                is another, or the model does not fit.
+            StreamError: There is no version so far; a file is damaged, missing or forged, or the
+                storage fails, for longer than `patience`; the token is another; or the model does
+                not fit. The model has not changed.
         """
-        newest = self._newest(0.0 if wait is None else check.real("wait", wait, at_least=0))
+        newest = self._look(None if wait is None else check.real("wait", wait, at_least=0))
         if newest is None:
             raise StreamError(
                 f"{self._storage.where} has no version so far: give a time to wait for it"
             )
-        return self._at(newest, newest["number"])
+        return self._at(newest, None)
 
     def __iter__(self) -> Iterator[Version]:
-        while (newest := self._newest(math.inf)) is not None:
+        while (newest := self._look(math.inf)) is not None:
             number = newest["oldest"]
             if self.held and self.held.stream == newest["stream"]:
-                if self.held.number == newest["number"]:
+                if self.held.number >= newest["number"]:
                     return  # the publisher is closed
                 number = max(number, self.held.number + 1)
             yield self._at(newest, number)
 
-    def _newest(self, wait_s: float) -> dict[str, Any] | None:
+    def _look(self, wait_s: float | None) -> dict[str, Any] | None:
         """Return the record of the newest version, after waiting for one that is not held."""
         begin_s = answered_s = time.monotonic()
+        limit_s = self._patience_s if wait_s is None else min(wait_s, self._patience_s)
         while True:
-            left_s = begin_s + wait_s - time.monotonic()
+            left_s = answered_s + limit_s - time.monotonic()
             try:
-                newest = self._storage.newest()
+                newest = self._accepted(self._storage.newest(max(left_s, 0.1)))
                 answered_s = time.monotonic()
-            except Unreachable:
-                if min(left_s, answered_s + _PATIENCE_S - time.monotonic()) <= 0:
+            except Refused:
+                raise
+            except StreamError:
+                if time.monotonic() >= answered_s + limit_s:
                     raise
             else:
-                held = self.held
-                if left_s <= 0 or (newest and not (held and held.stream == newest["stream"])):
+                over = wait_s is None or answered_s >= begin_s + wait_s
+                if over or (newest and self._is_news(newest)):
                     return newest
-                if held and newest and (newest["number"] > held.number or newest["closed"]):
-                    return newest
+            left_s = math.inf if wait_s is None else begin_s + wait_s - time.monotonic()
             time.sleep(max(0.0, min(self._poll, left_s)))
 
-    def _at(self, newest: Mapping[str, Any], number: int) -> Version:
-        """Read a version by the shortest way that is whole."""
+    def _accepted(self, newest: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return a record, or the last one if that is newer: a cache or a late write has this."""
+        last = self._newest
+        if last is not None and (newest is None or _order(newest) < _order(last)):
+            return last
+        self._newest = newest
+        return newest
+
+    def _is_news(self, newest: Mapping[str, Any]) -> bool:
         held = self.held
-        if held and held.stream != newest["stream"]:
-            held = self.held = None
-        if held is None or held.number < number:
+        if held is None or held.stream != newest["stream"]:
+            return True
+        return bool(newest["number"] > held.number or newest["closed"])
+
+    def _at(self, newest: Mapping[str, Any], number: int | None) -> Version:
+        """Read a version, the newest for None, trying again as long as there is progress."""
+        failed_s = time.monotonic()
+        while True:
             try:
-                self._read(newest, number)
-            except Missing:  # the publisher may have deleted it meanwhile
-                later = self._storage.newest()
-                if later is None or later["number"] == newest["number"]:
+                self._read(newest, newest["number"] if number is None else number)
+                break
+            except Refused:
+                raise
+            except StreamError:
+                now_s = time.monotonic()
+                if self._storage.news_s > failed_s:
+                    failed_s = now_s
+                elif now_s >= failed_s + self._patience_s:
                     raise
-                self._read(later, max(number, later["oldest"]))
-        assert self.held is not None
+            time.sleep(min(self._poll, self._patience_s / 4))
+            newest = self._look(None) or newest
+            number = None if number is None else max(number, newest["oldest"])
+        self._storage.forget()
+        assert self.held is not None, "read"
         return Version(self.held.number, self.held.step, self.held.digest, self)
 
     def _read(self, newest: Mapping[str, Any], number: int) -> None:
-        at, written = (self.held.number, self.held.written) if self.held else (0, 0)
-        ways = {base: size + newest["written"] - until for base, size, until in newest["bases"]}
-        if at >= newest["oldest"]:
-            ways[0] = newest["written"] - written
+        """Read a version by the shortest way that is whole."""
+        held, self._links = self.held, _links_of(newest)
+        same = held is not None and held.stream == newest["stream"]
+        if held and same and held.number >= number:
+            return
+        ways = {
+            base: size + newest["written"] - until
+            for base, size, until, _ in newest["bases"]
+            if base <= number
+        }
+        if held and same and held.number >= newest["oldest"]:
+            ways[0] = newest["written"] - held.written
         problem: StreamError | None = None
         for base in sorted(ways, key=ways.__getitem__):
-            if base > number or (base and self.held and base <= self.held.number):
-                continue
             try:
-                if base:
-                    self._read_base(base)
-                while self.held is not None and self.held.number < number:
-                    self._read_step(self.held, self.held.number + 1)
+                self._read_from(newest, base, number)
                 if problem is not None:
                     warn_user(f"took a base of {self._storage.where} instead: {problem}")
                 return
+            except Refused:
+                raise
             except StreamError as error:
                 problem = problem or error
         raise problem or StreamError(f"{self._storage.where} has no base for version {number}")
 
-    def _read_base(self, number: int) -> None:
-        name = base_name(number)
-        try:
-            with (
-                self._storage.fetched(name) as path,
-                safe_open(path, framework="pt", device="cpu") as file,
-            ):
-                record = self._storage.unsealed(file.metadata()["thinwire"], name)
-                table = parsed_table(record["table"], 1)
-
-                def value(key: str) -> Tensor:
-                    return restored(file.get_tensor(key), table[key], f"{path}, {key},")
-
-                # read twice, so that nothing of a damaged file reaches the model
-                digests = {key: digest(value(key)) for key in table}
-                found = record["number"], digest_of(record["table"], digests)
-                if found != (number, record["digest"]):
-                    raise StreamError(f"{name} is damaged: its number or digest differs")
-                targets = self._targets(table, record["tied"])
-                self.held, self._copies = None, {}
-                tensors = {key: self._put(key, value(key), targets[key]) for key in table}
-        except (OSError, SafetensorError, CheckpointError, *UNREADABLE) as error:
-            raise StreamError(f"{self._storage.where}/{name} is damaged: {error}") from error
-        version = {key: record[key] for key in ("number", "step", "stream", "digest", "written")}
-        self.held = Held(tensors, digests, record["tied"], **version)
-
-    def _targets(
-        self, table: Mapping[str, TensorRef], tied: Mapping[str, str]
-    ) -> dict[str, list[Tensor]]:
-        """Return the model's tensors for each published one, after checking that they fit."""
-        if self._model is None:
-            return {name: [] for name in table}
-        own, own_tied = tensors_of(self._model)
-        every = own | {name: own[first] for name, first in own_tied.items()}
-        problems = [f"it has no {name}" for name in {*table, *tied} - {*every}]
-        problems += [f"{name} was not published" for name in {*every} - {*table, *tied}]
-        problems += [
-            f"{name} is tied, and was not" for name in {*own_tied} & {*table} - {*tied.values()}
-        ]
-        problems += [
-            f"{name} has shape {tuple(every[name].shape)}, published is {ref.shape}"
-            for name, ref in table.items()
-            if name in every and tuple(every[name].shape) != ref.shape
-        ]
-        if problems:
-            raise StreamError(
-                f"the model does not fit {self._storage.where}: {listed(sorted(problems))}"
-            )
-        further = {name: [other for other in tied if tied[other] == name] for name in table}
-        return {
-            name: [every[name], *(every[other] for other in others if other in own)]
-            for name, others in further.items()
-        }
-
-    def _put(self, name: str, value: Tensor, targets: list[Tensor]) -> Tensor:
-        """Copy a value into the model; return the tensor that the next difference changes."""
-        for target in targets:
-            target.copy_(value)
-        first = next((target for target in targets if target.dtype == value.dtype), value)
-        self._copies[name] = [target for target in targets if target is not first]
-        return first
-
-    def _read_step(self, held: Held, number: int) -> None:
-        name = f"{self._storage.where}/{step_name(number)}"
-        with self._storage.read_step(number) as (record, payload):
-            came = record["number"], record["stream"], record["previous"]
-            if came != (number, held.stream, held.digest):
-                raise StreamError(f"{name} does not follow version {held.number}, which is held")
-            self.held = None  # until every tensor is changed
-            for (key, tensor), length in zip(held.tensors.items(), record["lengths"], strict=True):
-                if not length:
-                    continue
-                value = tensor.cpu().clone()
-                try:
-                    decode(value, payload.read(length))
-                except ValueError as error:
-                    raise self._changed(name, key) from error
-                held.digests[key] = digest(value)
-                tensor.copy_(value)
-                for copy in self._copies[key]:
-                    copy.copy_(value)
-        if digest_of(table_of(held.tensors), held.digests) != record["digest"]:
-            raise self._changed(name, "its digest")
-        held.number, held.step = number, record["step"]
-        held.digest, held.written = record["digest"], record["written"]
+    def _read_from(self, newest: Mapping[str, Any], base: int, number: int) -> None:
+        """Read a version from a base, or from what is held for 0; the model changes at the end."""
+        values: dict[str, Tensor] = {}
+        if base:
+            held = self._base(newest, base, values)
+        else:
+            assert self.held is not None, "else there is no such way"
+            held = replace(self.held, digests=dict(self.held.digests))
+            if self._link(held.number)[0] != held.digest[:PART]:
+                raise StreamError(f"version {held.number} is held, and is not one of this chain")
+        receiver = self._receiver(held)
+        if not base and receiver is not None:
+            self._require_unchanged(held, receiver)
+        for at in range(held.number + 1, number + 1):
+            self._step(held, at, values, receiver)
+        if receiver is None:
+            held.tensors = held.tensors | values
+        else:
+            own = {name: value for name, value in values.items() if name not in receiver.holds}
+            # a view would keep the whole base in memory
+            held.tensors = held.tensors | {name: value.clone() for name, value in own.items()}
+            self.held = None  # until every tensor is written
+            # what the model holds otherwise is written at each version: nothing verifies it
+            receiver.write_(held.tensors | values)
         self.held = held
 
-    def _changed(self, name: str, cause: str) -> StreamError:
-        return StreamError(
-            f"{name} does not fit the tensors that it changes ({cause}): the model's weights were "
-            "changed since the last version"
-        )
+    def _receiver(self, held: Held) -> Receiver | None:
+        if self._model is None:
+            return None
+        return Receiver(self._model, held.refs, held.tied)
+
+    def _require_unchanged(self, held: Held, receiver: Receiver) -> None:
+        """Raise unless the model still holds the version."""
+        changed = [
+            name
+            for name in held.table
+            if name not in held.tensors and self._value(held, name, receiver) is None
+        ]
+        if changed:
+            raise StreamError(
+                f"the model's weights were changed since version {held.number} ({listed(changed)})"
+            )
+
+    def _value(self, held: Held, name: str, receiver: Receiver | None) -> Tensor | None:
+        """Return a copy of a tensor of the version; None if the model has another one now."""
+        if receiver is None or name in held.tensors:
+            return held.tensors[name].clone()
+        if name not in receiver.holds:
+            return None
+        copies = [plain_copy(name, target) for target in receiver.targets[name]]
+        return copies[0] if {*map(digest, copies)} == {held.digests[name]} else None
+
+    def _state_of(self, version: Version) -> dict[str, Tensor]:
+        held = self.held
+        if held is None or held.digest != version.digest:
+            raise StreamError(
+                f"version {version.number} is no longer held: take its state_dict before the "
+                "follower goes on"
+            )
+        receiver, found = self._receiver(held), dict[str, Tensor]()
+        for name in held.table:
+            value = self._value(held, name, receiver)
+            if value is None:
+                raise StreamError(f"the model's {name} was changed since version {held.number}")
+            found[name] = value
+        return found | {name: found[first] for name, first in held.tied.items()}
+
+    def base_head(self, newest: Mapping[str, Any], number: int) -> tuple[Held, str, int, int]:
+        """Return a whole version without tensors, its file, and where they begin and end there."""
+        [(size, until, whole)] = [entry[1:] for entry in newest["bases"] if entry[0] == number]
+        name, storage = base_name(number, whole), self._storage
+        with storage.reading(name):
+            record, begin = storage.base_head(name, size)
+            if (record["number"], record["stream"]) != (number, newest["stream"]):
+                raise ValueError("it is of another run than latest.json names")
+            if record["digest"] != whole:
+                raise ValueError("its digest is another than latest.json names")
+            held = Held(
+                number=number,
+                step=record["step"],
+                stream=record["stream"],
+                digest=whole,
+                written=until,
+                table=record["table"],
+                tied=record["tied"],
+                digests={},
+            )
+            if begin + sum(map(_nbytes, held.refs.values())) != size:
+                raise ValueError("its tensors have another size than the file")
+        return held, name, begin, size
+
+    def _base(self, newest: Mapping[str, Any], number: int, values: dict[str, Tensor]) -> Held:
+        """Return a whole version, and put its tensors into `values`."""
+        held, name, begin, size = self.base_head(newest, number)
+        self._receiver(held)  # refuses before the content is fetched
+        content = self._storage.fetch(name, size)
+        with self._storage.reading(name):
+            for key, ref in held.refs.items():
+                end = begin + _nbytes(ref)
+                values[key] = _tensor_of(content[begin:end], ref)
+                held.digests[key] = digest(values[key])
+                begin = end
+            if held.whole_digest() != held.digest:
+                raise ValueError("its digest differs")
+        return held
+
+    def _step(
+        self, held: Held, number: int, values: dict[str, Tensor], receiver: Receiver | None
+    ) -> None:
+        """Make `held` and `values` those of the next version."""
+        part, size = self._link(number)
+        name, storage = step_name(number, part), self._storage
+        content = storage.fetch(name, size)
+        with storage.reading(name):
+            record, begin = storage.verified_step(name, content)
+            came = record["number"], record["stream"], record["previous"]
+            if came != (number, held.stream, held.digest):
+                raise ValueError(f"it does not follow version {held.number}")
+            for key, length in zip(held.table, record["lengths"], strict=True):
+                if not length:
+                    continue
+                value = values.get(key)
+                if value is None and (value := self._value(held, key, receiver)) is None:
+                    raise ValueError(f"the model's {key} was changed while it was read")
+                decode(value, content[begin : begin + length])
+                begin += length
+                values[key] = value
+                held.digests[key] = digest(value)
+            if held.whole_digest() != record["digest"]:
+                raise ValueError("the digest of its version differs")
+        held.number, held.step = number, record["step"]
+        held.digest, held.written = record["digest"], record["written"]
+
+    def _link(self, number: int) -> tuple[str, int]:
+        """Return a part of a version's digest, and the bytes of its difference."""
+        while number not in self._links:
+            first = min(self._links)
+            part, size = self._links[first]
+            if not size:
+                raise StreamError(f"{self._storage.where} has no difference of version {first}")
+            record, _ = self._storage.step_head(step_name(first, part), size)
+            if (record["number"], record["digest"][:PART]) != (first, part):
+                raise StreamError(f"{self._storage.where}: the difference {first} is another one")
+            self._links |= _links_of({"number": first - 1, "recent": record["recent"]})
+        return self._links[number]
+
+
+def _links_of(record: Mapping[str, Any]) -> dict[int, tuple[str, int]]:
+    """Return a part of the digest, and the bytes of the difference, of the latest versions."""
+    first = record["number"] - len(record["recent"]) + 1
+    return {first + at: (part, size) for at, (part, size) in enumerate(record["recent"])}
+
+
+def _order(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what only grows from one record to the next."""
+    return (*record["term"], record["number"])
+
+
+def _nbytes(ref: TensorRef) -> int:
+    return math.prod(ref.shape) * ref.dtype.itemsize
+
+
+def _tensor_of(content: memoryview, ref: TensorRef) -> Tensor:
+    """Return a tensor in the memory of the content, or in its own if it is not aligned there."""
+    if not len(content):
+        return torch.empty(ref.shape, dtype=ref.dtype)
+    flat = torch.frombuffer(content, dtype=torch.uint8)
+    if flat.data_ptr() % ref.dtype.itemsize:
+        flat = flat.clone()
+    return flat.view(ref.dtype).reshape(ref.shape)

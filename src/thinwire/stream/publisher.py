@@ -1,35 +1,23 @@
 """Publishes the versions of a model, for followers elsewhere."""
 
-import tempfile
-import uuid
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from os import PathLike
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from thinwire import _validate as check
-from thinwire._wording import warn_user
-from thinwire.checkpoint.tensor_file import digest, digests_of, write_tensors
-from thinwire.comm import is_alone, rank_and_size_in
-from thinwire.core.sharded import whole_of
+from thinwire.comm import Group, is_alone, rank_and_size_in, while_busy
+from thinwire.core.sharded import is_sharded
 from thinwire.errors import StreamError
-from thinwire.stream.coder import encode
-from thinwire.stream.files import (
-    Held,
-    Storage,
-    base_name,
-    digest_of,
-    step_name,
-    table_of,
-    tensors_of,
-)
-from thinwire.stream.follower import Follower
+from thinwire.stream.files import Storage
+from thinwire.stream.state import Model, plain_copy, table_of, tensors_of
+from thinwire.stream.writer import Settings, Writer
 
-_CHAIN = 4
-"""Size of the differences after a base, over its own, at which the next one is due."""
+_T = TypeVar("_T")
 
 
 def publish(
@@ -40,13 +28,16 @@ def publish(
     token: str | bytes | None = None,
     every: int | None = None,
     keep: int = 2,
+    timeout: float = 60.0,
+    replace: bool = False,
+    shared: bool = False,
 ) -> "Publisher":
     """Publish the versions of a model, which `follow` reads bit for bit.
 
-    `update` writes the difference to the version before, without loss: the step of each entry in
-    units in the last place, coded by the exponent of its old value. Now and then it writes a base
-    too, the whole model as a safetensors file, from which late followers start. A publisher that
-    starts again continues the versions that are there.
+    `update` copies the model as it is then, and a thread writes the difference to the version
+    before, without loss: the step of each entry in units in the last place, coded by the exponent
+    of its old value. Now and then it writes a base too, the whole model as a safetensors file, from
+    which late followers start. A publisher that starts again continues the versions that are there.
 
     Example::
 
@@ -54,164 +45,195 @@ def publish(
             for step in range(3):
                 publisher.update(step)
 
+    A script that ends with status 0 ends the versions too; leaving the block by an error does not.
+
     Args:
         where: Folder, or an address that fsspec knows (s3, gs, hf, ...). Nothing else is stored in
-            it, and one process at a time publishes there.
-        model: Model, or its `state_dict` if its tensors change in place. They may be sharded
-            (FSDP2). The publisher keeps a copy of the last version in host memory.
+            it, and one process at a time publishes there: the one that began last.
+        model: Model, whose tensors are looked up by name at each version, or a mapping of tensors.
+            They may be sharded (FSDP2). The publisher keeps two copies in host memory.
         dtype: Floating-point tensors are published in this dtype; None for their own.
         token: Secret that readers need too. It proves who wrote a version and hides nothing.
         every: Versions between two bases; None for one when the differences since the last have
             four times its size.
         keep: Number of bases to keep, with all versions since the oldest of them.
+        timeout: Seconds without a byte of progress after which a wait for the storage is an error.
+        replace: True to publish this model where versions of another one are.
+        shared: True if all machines of a run see a folder; asked for among members.
 
     Raises:
         ImportError: The extra is missing: `pip install 'thinwire[stream]'`.
+        StreamError: There are versions of another model, or with another token; the storage does
+            not answer; or the state of the model has what is no tensor.
     """
+    check.instance("model", model, (nn.Module, Mapping))
+    settings = settings_of(
+        dtype=dtype,
+        token=token,
+        every=every,
+        keep=keep,
+        timeout=timeout,
+        replace=replace,
+        shared=shared,
+    )
+    sharded = any(map(is_sharded, tensors_of(model)[0].values()))
+    group = Group(None) if sharded else None
+    first = is_alone() or rank_and_size_in(None)[0] == 0
+    return Publisher(where, lambda: model, settings, group=group, writes=first)
+
+
+def settings_of(*, timeout: float = 60.0, **given: Any) -> Settings:
+    """Return checked arguments of `publish`."""
+    settings = Settings(timeout_s=check.real("timeout", timeout, above=0), **given)
+    dtype = settings.dtype
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype must be a floating-point dtype or None, got {dtype!r}")
-    check.instance("model", model, (nn.Module, Mapping))
-    if every is not None:
-        check.integer("every", every, at_least=1)
-    check.integer("keep", keep, at_least=1)
-    return Publisher(Storage(where, token), model, dtype, every, keep)
+    if settings.every is not None:
+        check.integer("every", settings.every, at_least=1)
+    check.integer("keep", settings.keep, at_least=1)
+    check.boolean("replace", settings.replace)
+    check.boolean("shared", settings.shared)
+    return settings
 
 
 class Publisher(AbstractContextManager["Publisher"]):
-    """Result of `publish`: writes a version at each `update`.
+    """Result of `publish`: writes a version for each `update`.
 
-    Attributes:
-        number: Newest version that was written; 0 before the first. Ranks other than 0 count their
-            updates.
+    Rank 0 writes. If the model is sharded, all ranks make the same calls.
     """
 
     def __init__(
         self,
-        storage: Storage,
-        model: nn.Module | Mapping[str, Any],
-        dtype: torch.dtype | None,
-        every: int | None,
-        keep: int,
+        where: str | PathLike[str],
+        state: Callable[[], Model],
+        settings: Settings,
+        *,
+        group: Group | None,
+        writes: bool,
+        run: str | None = None,
+        generation: int = 0,
     ) -> None:
-        self._storage, self._model, self._dtype = storage, model, dtype
-        self._every, self._keep = every, keep
-        self._writer = uuid.uuid4().hex
-        self._held: Held | None = None
-        self._wrote = False
-        self.number = 0
+        # group: the ranks that make each call together, if the model is sharded over them. With
+        # `run`, of members, nothing is waited for: see `Writer`
+        self._state, self._dtype, self._group = state, settings.dtype, group
+        self._writer: Writer | None = None
+        self._given, self._step, self._closed = 0, -1, False
+
+        def begin() -> None:
+            if writes:
+                storage = Storage(where, settings.token, settings.timeout_s)
+                self._writer = Writer(storage, settings, run or "", generation)
+                weakref.finalize(self, self._writer.abandon)
+                table = table_of(tensors_of(state())[0], settings.dtype)
+                self._writer.begin(table, wait=run is None)
+
+        self._alike("beginning to publish", begin)
+
+    @property
+    def number(self) -> int:
+        """Newest version that was written; 0 before the first. On other ranks that was given."""
+        return self._given if self._writer is None else self._writer.number
 
     def update(self, step: int) -> int:
-        """Write the model as it is now; return the number of this version, from 1.
+        """Publish the model as it is now; return the number of this version, from 1.
 
-        Rank 0 writes; if the model is sharded, all ranks call it. It returns when followers can
-        read the version. After an error the next call writes a base.
+        It returns when the model is copied; `wait` returns when followers can read the version. If
+        the versions before are late, this one is left out, with a warning, and the next one has its
+        changes.
 
         Args:
             step: Number of the training step, which readers see.
 
         Raises:
-            StreamError: Another process publishes there, or the storage cannot be reached.
-            OSError: Writing failed.
+            StreamError: A version before could not be written, such as where another process
+                publishes; on all ranks if the model is sharded. Nothing was begun by this call.
         """
         check.integer("step", step, at_least=0)
-        tensors, tied = tensors_of(self._model)
-        if not is_alone() and rank_and_size_in(None)[0]:
-            for tensor in tensors.values():
-                whole_of(tensor)
-            self.number += 1
-            return self.number
-        newest = self._newest()
-        held, self._held = self._held, None  # an error from here on makes the next version a base
-        number: int = newest["number"] + 1
-        written: int = newest["written"]
-        record = {"number": number, "step": step, "stream": newest["stream"]}
-        bases = list(newest["bases"])
-        if held is not None and held.tied == tied and self._fits(held, tensors):
-            written += self._write_step(held, tensors, record)
+        return self.give(step, queue=True)
+
+    @property
+    def written_step(self) -> int:
+        """Step of the newest version that was written here; -1 before it, and on other ranks."""
+        return -1 if self._writer is None else self._writer.step
+
+    def wait(self) -> None:
+        """Wait until the versions that were given are written.
+
+        Raises:
+            StreamError: One could not be written, or no byte moved for the time-out.
+        """
+        self._alike("waiting for a version", self._wait)
+
+    def close(self, step: int | None = None) -> None:
+        """Publish what has changed since the last version, and say that no version will follow,
+        which ends the loops of followers. May be called twice.
+
+        Args:
+            step: Step of the last version; None for that of the last `update`.
+
+        Raises:
+            StreamError: A version could not be written, or no byte moved for the time-out.
+        """
+        if self._closed:
+            return
+        step = self._step if step is None else step
+        if step >= 0:
+            self.give(step, queue=True, last=True)
+        self._closed = True
+        self._alike("ending the versions", self._end)
+
+    def abandon(self) -> None:
+        """Publish no more. What was given is written; the end is not said."""
+        self._closed = True
+        if self._writer is not None:
+            self._writer.abandon()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
         else:
-            whole = {name: self._published(tensor) for name, tensor in tensors.items()}
-            held, bases = Held(whole, digests_of(whole), tied), []
-            record["digest"] = digest_of(table_of(whole), held.digests)
-        record["written"] = written
-        if self._base_due(bases, number, written):
-            bases.append([number, self._write_base(held, record), written])
-        kept = bases[-self._keep :]
-        oldest = kept[0][0]
-        more = {"bases": kept, "oldest": oldest, "writer": self._writer, "closed": False}
-        self._storage.name_newest({**record, **more})
-        dropped = range(newest["oldest"], oldest + 1) if newest["number"] else ()
-        self._storage.discard(map(step_name, dropped))
-        self._storage.discard(base_name(b[0]) for b in newest["bases"] if b not in kept)
-        held.number, held.step, held.digest, held.written = number, step, record["digest"], written
-        self._held, self.number, self._wrote = held, number, True
-        return number
+            self.abandon()
 
-    def close(self) -> None:
-        """Say that no version will follow, which ends the loops of followers."""
-        if self._held is not None:
-            self._storage.name_newest({**self._newest(), "closed": True})
-            self._held = None
+    def give(self, step: int, *, queue: bool, last: bool = False) -> int:
+        """Copy the model and give it to the writer, if that has room; return the next number.
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        With `queue` the version may wait for others. The last one waits in any case, and is written
+        only if it differs.
+        """
+        if self._closed:
+            raise RuntimeError("this publisher was closed: call tw.publish again")
+        self._step, writer = step, self._writer
+        tensors, tied = tensors_of(self._state())
 
-    def _newest(self) -> dict[str, Any]:
-        """Return the record of the newest version, after taking over what another one wrote."""
-        newest = self._storage.newest()
-        if self._wrote:
-            if newest is None or newest["writer"] != self._writer:
-                raise StreamError(
-                    f"{self._storage.where}: another process publishes there too, or its files "
-                    "were deleted: give each publisher a folder of its own"
-                )
-            return newest
-        if newest is not None:
-            self._storage.clean(newest)
-            follower = Follower(self._storage, None)
-            try:
-                follower.latest()
-            except StreamError as error:
-                warn_user(f"the next version is a base, since the last one is lost: {error}")
-            self._held = follower.held
-        none = {"number": 0, "written": 0, "bases": [], "oldest": 0, "stream": self._writer}
-        return {**(newest or none), "writer": self._writer}
+        def room() -> tuple[int, bool]:
+            if writer is None:
+                return self._given + 1, True
+            if not last and (problem := writer.take_problem()) is not None:
+                raise problem
+            return writer.next_number, last or writer.has_room(step, queue=queue)
 
-    def _fits(self, held: Held, tensors: Mapping[str, Tensor]) -> bool:
-        now = [(name, self._dtype_of(tensor), tensor.shape) for name, tensor in tensors.items()]
-        return now == [(name, own.dtype, own.shape) for name, own in held.tensors.items()]
+        self._given, has_room = self._alike("publishing a version", room)
+        if not has_room or (writer is None and self._group is None):
+            return self._given
+        copies: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            value = plain_copy(name, tensor, self._dtype)  # a collective of the shards
+            if writer is not None:
+                copies[name] = value
+        if writer is not None:
+            writer.give(step, copies, tied, changed=last)
+        return self._given
 
-    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
-        return self._dtype if self._dtype and tensor.is_floating_point() else tensor.dtype
+    def _wait(self) -> None:
+        if self._writer is not None:
+            self._writer.wait()
 
-    def _published(self, tensor: Tensor) -> Tensor:
-        """Return a tensor as it is published: whole, on the CPU, in memory of its own."""
-        value = whole_of(tensor).to("cpu", self._dtype_of(tensor))
-        return value.clone(memory_format=torch.contiguous_format)
+    def _end(self) -> None:
+        if self._writer is not None:
+            self._writer.end()
 
-    def _write_step(self, held: Held, tensors: Mapping[str, Tensor], record: dict[str, Any]) -> int:
-        """Write the difference and change what is held; return the payload's bytes."""
-        lengths = []
-        with tempfile.TemporaryFile() as payload:
-            for name, tensor in tensors.items():
-                new = self._published(tensor)
-                lengths.append(payload.write(encode(held.tensors[name], new)))
-                held.tensors[name], held.digests[name] = new, digest(new)
-            table = table_of(held.tensors)
-            record |= {"previous": held.digest, "digest": digest_of(table, held.digests)}
-            size = sum(lengths)
-            about = {**record, "lengths": lengths, "written": held.written + size}
-            self._storage.write_step(about, payload)
-        return size
-
-    def _base_due(self, bases: list[list[int]], number: int, written: int) -> bool:
-        if not bases:
-            return True
-        last, size, until = bases[-1]
-        return number - last >= self._every if self._every else written - until >= _CHAIN * size
-
-    def _write_base(self, held: Held, record: Mapping[str, Any]) -> int:
-        """Write a whole version; return its size in bytes."""
-        about = {**record, "table": table_of(held.tensors), "tied": held.tied}
-        metadata = {"format": "pt", "thinwire": self._storage.sealed(about)}
-        with self._storage.written(base_name(record["number"])) as path:
-            return write_tensors(path, held.tensors, metadata)[0]
+    def _alike(self, action: str, act: Callable[[], _T]) -> _T:
+        """Do something on all ranks of a sharded model; return what rank 0 returns, or raise."""
+        if self._group is None:
+            return act()
+        return while_busy(self._group, action, act, error=StreamError)[0]

@@ -1,0 +1,420 @@
+"""Writes versions into a storage, one after the other, on a thread of its own."""
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.pool import ThreadPool
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire._at_exit import before_exit, fail_at_exit, forget_hook
+from thinwire._wording import warn_user
+from thinwire.checkpoint.tensor_file import digest, digests_of, pieces_of
+from thinwire.errors import StreamError
+from thinwire.stream.coder import encode
+from thinwire.stream.files import PART, Storage, base_name
+from thinwire.stream.follower import Follower
+from thinwire.stream.state import Held, Refused, difference, table_of
+
+_CHAIN = 4
+"""Size of the differences after a base, over its own, at which the next one is due."""
+_RECENT = 64
+"""Number of versions that a record lists; each difference lists those before it."""
+_LATE_S, _QUEUED_BYTES = 1.0, 64 << 20
+"""Age and bytes of versions that wait, beyond which the next one is left out."""
+_NEWS_S = 5.0
+_THREADS = min(4, max((os.cpu_count() or 1) // 2, 1))
+_log = logging.getLogger("thinwire")
+_Task = Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Arguments of `publish`."""
+
+    dtype: torch.dtype | None = None
+    token: str | bytes | None = field(default=None, repr=False)
+    every: int | None = None
+    keep: int = 2
+    timeout_s: float = 60.0
+    replace: bool = False
+    shared: bool = False
+
+
+class Writer:
+    """Writes what it is given as versions, in turn. It knows neither model nor ranks.
+
+    Attributes:
+        number: The newest version that was written, or was there before.
+        step: Step of the newest version that was written here; -1 before it.
+    """
+
+    def __init__(
+        self, storage: Storage, settings: Settings, run: str = "", generation: int = 0
+    ) -> None:
+        # run: identity of a run of members, whose generations order its publishers; else empty
+        self._storage, self._settings = storage, settings
+        self._run, self._generation = run, generation
+        self._name = uuid.uuid4().hex
+        self._record: dict[str, Any] = {}
+        """The record that this writer has written last, or begins with."""
+        self._held: Held | None = None
+        """The last version; None if the next one is to be a base."""
+        self._tasks: deque[tuple[float, int, _Task]] = deque()
+        """Work in its order: since when it waits, the bytes that it keeps, what to do."""
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._problem: StreamError | None = None
+        self._notes: list[str] = []
+        self._found: tuple[Follower, dict[str, Any]] | None = None
+        self._warned = self._wrote = self._ended = False
+        self._promised = 0
+        self.number, self.step = 0, -1
+        before_exit(self, self._at_exit)
+
+    # called by the thread that trains
+
+    def begin(self, table: Mapping[str, Any], *, wait: bool) -> None:
+        """Take over what is there. With `wait` raise if it is of another model."""
+        self._submit(0, partial(self._look, table))
+        if wait:
+            try:
+                self.wait()
+            except BaseException:
+                self.abandon()
+                raise
+        self._submit(0, self._take_over)
+
+    def has_room(self, step: int, *, queue: bool) -> bool:
+        """Return True if a version can be given now. Else it is left out, with a warning if late.
+
+        With `queue` versions may wait for others, as long as all are young and small.
+        """
+        self._say_notes()
+        with self._changed:
+            if not self._tasks:
+                return True
+            age_s = time.monotonic() - self._tasks[0][0]
+            waiting = sum(size for _, size, _ in self._tasks)
+            if queue and age_s < _LATE_S and waiting < _QUEUED_BYTES:
+                return True
+            warns = age_s >= _LATE_S and not self._warned
+            self._warned |= warns
+        if warns:
+            warn_user(
+                f"the version of step {step} is left out: version {self.number + 1} has been on "
+                f"its way to {self._storage.where} for {age_s:.1f} s{self._storage.left_text()}. "
+                "The next one has these changes too"
+            )
+        return False
+
+    @property
+    def next_number(self) -> int:
+        """Number of the next version that is given."""
+        return max(self._promised, self.number) + 1
+
+    def give(
+        self, step: int, tensors: dict[str, Tensor], tied: dict[str, str], *, changed: bool = False
+    ) -> int:
+        """Write a version from tensors that belong to this writer from now on; return its number.
+
+        With `changed` only if they differ from the version before.
+        """
+        self._promised = self.next_number
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        self._submit(size, partial(self._write, step, tensors, tied, changed=changed))
+        return self._promised
+
+    def take_problem(self) -> StreamError | None:
+        """Return the error of a version that nobody has seen, once; None if there is none."""
+        with self._changed:
+            problem, self._problem = self._problem, None
+        fail_at_exit(self, None)
+        return problem
+
+    def wait(self) -> None:
+        """Wait until all is written, while bytes move; raise the error of a version."""
+        said_s, limit_s = time.monotonic(), self._settings.timeout_s
+        with self._changed:
+            while self._tasks:
+                self._changed.wait(min(1.0, limit_s / 4))
+                if self._storage.silent_s() >= limit_s:
+                    raise StreamError(f"no byte moved for {limit_s:g} s: {self._left_text()}")
+                if self._tasks and time.monotonic() - said_s >= _NEWS_S:
+                    said_s = time.monotonic()
+                    _log.warning("waiting: %s", self._left_text())
+        self._say_notes()
+        if (problem := self.take_problem()) is not None:
+            raise problem
+
+    def end(self) -> None:
+        """Wait for all that was given, and say that no version will follow."""
+        self._ended = True
+        problem = self.take_problem()
+        try:
+            self._submit(0, self._say_closed)
+            self.wait()
+        finally:
+            forget_hook(self)
+        if problem is not None:
+            raise problem
+
+    def abandon(self) -> None:
+        """Write what was given, but never say the end."""
+        self._ended = True
+        with self._changed:
+            if not self._tasks and self._problem is None:
+                forget_hook(self)
+
+    def _at_exit(self, ended_well: bool) -> None:
+        """Write what was given; say the end if the script ended well and nobody has spoken."""
+        problem = self.take_problem()
+        if ended_well and self._wrote and not self._ended:
+            self._submit(0, self._say_closed)
+        self.wait()
+        if problem is not None:
+            raise problem
+
+    def _left_text(self) -> str:
+        return (
+            f"version {self.number + 1} and {len(self._tasks) - 1} more tasks are on their way to "
+            f"{self._storage.where}{self._storage.left_text()}"
+        )
+
+    def _say_notes(self) -> None:
+        while self._notes:
+            warn_user(self._notes.pop(0))
+
+    # called by the writer's thread
+
+    def _submit(self, size: int, task: _Task) -> None:
+        with self._changed:
+            self._tasks.append((time.monotonic(), size, task))
+            if self._thread is None:
+                name = "thinwire-publisher"
+                self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+                self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._tasks:
+                    self._thread = None
+                    break
+                begun_s, _, task = self._tasks[0]
+            problem: StreamError | None = None
+            try:
+                task()
+            except StreamError as error:
+                problem = error
+            except Exception as error:  # such as memory that is missing
+                problem = StreamError(f"{type(error).__name__}: {error}")
+                problem.__cause__ = error
+            with self._changed:
+                if problem is None:
+                    self._tasks.popleft()
+                    self._warned &= time.monotonic() - begun_s >= _LATE_S
+                else:
+                    self._problem, self._promised = problem, 0
+                    self._tasks.clear()  # the next version has these changes too
+                    fail_at_exit(self, f"thinwire: a version was not published: {problem}")
+                self._changed.notify_all()
+        if self._ended and self._problem is None:
+            forget_hook(self)
+
+    def _look(self, table: Mapping[str, Any]) -> None:
+        """Choose number and term, and raise if what is there is of another model."""
+        storage, settings = self._storage, self._settings
+        found, number = None, 0
+        try:
+            found = storage.newest()
+        except StreamError as error:
+            if isinstance(error, Refused) and not settings.replace:
+                raise
+            # such as a record that was cut while it was written: go on beyond all files
+            number = max(storage.numbers().values(), default=0)
+            self._notes.append(f"the next version is a base, since the last one is lost: {error}")
+        start = int(time.time())
+        if found is not None:
+            number = found["number"]
+            term, generation = found["term"]
+            if self._run and found["run"] == self._run:
+                start = term
+                if generation > self._generation:
+                    raise self._overtaken()
+            else:
+                start = max(start, term + 1)
+        self._record = {
+            "number": number,
+            "term": [start, self._generation],
+            "run": self._run,
+            "writer": self._name,
+            "stream": self._name,
+            "written": 0,
+            "bases": [],
+            "recent": [],
+        }
+        self.number = number
+        if found is None or settings.replace:
+            return
+        follower = Follower(storage, None, settings.timeout_s / 8, settings.timeout_s)
+        with self._lost_noted():
+            held, *_ = follower.base_head(found, found["bases"][-1][0])
+            if (text := difference(held.table, table)) is not None:
+                raise Refused(
+                    f"{storage.where} has versions of another model: {text}. Give another place, "
+                    "or replace=True to go on with this model"
+                )
+            self._found = follower, found
+
+    def _take_over(self) -> None:
+        """Hold the last version, if it can be read."""
+        if self._found is None:
+            return
+        (follower, found), self._found = self._found, None
+        with self._lost_noted():
+            follower.latest()
+            self._held = follower.held
+            self._record |= {key: found[key] for key in ("stream", "written", "bases", "recent")}
+
+    @contextmanager
+    def _lost_noted(self) -> Iterator[None]:
+        """Note that what is there cannot be read, and go on with a base."""
+        try:
+            yield
+        except Refused:
+            raise
+        except StreamError as error:
+            self._notes.append(f"the next version is a base, since the last one is lost: {error}")
+
+    def _require_newest(self) -> None:
+        """Raise if another publisher has taken over."""
+        try:
+            there = self._storage.newest()
+        except Refused:
+            raise self._overtaken() from None
+        except StreamError as error:
+            _log.warning("writing over a record that cannot be read: %s", error)
+            return
+        if there is None and self._wrote:
+            raise StreamError(f"{self._storage.where}: the files of this publisher were deleted")
+        own = self._record["term"], self._name
+        if there is not None and (there["term"], there["writer"]) > own:
+            raise self._overtaken()
+
+    def _overtaken(self) -> StreamError:
+        return StreamError(
+            f"{self._storage.where}: another process publishes there too, and began later: give "
+            "each publisher a place of its own"
+        )
+
+    def _write(
+        self, step: int, tensors: dict[str, Tensor], tied: dict[str, str], *, changed: bool
+    ) -> None:
+        self._require_newest()
+        record, held, table = dict(self._record), self._held, table_of(tensors)
+        number, bases = record["number"] + 1, list(record["bases"])
+        follows = held is not None and held.is_like(table, tied)
+        digests, payload = {}, list[bytes]()
+        if held is not None and follows:
+            for name, (message, sha256) in zip(
+                table, self._differences(held, tensors), strict=True
+            ):
+                payload.append(message)
+                digests[name] = sha256
+        else:
+            digests, bases = digests_of(tensors), []
+        written = record["written"] + sum(map(len, payload))
+        new = Held(number, step, record["stream"], "", written, table, tied, digests, tensors)
+        new.digest = new.whole_digest()
+        if changed and held is not None and follows and new.digest == held.digest:
+            return
+        about = {
+            "number": number,
+            "step": step,
+            "stream": new.stream,
+            "digest": new.digest,
+            "written": written,
+        }
+        size = 0
+        if held is not None and follows:
+            chain = {"previous": held.digest, "recent": record["recent"]}
+            chain["lengths"] = [*map(len, payload)]
+            size = self._storage.write_step({**about, **chain}, payload)
+        if due := self._base_due(bases, number, written):
+            bases.append([number, self._write_base(new, about), written, new.digest])
+        recent = [*record["recent"], [new.digest[:PART], size]][-_RECENT:]
+        kept = bases[-self._settings.keep :]
+        record |= about
+        record |= {"bases": kept, "oldest": kept[0][0], "recent": recent, "closed": False}
+        # if this fails it may be there all the same, or come later: then a base goes beyond it
+        self._held, self._record = None, {**self._record, "number": number, "bases": []}
+        self._storage.name_newest(record)
+        self._held, self._record, self._wrote = new, record, True
+        self.number, self.step = number, step
+        if due:
+            self._clean()
+
+    def _differences(self, held: Held, tensors: dict[str, Tensor]) -> Iterator[tuple[bytes, bytes]]:
+        """Yield the message and the digest of each tensor."""
+
+        def of(name: str) -> tuple[bytes, bytes]:
+            if message := encode(held.tensors[name], tensors[name]):
+                return message, digest(tensors[name])
+            tensors[name] = held.tensors[name]  # one copy is enough
+            return message, held.digests[name]
+
+        with _workers() as mapped:
+            yield from mapped(of, list(tensors))
+
+    def _base_due(self, bases: list[Any], number: int, written: int) -> bool:
+        if not bases:
+            return True
+        last, size, until, _ = bases[-1]
+        every = self._settings.every
+        return bool(number - last >= every if every else written - until >= _CHAIN * size)
+
+    def _write_base(self, held: Held, about: Mapping[str, Any]) -> int:
+        """Write a whole version; return its size in bytes."""
+        sealed = self._storage.sealed({**about, "table": held.table, "tied": held.tied})
+        pieces = pieces_of(held.tensors, {"format": "pt", "thinwire": sealed})
+        return self._storage.write(base_name(held.number, held.digest), pieces)
+
+    def _clean(self) -> None:
+        """Delete the files that no reader of the record needs; those of later numbers stay."""
+        bases = {base_name(number, whole) for number, *_, whole in self._record["bases"]}
+        oldest, newest = self._record["oldest"], self._record["number"]
+        try:
+            outdated = [
+                name
+                for name, number in self._storage.numbers().items()
+                if name not in bases
+                and (number <= oldest or (name.endswith("s") and number <= newest))
+            ]
+            self._storage.discard(outdated)
+        except StreamError as error:  # the next base cleans again
+            _log.warning("files that nobody needs were not deleted: %s", error)
+
+    def _say_closed(self) -> None:
+        if self._record.get("bases"):
+            self._require_newest()
+            self._storage.name_newest({**self._record, "closed": True})
+
+
+@contextmanager
+def _workers() -> Iterator[Callable[..., Any]]:
+    """Give a `map` over threads; the coder leaves the interpreter to others."""
+    if _THREADS == 1:
+        yield map
+        return
+    with ThreadPool(_THREADS) as pool:
+        yield pool.imap
