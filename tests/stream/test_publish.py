@@ -56,6 +56,19 @@ def state_of(model: nn.Module, dtype: torch.dtype | None = None) -> State:
     }
 
 
+def only(folder: Path, pattern: str) -> Path:
+    """Return the one file of this name."""
+    [path] = folder.glob(pattern)
+    return path
+
+
+def published(publisher: tw.Publisher, step: int) -> int:
+    """Update and wait until readers can see the version."""
+    number = publisher.update(step)
+    publisher.wait()
+    return number
+
+
 def require_same(found: State, wanted: State) -> None:
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
@@ -81,7 +94,7 @@ def test_versions_of_followers_equal_the_published_model(
     in_place = tw.follow(where, reader)
     for step in range(0, 120, 10):
         change(model)
-        assert publisher.update(step) == step // 10 + 1
+        assert published(publisher, step) == step // 10 + 1
         wanted = state_of(model, dtype)
         if step % 30 == 0:
             version = early.latest()
@@ -99,7 +112,7 @@ def test_followers_of_another_dtype_convert_versions(where: str) -> None:
         follower = tw.follow(where, reader)
         for step in range(3):
             change(model)
-            publisher.update(step)
+            published(publisher, step)
             follower.latest()
     wanted = {
         name: t.to(reader.state_dict()[name].dtype)
@@ -114,11 +127,11 @@ def test_models_that_tie_other_tensors_are_filled_or_refused(where: str) -> None
     publisher, follower = tw.publish(where, model), tw.follow(where, reader)
     for step in range(2):
         change(model)
-        publisher.update(step)
+        published(publisher, step)
         follower.latest()
         require_same(reader.state_dict(), state_of(model))
     change(reader)
-    tw.publish(where + "-untied", reader).update(0)
+    published(tw.publish(where + "-untied", reader), 0)
     with pytest.raises(StreamError, match=r"head\.weight is tied"):
         tw.follow(where + "-untied", model).latest()
 
@@ -126,11 +139,11 @@ def test_models_that_tie_other_tensors_are_filled_or_refused(where: str) -> None
 def test_loops_give_every_new_version_until_the_publisher_is_closed(where: str) -> None:
     model = Net()
     publisher = tw.publish(where, model)
-    publisher.update(0)
+    published(publisher, 0)
     versions = iter(tw.follow(where, poll=0.01))
     assert next(versions).number == 1
     for step in (1, 2, 3):
-        publisher.update(step)
+        published(publisher, step)
     publisher.close()
     assert [version.step for version in versions] == [1, 2, 3]
     assert [version.step for version in tw.follow(where)] == [0, 1, 2, 3]
@@ -141,12 +154,12 @@ def test_loops_give_every_new_version_until_the_publisher_is_closed(where: str) 
 
 def test_a_publisher_that_starts_again_continues_without_a_base(tmp_path: Path) -> None:
     model = Net()
-    tw.publish(tmp_path, model).update(0)
+    published(tw.publish(tmp_path, model), 0)
     follower = tw.follow(tmp_path)
     follower.latest()
     for step in (1, 2):
         change(model)
-        assert tw.publish(tmp_path, model).update(step) == step + 1
+        assert published(tw.publish(tmp_path, model), step) == step + 1
         require_same(follower.latest().state_dict(), state_of(model))
     assert len([*tmp_path.glob("*.safetensors")]) == 1
 
@@ -156,7 +169,7 @@ def test_bases_and_differences_that_nobody_needs_are_deleted(tmp_path: Path) -> 
     publisher = tw.publish(tmp_path, model, every=3, keep=2)
     for step in range(11):
         change(model)
-        publisher.update(step)
+        published(publisher, step)
     assert tw.follow(tmp_path).versions() == list(range(7, 12))
     assert len([*tmp_path.iterdir()]) == 2 + 4 + 1
     assert tw.follow(tmp_path).latest().number == 11
@@ -165,23 +178,23 @@ def test_bases_and_differences_that_nobody_needs_are_deleted(tmp_path: Path) -> 
 def test_late_followers_take_the_shorter_of_base_and_differences(tmp_path: Path) -> None:
     model = Net()
     publisher = tw.publish(tmp_path, model, every=4)
-    publisher.update(0)
+    published(publisher, 0)
     late, later = tw.follow(tmp_path), tw.follow(tmp_path)
     late.latest()
     for step in range(1, 4):
         change(model, 1.0)
-        publisher.update(step)
+        published(publisher, step)
     later.latest()
     for step in range(4, 6):
         change(model, 1.0)
-        publisher.update(step)
-    (tmp_path / "000000002.step").unlink()  # late needs it, unless it takes the second base
+        published(publisher, step)
+    only(tmp_path, "000000002-*.step").unlink()  # late needs it, unless it takes the second base
     require_same(late.latest().state_dict(), state_of(model))
     require_same(later.latest().state_dict(), state_of(model))
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
-@pytest.mark.parametrize("name", ["000000001.safetensors", "000000002.step", "latest.json"])
+@pytest.mark.parametrize("name", ["000000001-*.safetensors", "000000002-*.step", "latest.json"])
 def test_damage_of_any_file_is_an_error_and_never_a_wrong_version(
     tmp_path: Path, name: str, damage: str
 ) -> None:
@@ -189,34 +202,35 @@ def test_damage_of_any_file_is_an_error_and_never_a_wrong_version(
     publisher = tw.publish(whole, model)
     for step in range(3):
         change(model)
-        publisher.update(step)
-    content = (whole / name).read_bytes()
+        published(publisher, step)
+    file = only(whole, name)
+    content = file.read_bytes()
     for at in random.Random(1).sample(range(len(content)), 1 if damage == "delete" else 12):
         if damage == "delete":
-            (whole / name).unlink()
+            file.unlink()
         elif damage == "cut":
-            (whole / name).write_bytes(content[:at])
+            file.write_bytes(content[:at])
         else:
-            (whole / name).write_bytes(content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :])
+            file.write_bytes(content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :])
         with pytest.raises(StreamError, match=r"latest|0000|no version"):
-            tw.follow(whole).latest()
-    (whole / name).write_bytes(content)
+            tw.follow(whole, patience=0.05).latest()
+    file.write_bytes(content)
     require_same(tw.follow(whole).latest().state_dict(), state_of(model))
 
 
 def test_a_follower_behind_damage_takes_the_next_base(tmp_path: Path) -> None:
     model = Net()
-    publisher, follower = tw.publish(tmp_path, model, every=4), tw.follow(tmp_path)
-    publisher.update(0)
+    publisher, follower = tw.publish(tmp_path, model, every=4), tw.follow(tmp_path, patience=0.2)
+    published(publisher, 0)
     follower.latest()
     for step in range(1, 4):
         change(model)
-        publisher.update(step)
-    (tmp_path / "000000003.step").write_bytes(b"damaged")
+        published(publisher, step)
+    only(tmp_path, "000000003-*.step").write_bytes(b"damaged")
     with pytest.raises(StreamError, match="000000003"):
         follower.latest()
     change(model)
-    publisher.update(4)
+    published(publisher, 4)
     with pytest.warns(UserWarning, match="000000003"):
         require_same(follower.latest().state_dict(), state_of(model))
 
@@ -224,11 +238,11 @@ def test_a_follower_behind_damage_takes_the_next_base(tmp_path: Path) -> None:
 def test_a_model_that_was_changed_since_takes_a_base_or_is_an_error(tmp_path: Path) -> None:
     model, reader = Net(), Net()
     publisher, follower = tw.publish(tmp_path, model), tw.follow(tmp_path, reader)
-    publisher.update(0)
+    published(publisher, 0)
     follower.latest()
     change(reader, 1.0)
     change(model)
-    publisher.update(1)
+    published(publisher, 1)
     with pytest.warns(UserWarning, match="weights were changed"):
         follower.latest()
     require_same(reader.state_dict(), state_of(model))
@@ -236,26 +250,26 @@ def test_a_model_that_was_changed_since_takes_a_base_or_is_an_error(tmp_path: Pa
 
 def test_another_token_is_an_error_that_says_so(where: str) -> None:
     model = Net()
-    tw.publish(where, model, token="one").update(0)
+    published(tw.publish(where, model, token="one"), 0)
     require_same(tw.follow(where, token=b"one").latest().state_dict(), state_of(model))
     for token, text in ((None, "with a token"), ("two", "another token")):
         with pytest.raises(StreamError, match=text):
             tw.follow(where, token=token).latest()
         with pytest.raises(StreamError, match=text):
-            tw.publish(where, model, token=token).update(1)
+            published(tw.publish(where, model, token=token), 1)
 
 
 def test_second_publishers_in_a_folder_are_an_error(where: str) -> None:
     first, second = tw.publish(where, Net()), tw.publish(where, Net())
-    first.update(0)
-    second.update(1)
+    published(first, 0)
+    published(second, 1)
     with pytest.raises(StreamError, match="another process publishes"):
-        first.update(2)
-    assert second.update(3) == 3
+        published(first, 2)
+    assert published(second, 3) == 3
 
 
 def test_models_that_do_not_fit_are_refused_by_name(where: str) -> None:
-    tw.publish(where, Net()).update(0)
+    published(tw.publish(where, Net()), 0)
     with pytest.raises(StreamError, match=r"it has no inner\.bias"):
         tw.follow(where, nn.ModuleDict({"inner": nn.Linear(40, 40, bias=False)})).latest()
     with pytest.raises(StreamError, match="no version so far"):
@@ -273,6 +287,7 @@ for step in range(10_000):
     with torch.no_grad():
         model.weight.add_(torch.randn_like(model.weight) * 1e-3 * (torch.rand(300, 300) < 0.1))
     version = publisher.update(step)
+    publisher.wait()
     print(version, float(model.weight.double().sum()), flush=True)
 """
 _READER = """
@@ -316,11 +331,11 @@ def of_shards(rank: int, size: int, folder: str) -> State:
     model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
     fully_shard(model, mesh=mesh)
     publisher = tw.publish(folder, model)
-    publisher.update(0)
+    published(publisher, 0)
     with torch.no_grad():
         for param in model.parameters():
             param.add_(0.01)
-    assert publisher.update(1) == 2
+    assert published(publisher, 1) == 2
     return {name: p.detach().full_tensor() for name, p in model.named_parameters()}
 
 
@@ -396,9 +411,13 @@ def test_engines_warn_of_versions_that_fail_and_train_on(tmp_path: Path) -> None
     publisher = engine.publish(str(tmp_path))
     engine.train_step(torch.randn(8, 6), torch.randn(8, 4))
     publisher.wait()
-    tw.publish(tmp_path, model).update(0)  # a second publisher takes over
-    with pytest.warns(UserWarning, match="another process publishes"):
-        engine.train_step(torch.randn(8, 6), torch.randn(8, 4))
+    with tw.publish(tmp_path, model) as second:  # takes over
+        published(second, 0)
+    engine.train_step(torch.randn(8, 6), torch.randn(8, 4))
+    with pytest.raises(StreamError, match="another process publishes"):
+        publisher.wait()
+    engine.train_step(torch.randn(8, 6), torch.randn(8, 4))
+    with pytest.raises(StreamError, match="another process publishes"):
         engine.close()
 
 
@@ -409,7 +428,7 @@ def test_the_command_writes_the_newest_version_and_lists_all(tmp_path: Path) -> 
     with tw.publish(folder, model, token=token.read_text().strip()) as publisher:
         for step in range(3):
             change(model)
-            publisher.update(step)
+            published(publisher, step)
     done = ran_thinwire("follow", str(folder), "--to", str(file), "--token-file", str(token))
     assert done.returncode == 0, done.stderr
     assert "version 3, step 2" in done.stdout

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire._wording import warn_user
-from thinwire.comm import while_busy
+from thinwire.comm import Group, while_busy
 from thinwire.compress.quantized_change import Quantized
 from thinwire.core.sharded import is_sharded, sharded_like
 from thinwire.errors import StreamError
@@ -58,7 +58,7 @@ class EnginePublisher:
         if self._members is not None:
             self._try_storage()
         elif any(map(is_sharded, tensors_of(parts.model)[0].values())):
-            while_busy(parts.group, "beginning to publish", self._try_here, error=StreamError)
+            while_busy(self._ranks, "beginning to publish", self._try_here, error=StreamError)
             self._publisher = self._made() if self._is_first() else None
         elif self._is_first():
             self._publisher = self._made()
@@ -82,9 +82,14 @@ class EnginePublisher:
         sync = self._parts.sync
         return None if sync is None else sync._members
 
+    @property
+    def _ranks(self) -> Group:
+        """All ranks, with those of this site if the model is sharded."""
+        return self._parts.exchange.group
+
     def _is_first(self) -> bool:
         """Return True on the rank, or on the ranks of the site, that publishes now."""
-        group, members = self._parts.group, self._members
+        group, members = self._ranks, self._members
         if members is not None:
             return members.rank == 0
         return (group if group.replicas is None else group.replicas).rank == 0
@@ -110,11 +115,11 @@ class EnginePublisher:
 
     @property
     def _writes(self) -> bool:
-        shards = self._parts.group.shards
+        shards = self._ranks.shards
         return shards is None or shards.rank == 0
 
     def _made(self, run: str = "", generation: int = 0) -> Publisher:
-        shards = self._parts.group.shards
+        shards = self._ranks.shards
         return Publisher(
             self._where,
             self._state,

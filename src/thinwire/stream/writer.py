@@ -243,7 +243,7 @@ class Writer:
             # such as a record that was cut while it was written: go on beyond all files
             number = max(storage.numbers().values(), default=0)
             self._notes.append(f"the next version is a base, since the last one is lost: {error}")
-        start = int(time.time())
+        start = time.time_ns() // 1000
         if found is not None:
             number = found["number"]
             term, generation = found["term"]
@@ -307,9 +307,14 @@ class Writer:
             return
         if there is None and self._wrote:
             raise StreamError(f"{self._storage.where}: the files of this publisher were deleted")
-        own = self._record["term"], self._name
-        if there is not None and (there["term"], there["writer"]) > own:
+        own = self._record
+        if there is None or there["writer"] == self._name:
+            return
+        if (there["term"], there["writer"]) > (own["term"], self._name):
             raise self._overtaken()
+        if there["number"] > own["number"]:  # of one that had begun earlier: go on beyond it
+            self._held = None
+            self._record = {**own, "number": there["number"], "bases": [], "recent": []}
 
     def _overtaken(self) -> StreamError:
         return StreamError(
