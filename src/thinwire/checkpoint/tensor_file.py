@@ -42,6 +42,7 @@ _READERS = 4
 _PREFIX = struct.Struct("<Q")
 """Length of the header."""
 _T = TypeVar("_T")
+_R = TypeVar("_R")
 PLAIN = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -82,7 +83,7 @@ def pieces_of(
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
     """Return the SHA-256 of the bytes of each tensor, by name."""
-    return dict(zip(tensors, _by_threads(digest, tensors.values()), strict=True))
+    return dict(zip(tensors, by_threads(digest, tensors.values()), strict=True))
 
 
 def checksum(path: Path) -> str:
@@ -99,7 +100,7 @@ def checksum(path: Path) -> str:
         entries = json.loads(header[_PREFIX.size :])
         entries.pop("__metadata__", None)
         at = [[len(header) + int(end) for end in e["data_offsets"]] for e in entries.values()]
-        return _combined(header, _by_threads(partial(_digest_of_range, path), at))
+        return _combined(header, by_threads(partial(_digest_of_range, path), at))
     except UNREADABLE:  # the header is damaged, so that its checksum alone differs
         return _combined(header, [])
 
@@ -121,9 +122,10 @@ def _combined(header: bytes, digests: Iterable[bytes]) -> str:
     return hashlib.sha256(b"".join([header, *digests])).hexdigest()
 
 
-def _by_threads(act: Callable[[_T], bytes], items: Iterable[_T]) -> list[bytes]:
+def by_threads(act: Callable[[_T], _R], items: Iterable[_T], threads: int = _READERS) -> list[_R]:
+    """Return the results of work that leaves the interpreter to other threads, in order."""
     # an executor refuses work once the script has ended, while its last save may still run
-    with ThreadPool(_READERS) as pool:
+    with ThreadPool(threads) as pool:
         return pool.map(act, items)
 
 

@@ -1,6 +1,7 @@
 """Follows the versions of a model that another process publishes."""
 
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from thinwire import _validate as check
 from thinwire._wording import listed, warn_user
-from thinwire.checkpoint.tensor_file import digest
+from thinwire.checkpoint.tensor_file import by_threads, digest
 from thinwire.checkpoint.tree import TensorRef
 from thinwire.core.sharded import is_sharded
 from thinwire.errors import StreamError
@@ -21,6 +22,7 @@ from thinwire.stream.files import PART, Storage, base_name, step_name
 from thinwire.stream.state import Held, Model, Receiver, Refused, plain_copy, tensors_of
 
 _POLL_S, _PATIENCE_S = 1.0, 60.0
+_THREADS = min(4, os.cpu_count() or 1)
 
 
 def follow(
@@ -361,16 +363,23 @@ class Follower:
             came = record["number"], record["stream"], record["previous"]
             if came != (number, held.stream, held.digest):
                 raise ValueError(f"it does not follow version {held.number}")
+            pieces = []
             for key, length in zip(held.table, record["lengths"], strict=True):
-                if not length:
-                    continue
+                if length:
+                    pieces.append((key, content[begin : begin + length]))
+                begin += length
+
+            def decoded(piece: tuple[str, memoryview]) -> tuple[str, Tensor, bytes]:
+                key, message = piece
                 value = values.get(key)
                 if value is None and (value := self._value(held, key, receiver)) is None:
                     raise ValueError(f"the model's {key} was changed while it was read")
-                decode(value, content[begin : begin + length])
-                begin += length
+                decode(value, message)
+                return key, value, digest(value)
+
+            for key, value, sha256 in by_threads(decoded, pieces, _THREADS):
                 values[key] = value
-                held.digests[key] = digest(value)
+                held.digests[key] = sha256
             if held.whole_digest() != record["digest"]:
                 raise ValueError("the digest of its version differs")
         held.number, held.step = number, record["step"]

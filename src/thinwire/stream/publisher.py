@@ -122,7 +122,9 @@ class Publisher(AbstractContextManager["Publisher"]):
         def begin() -> None:
             if writes:
                 storage = Storage(where, settings.token, settings.timeout_s)
-                self._writer = Writer(storage, settings, run or "", generation)
+                self._writer = Writer(
+                    storage, settings, run or "", generation, needs_close=group is not None
+                )
                 weakref.finalize(self, self._writer.abandon)
                 table = table_of(tensors_of(state())[0], settings.dtype)
                 self._writer.begin(table, wait=run is None)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from thinwire._at_exit import before_exit, fail_at_exit, forget_hook
 from thinwire._wording import warn_user
-from thinwire.checkpoint.tensor_file import digest, digests_of, pieces_of
+from thinwire.checkpoint.tensor_file import by_threads, digest, digests_of, pieces_of
 from thinwire.errors import StreamError
 from thinwire.stream.coder import encode
 from thinwire.stream.files import PART, Storage, base_name
@@ -59,10 +58,18 @@ class Writer:
     """
 
     def __init__(
-        self, storage: Storage, settings: Settings, run: str = "", generation: int = 0
+        self,
+        storage: Storage,
+        settings: Settings,
+        run: str = "",
+        generation: int = 0,
+        *,
+        needs_close: bool = False,
     ) -> None:
-        # run: identity of a run of members, whose generations order its publishers; else empty
+        # run: identity of a run of members, whose generations order its publishers; else empty.
+        # needs_close: the last state of a sharded model is not here when the script ends
         self._storage, self._settings = storage, settings
+        self._needs_close = needs_close
         self._run, self._generation = run, generation
         self._name = uuid.uuid4().hex
         self._record: dict[str, Any] = {}
@@ -179,7 +186,14 @@ class Writer:
         """Write what was given; say the end if the script ended well and nobody has spoken."""
         problem = self.take_problem()
         if ended_well and self._wrote and not self._ended:
-            self._submit(0, self._say_closed)
+            if self._needs_close:
+                _log.warning(
+                    "the script ends, and followers of %s wait for more: call close() on all ranks "
+                    "of a sharded model",
+                    self._storage.where,
+                )
+            else:
+                self._submit(0, self._say_closed)
         self.wait()
         if problem is not None:
             raise problem
@@ -331,9 +345,7 @@ class Writer:
         follows = held is not None and held.is_like(table, tied)
         digests, payload = {}, list[bytes]()
         if held is not None and follows:
-            for name, (message, sha256) in zip(
-                table, self._differences(held, tensors), strict=True
-            ):
+            for name, message, sha256 in self._differences(held, tensors):
                 payload.append(message)
                 digests[name] = sha256
         else:
@@ -369,17 +381,18 @@ class Writer:
         if due:
             self._clean()
 
-    def _differences(self, held: Held, tensors: dict[str, Tensor]) -> Iterator[tuple[bytes, bytes]]:
-        """Yield the message and the digest of each tensor."""
+    def _differences(
+        self, held: Held, tensors: dict[str, Tensor]
+    ) -> list[tuple[str, bytes, bytes]]:
+        """Return the name, the message and the digest of each tensor."""
 
-        def of(name: str) -> tuple[bytes, bytes]:
+        def of(name: str) -> tuple[str, bytes, bytes]:
             if message := encode(held.tensors[name], tensors[name]):
-                return message, digest(tensors[name])
+                return name, message, digest(tensors[name])
             tensors[name] = held.tensors[name]  # one copy is enough
-            return message, held.digests[name]
+            return name, message, held.digests[name]
 
-        with _workers() as mapped:
-            yield from mapped(of, list(tensors))
+        return by_threads(of, list(tensors), _THREADS)
 
     def _base_due(self, bases: list[Any], number: int, written: int) -> bool:
         if not bases:
@@ -413,13 +426,3 @@ class Writer:
         if self._record.get("bases"):
             self._require_newest()
             self._storage.name_newest({**self._record, "closed": True})
-
-
-@contextmanager
-def _workers() -> Iterator[Callable[..., Any]]:
-    """Give a `map` over threads; the coder leaves the interpreter to others."""
-    if _THREADS == 1:
-        yield map
-        return
-    with ThreadPool(_THREADS) as pool:
-        yield pool.imap
