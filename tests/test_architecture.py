@@ -13,7 +13,7 @@ from benchmarks.structure import circles
 from tests.processes import ran_code
 
 ROOT = Path(thinwire.__file__).parent
-BASE = {"errors", "_version", "_validate", "_names", "_watchdog", "_wording", "_launched", "_files"}
+BASE = {"errors", "_version", "_validate", "_names", "_watchdog", "_wording", "_launched", "_files", "_at_exit"}
 MATHS = BASE | {"layout", "schedules", "kernels", "core"}
 METHODS = MATHS | {"wire", "compress"}
 MAY_IMPORT = {
@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "members": BASE | {"comm", "exchange", "page"},
     "sampler": BASE | {"comm", "members"},
     # versions of a model, for who does not train
-    "stream": BASE | {"comm", "core", "checkpoint", "members"},
+    "stream": BASE | {"kernels", "comm", "core", "checkpoint", "members"},
     "cli": BASE | {"tools", "strategy", "stream", "members"},
     "__main__": {"cli"},
 }

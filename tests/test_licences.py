@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from collections import defaultdict
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -39,7 +40,12 @@ def licence(package: str) -> str:
 
 
 def test_every_dependency_has_a_row() -> None:
-    assert {name: by for name, (by, _) in rows().items()} == dict(needed())
+    by_package = defaultdict(list)
+    for package, by in needed():
+        by_package[package].append(by)
+    assert {name: by for name, (by, _) in rows().items()} == {
+        package: ", ".join(several) for package, several in by_package.items()
+    }
 
 
 @pytest.mark.parametrize("package", [name for name, _ in needed()])

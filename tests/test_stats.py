@@ -24,7 +24,7 @@ NAMES = {
     *("bytes_between_stages", "bytes_dense", "ratio", "wait_s", "rate_bit_s", "waiting_share"),
     *("goodput", "lost_waiting", "lost_regrouping", "lost_joining", "lost_saving", "grad_norm"),
     *("clipped_share", "drift", "error_norm", "joining_bytes", "joining_total_bytes"),
-    *("joining_bit_s", "joining_left_s", "merge_steps", "batch_share"),
+    *("joining_bit_s", "joining_left_s", "merge_steps", "batch_share", "published_step"),
 }
 
 

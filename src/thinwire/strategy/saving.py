@@ -1,10 +1,6 @@
 """The state of an engine as one tree, and its restoration on any number of ranks."""
 
-import atexit
-import contextlib
 import logging
-import os
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,6 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire._at_exit import fail_at_exit
 from thinwire._names import named_buffers, named_parameters, non_persistent_buffers
 from thinwire._wording import listed, warn_user
 from thinwire.checkpoint import random_state, set_random_state
@@ -465,10 +462,6 @@ def _held(
     return with_tensors(tree, lambda t: to_save((t if sharded else shard_of(t)).detach()))
 
 
-_unraised: dict[threading.Thread, str] = {}
-"""Tracebacks of failed saves that no call has raised, by thread."""
-
-
 class BackgroundSave:
     """Writes one checkpoint at a time on a thread, over a process group of its own."""
 
@@ -489,7 +482,8 @@ class BackgroundSave:
                 written.set_result(write(group))
             except BaseException as error:  # raised by `finish`
                 written.set_exception(error)
-                _unraised[threading.current_thread()] = traceback.format_exc()
+                text = f"{traceback.format_exc()}\nthinwire: this checkpoint was not written"
+                fail_at_exit(written, text)
 
         thread = threading.Thread(target=work, name="thinwire: a checkpoint")
         thread.start()
@@ -501,7 +495,7 @@ class BackgroundSave:
             return None
         (thread, written), self._begun = self._begun, None
         thread.join()
-        _unraised.pop(thread, None)
+        fail_at_exit(written, None)
         return written.result()
 
     def close(self) -> None:
@@ -511,15 +505,3 @@ class BackgroundSave:
         finally:
             self._group = None
 
-
-@atexit.register
-def _fail_if_unraised() -> None:
-    """End the process with status 1 if a save failed that nothing has waited for."""
-    for text in _unraised.values():
-        print(f"{text}\nthinwire: this checkpoint was not written", file=sys.stderr)
-    if _unraised:
-        # a handler has no other way to set the status; those registered earlier do not run
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):
-                stream.flush()
-        os._exit(1)

@@ -118,13 +118,14 @@ def _entries(tensor: Tensor) -> Array:
 
 
 def _stepped(old: Array, new: Array, digits: int) -> bytes:
-    """Return groups, frequencies, states and words, or as much of it as the tensor takes."""
+    """Return groups, codes, states and words; not all words if they take more than the tensor."""
     loops = _loops()
     counts = np.zeros((256, _SYMBOLS), np.int64)
     loops.count_steps(old, new, digits, counts)
     starts, codes = _grouped(counts)
     bounds, _ = _tables(starts, codes)
-    words = np.empty(old.nbytes // 2, np.uint16)
+    # with all words taken a message is longer than the tensor, and `encode` sends the tensor
+    words: Array = np.empty(old.nbytes // 2, np.uint16)
     numbers = np.array([_STATE, _STATE, words.size], np.uint64)
     loops.push_steps(old, new, digits, bounds, (numbers, words))
     words = words[int(numbers[2]) :]
@@ -135,7 +136,7 @@ def _stepped(old: Array, new: Array, digits: int) -> bytes:
         len(deflated).to_bytes(2, "little"),
         deflated,
         numbers.astype("<u4").tobytes(),
-        words.astype("<u2", copy=False).tobytes(),
+        words.astype("<u2", copy=False),
     ]
     return b"".join(parts)
 
@@ -150,7 +151,7 @@ def _step_(old: Array, message: BytesIO, digits: int) -> None:
     words = _read(message, 2 * int(numbers[2])).view("<u2")
     numbers[2] = 0
     # the loop may read one more
-    padded = np.pad(words.astype(np.uint16), (0, 1))
+    padded = np.pad(words, (0, 1)).astype(np.uint16, copy=False)
     _loops().pop_steps(old, digits, bounds, firsts, (numbers, padded))
     if numbers.tolist() != [_STATE, _STATE, words.size]:
         raise ValueError("these words do not code these entries: the bytes are damaged")

@@ -108,6 +108,7 @@ class Follower:
         self._poll, self._patience_s = poll, patience
         self.held: Held | None = None
         self._newest: dict[str, Any] | None = None
+        """The record by which the version that is held was found."""
         self._links: dict[int, tuple[str, int]] = {}
         """Part of the digest and size of the file of each difference, by its number."""
 
@@ -184,12 +185,12 @@ class Follower:
             time.sleep(max(0.0, min(self._poll, left_s)))
 
     def _accepted(self, newest: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return a record, or the last one if that is newer: a cache or a late write has this."""
-        last = self._newest
-        if last is not None and (newest is None or _order(newest) < _order(last)):
-            return last
-        self._newest = newest
-        return newest
+        """Return a record, or that of the version that is held if this one is older: a cache or a
+        late write has such.
+        """
+        held = self._newest
+        older = held is not None and (newest is None or _order(newest) < _order(held))
+        return held if older else newest
 
     def _is_news(self, newest: Mapping[str, Any]) -> bool:
         held = self.held
@@ -215,6 +216,7 @@ class Follower:
             time.sleep(min(self._poll, self._patience_s / 4))
             newest = self._look(None) or newest
             number = None if number is None else max(number, newest["oldest"])
+        self._newest = dict(newest)
         self._storage.forget()
         assert self.held is not None, "read"
         return Version(self.held.number, self.held.step, self.held.digest, self)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from thinwire._names import plain_names
 from thinwire._wording import listed
@@ -64,10 +65,15 @@ def tensors_of(model: Model) -> tuple[dict[str, Tensor], dict[str, str]]:
     """
     # with the parameters themselves, of which tied ones without storage are told by identity
     state = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
-    if others := [name for name, value in state.items() if not isinstance(value, Tensor)]:
+    others = [
+        name
+        for name, value in state.items()
+        if not isinstance(value, Tensor) or is_lazy(value) or name == "__metadata__"
+    ]
+    if others:
         raise Refused(
-            f"{listed(others)} of the model's state is no tensor, so a version would lack it: give "
-            "a mapping of the tensors that are to be published"
+            f"{listed(others)} of the model's state is no tensor with values and a name that a "
+            "file can hold, so a version would lack it: give a mapping of the tensors to publish"
         )
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
@@ -157,6 +163,11 @@ class Receiver:
             if name in every and tuple(every[name].shape) != ref.shape
         ]
         problems += [f"{name} is a meta tensor" for name, tensor in own.items() if tensor.is_meta]
+        problems += [
+            f"{name} is real, published is {ref.dtype}"
+            for name, ref in table.items()
+            if name in every and ref.dtype.is_complex and not every[name].is_complex()
+        ]
         if problems:
             raise Refused(f"the model does not fit: {listed(sorted(problems))}")
         further = {name: [other for other in tied if tied[other] == name] for name in table}
@@ -184,27 +195,34 @@ class Receiver:
         by_storage = defaultdict(list)
         for name, target in pairs:
             by_storage[_address(target)].append((name, target))
-        for several in by_storage.values():
-            if _overlap([target for _, target in several]):
+        for address, several in by_storage.items():
+            if address and _overlap([target for _, target in several]):
                 _rehearse(several, values)
         for name, target in pairs:
             _copy_(target, values[name])
 
     def _load_(self, values: Mapping[str, Tensor]) -> None:
+        """Load a version, and undo that if the model then has another state."""
         model = self._model
         assert isinstance(model, nn.Module), "a mapping holds its tensors"
-        names = dict(zip(plain_names(before := model.state_dict()), before, strict=True))
-        state = {names[name]: value for name, value in values.items()}
-        state |= {names[name]: values[first] for name, first in self._tied.items()}
+        own = [*model.parameters(), *model.buffers()]
+        before = [tensor.detach().clone() for tensor in own]
+        whole = {**values, **{name: values[first] for name, first in self._tied.items()}}
+        names = dict(zip(plain_names(state := model.state_dict()), state, strict=True))
+        problem: object = None
         try:
-            # first what it holds already: a failure has then changed nothing
-            model.load_state_dict({name: value.clone() for name, value in before.items()})
-            model.load_state_dict(state)
+            model.load_state_dict({names[name]: value for name, value in whole.items()})
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+            problem = error
+        after, _ = tensors_of(model)
+        changed = [name for name, tensor in after.items() if not _equal(tensor, whole[name])]
+        if problem is not None or changed:
+            for tensor, old in zip(own, before, strict=True):
+                _copy_(tensor, old)
             raise Refused(
-                "the model's state_dict hands out copies, and its load_state_dict does not take "
-                f"them: {error}"
-            ) from None
+                f"the model's state_dict hands out copies, and load_state_dict does not take them "
+                f"back: {problem or listed(changed)}"
+            )
 
 
 def _is_live(model: nn.Module, tensors: Iterable[Tensor]) -> bool:
@@ -242,18 +260,22 @@ def _rehearse(several: list[tuple[str, Tensor]], values: Mapping[str, Tensor]) -
     for name, view in views:
         _copy_(view, values[name])
     for name, view in views:
-        if not torch.equal(bytes_of(view), bytes_of(values[name].to(view.dtype))):
+        if not _equal(view, values[name]):
             raise Refused(
                 f"{name} cannot hold its values: in this model it shares memory with another "
                 "tensor, or with itself, which has other values"
             )
 
 
-@torch.no_grad()
+def _equal(tensor: Tensor, value: Tensor) -> bool:
+    """Return True if a tensor has the bits of a value, in its own dtype."""
+    return torch.equal(bytes_of(tensor), bytes_of(value.to(tensor.dtype)))
+
+
 def _copy_(target: Tensor, value: Tensor) -> None:
     """Write a value into a tensor, into one of the elements that share their memory."""
     if 0 in target.stride():
         one = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
         target, value = target[one], value[one]
-    with torch.inference_mode(target.is_inference()):
+    with torch.inference_mode() if target.is_inference() else torch.no_grad():
         target.copy_(value)
