@@ -17,8 +17,9 @@ from thinwire.errors import StreamError
 from thinwire.members.members import Members
 from thinwire.strategy.parts import Parts
 from thinwire.stream.files import Storage
-from thinwire.stream.publisher import Publisher, settings_of
+from thinwire.stream.publisher import Publisher
 from thinwire.stream.state import tensors_of
+from thinwire.stream.writer import Settings
 
 
 class EnginePublisher:
@@ -38,7 +39,7 @@ class EnginePublisher:
     ) -> None:
         self._parts, self._events, self._position = parts, events, position
         self._every = check.integer("updates", updates, at_least=1) if parts.sync is None else 1
-        self._where, self._settings = where, settings_of(**how)
+        self._where, self._settings = where, Settings(**how)
         if parts.runner is not None:
             raise RuntimeError(
                 "engine.publish does not work under pipeline, where each rank has a stage of the "
@@ -111,7 +112,7 @@ class EnginePublisher:
             storage.try_write()
 
     def _storage(self) -> Storage:
-        return Storage(self._where, self._settings.token, self._settings.timeout_s)
+        return Storage(self._where, self._settings.token, self._settings.timeout)
 
     @property
     def _writes(self) -> bool:

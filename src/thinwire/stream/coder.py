@@ -7,9 +7,9 @@ Symbols are coded by rANS, with frequencies for each group of exponents of the o
 | message | after VERSION and kind |
 |---|---|
 | WHOLE | the new bytes |
-| ZLIB | old XOR new, deflated |
+| ZLIB | old XOR new, deflated, without head and checksum |
 | VALUES | slices: the number of values and of escapes; values; escapes; letters, as STEPS from zeros |
-| STEPS | the number of groups, less one; the first exponents of all but the first; the length of deflated codes; these; two states; the number of words; words |
+| STEPS | the number of groups, less one; the first exponents of all but the first; the length of deflated codes; these, as in ZLIB; two states; the number of words; words |
 
 VALUES is for float32 entries that each change by one of few values, as those of a mean of 1-bit
 messages do. A letter is the index of an entry's value, or the number of values for an escape: a new
@@ -58,7 +58,7 @@ def encode(old: Tensor, new: Tensor) -> bytes:
         body = _stepped(before, after, digits)
     elif not digits:
         kind = _ZLIB
-        body = zlib.compress(before ^ after)
+        body = zlib.compress(before ^ after, wbits=-zlib.MAX_WBITS)
     if len(body) >= min(old.nbytes, 1 << 33):  # the number of words takes 32 bits
         kind = _WHOLE
         body = bytes(after)
@@ -101,7 +101,8 @@ def _integer(message: BytesIO, count: int) -> int:
 
 
 def _inflated(data: bytes, count: int) -> Array:
-    inflater = zlib.decompressobj()
+    """Return so many bytes of a deflated stream without head and checksum."""
+    inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     try:
         plain = inflater.decompress(data, count + 1)
     except zlib.error as error:
@@ -130,7 +131,7 @@ def _stepped(old: Array, new: Array, digits: int) -> bytes:
     loops.push_steps(old, new, digits, bounds, (numbers, words))
     words = words[int(numbers[2]) :]
     numbers[2] = words.size
-    deflated = zlib.compress(codes, 9)
+    deflated = zlib.compress(codes, 9, -zlib.MAX_WBITS)
     parts = [
         bytes((len(starts) - 1, *starts[1:])),
         len(deflated).to_bytes(2, "little"),

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from uuid import uuid4
 
 from thinwire._watchdog import Late, within
@@ -36,31 +36,15 @@ PART = 16
 """Digits of a version's digest in the names of its files, and in lists."""
 _TAG_BYTES = 16
 _CHUNK_BYTES = 1 << 20
-_FIRST_CHUNK, _LAST_CHUNK, _SHORT_S = 1 << 18, 1 << 24, 1.0
-"""A read that takes less than this time is followed by one of twice its size."""
+"""Bytes of a part, after which a transfer is known to move."""
 _NAME = re.compile(r"(?:^|/)(\d{9,})-[0-9a-f]{16}\.(safetensors|step)$")
-_SECRETS = ((re.compile(r"//[^/@\s'\"]*@"), "//"), (re.compile(r"\?[^\s'\")>,]*"), ""))
+_SECRETS = re.compile(r"(?<=//)[^/@\s'\"]*@|\?[^\s'\")>,]*")
+"""Passwords and signatures in addresses."""
 _T = TypeVar("_T")
 
 
 class Missing(StreamError):
     """There is no such file."""
-
-
-@dataclass
-class Attempt:
-    """One use of a storage, by a thread that is given up where no byte moves for long."""
-
-    name: str
-    total: float
-    moved: int = 0
-    moved_s: float = field(default_factory=time.monotonic)
-    live: bool = True
-
-    def move(self, count: int) -> None:
-        """Count bytes that have moved."""
-        self.moved += count
-        self.moved_s = time.monotonic()
 
 
 @dataclass
@@ -97,11 +81,14 @@ class Storage:
         self.is_folder = issubclass(kind, extra("fsspec.implementations.local").LocalFileSystem)
         self._moves = kind.mv is not extra("fsspec").AbstractFileSystem.mv
         self._address, self._limit_s = address.rstrip("/"), limit_s
-        self.where = without_secrets(self._address)
+        self.where = _SECRETS.sub("", self._address)
         self._files: Any = None
         self._root = ""
         self._parts: dict[str, _Part] = {}
-        self._attempt: Attempt | None = None
+        self._uses = 0
+        self._moving: tuple[str, int] | None = None
+        """The file on its way and its bytes; None while nothing is asked of the storage."""
+        self._moved, self._moved_s = 0, 0.0
         self.news_s = time.monotonic()
         secret = token.encode() if isinstance(token, str) else token
         self._key = hashlib.sha256(b"thinwire stream" + secret).digest() if secret else b""
@@ -109,36 +96,38 @@ class Storage:
 
     def silent_s(self) -> float:
         """Return for how long no byte has moved; 0 while nothing is asked of the storage."""
-        attempt = self._attempt
-        return 0.0 if attempt is None else time.monotonic() - attempt.moved_s
+        return 0.0 if self._moving is None else time.monotonic() - self._moved_s
 
     def left_text(self) -> str:
         """Return how much of the file on its way is left, for texts."""
-        attempt = self._attempt
-        if attempt is None or not attempt.total:
+        if self._moving is None:
             return ""
-        left = max(attempt.total - attempt.moved, 0)
-        return f" ({left:,} of the {attempt.total:,} bytes of {attempt.name} are left)"
+        name, total = self._moving
+        return f" ({max(total - self._moved, 0):,} of the {total:,} bytes of {name} are left)"
+
+    def _move(self, count: int) -> None:
+        self._moved += count
+        self._moved_s = time.monotonic()
 
     # the record
 
     def newest(self, limit_s: float | None = None) -> dict[str, Any] | None:
         """Return the record of the newest version, or None if there is none so far."""
+
+        def read(files: Any) -> bytes:
+            text = b""
+            with self._opened(files, _NEWEST, size=1, whole=self._web) as file:
+                while data := file.read(_MOST_BYTES + 1 - len(text)):
+                    text += data
+                    if len(text) > _MOST_BYTES:
+                        raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
+            return text
+
         try:
-            text = self._use(_NEWEST, self._read_newest, limit_s=limit_s)
+            text = self._use(_NEWEST, read, limit_s=limit_s)
         except Missing:
             return None
         return self.unsealed(text, _NEWEST)
-
-    def _read_newest(self, files: Any, attempt: Attempt) -> bytes:
-        text = b""
-        with self._opened(files, _NEWEST, size=1, whole=self._web) as file:
-            while data := file.read(_MOST_BYTES + 1 - len(text)):
-                attempt.move(len(data))
-                text += data
-                if len(text) > _MOST_BYTES:
-                    raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
-        return text
 
     def name_newest(self, record: Mapping[str, Any]) -> None:
         """Write the record of the newest version."""
@@ -193,7 +182,7 @@ class Storage:
         hasher = self._hasher(start)
         for message in payload:
             hasher.update(message)
-        name = step_name(record["number"], record["digest"])
+        name = file_name(record["number"], record["digest"], "step")
         return self.write(name, [hasher.digest(), start, *payload])
 
     def step_head(self, name: str, size: int) -> tuple[dict[str, Any], int]:
@@ -229,8 +218,8 @@ class Storage:
         """Return the beginning of a file of `size` bytes; what has arrived is kept."""
         until = min(until, size)
         part = self._parts.setdefault(name, _Part())
-        if len(part.content) < until:
-            self._use(name, partial(self._download, part, name, size, until), total=size)
+        while len(part.content) < until:
+            self._use(name, partial(self._receive, part, name, size, until), total=size)
         return bytes(part.content[:until])
 
     def fetch(self, name: str, size: int) -> memoryview:
@@ -246,40 +235,29 @@ class Storage:
         """Forget all files that have arrived."""
         self._parts.clear()
 
-    def _download(
-        self, part: _Part, name: str, size: int, until: int, files: Any, attempt: Attempt
-    ) -> None:
-        try:
-            self._receive(part, name, size, until, files, attempt)
-        except ValueError:  # a web server that knows no ranges
-            if part.whole_only:
-                raise
-            part.whole_only = True
-            self._receive(part, name, size, until, files, attempt)
-
-    def _receive(
-        self, part: _Part, name: str, size: int, until: int, files: Any, attempt: Attempt
-    ) -> None:
+    def _receive(self, part: _Part, name: str, size: int, until: int, files: Any) -> None:
+        use = self._uses
         if part.whole_only:
             part.content.clear()
-        chunk = _FIRST_CHUNK
         with self._opened(files, name, size=size, whole=part.whole_only) as file:
-            if part.content:
-                file.seek(len(part.content))
-            while (left := until - len(part.content)) > 0:
-                begun_s = time.monotonic()
-                data = file.read(min(chunk, left))
-                if not attempt.live:  # another attempt writes here now
+            while (at := len(part.content)) < until:
+                try:
+                    file.seek(at)
+                    data = file.read(min(_CHUNK_BYTES, until - at))
+                except ValueError:  # a web server that knows no ranges: begin again
+                    if part.whole_only:
+                        raise
+                    part.whole_only = True
+                    return
+                if self._uses != use:  # given up: another attempt writes here now
                     return
                 if not data:
-                    raise EOFError(f"it has {len(part.content):,} of {size:,} bytes so far")
+                    raise EOFError(f"it has {at:,} of {size:,} bytes so far")
                 part.content += data
-                attempt.move(len(data))
+                self._move(len(data))
                 if len(part.content) > part.most:
                     part.most = len(part.content)
-                    self.news_s = attempt.moved_s
-                short = attempt.moved_s - begun_s < _SHORT_S
-                chunk = min(2 * chunk, _LAST_CHUNK) if short else max(chunk // 2, _FIRST_CHUNK // 8)
+                    self.news_s = self._moved_s
 
     def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> int:
         """Write a file, which is there as a whole in the end; return its size in bytes.
@@ -291,27 +269,24 @@ class Storage:
         self._use(name, partial(self._write, name, every), limit_s=math.inf, total=total)
         return total
 
-    def _write(
-        self, name: str, pieces: list[bytes | memoryview], files: Any, attempt: Attempt
-    ) -> None:
-        aside = f".{name}.{uuid4().hex}" if self._moves else name
+    def _write(self, name: str, pieces: list[bytes | memoryview], files: Any) -> None:
+        aside = self._path(f".{name}.{uuid4().hex}" if self._moves else name)
         if self._moves:
             files.makedirs(self._root, exist_ok=True)
         try:
-            with files.open(self._path(aside), "wb") as file:
+            with files.open(aside, "wb") as file:
                 for piece in pieces:
                     for at in range(0, len(piece), _CHUNK_BYTES):
-                        file.write(piece[at : at + _CHUNK_BYTES])
-                        attempt.move(len(piece[at : at + _CHUNK_BYTES]))
+                        self._move(file.write(piece[at : at + _CHUNK_BYTES]))
                 if self.is_folder:
                     file.flush()
                     os.fsync(file.fileno())
             if self._moves:
-                files.mv(self._path(aside), self._path(name))
+                files.mv(aside, self._path(name))
         except BaseException:
             if self._moves:
                 with contextlib.suppress(OSError):
-                    files.rm_file(self._path(aside))
+                    files.rm_file(aside)
             raise
         if self.is_folder:
             sync_directory(Path(self._root))
@@ -325,25 +300,21 @@ class Storage:
     def discard(self, names: Iterable[str]) -> None:
         """Delete files that nobody needs any more."""
 
-        def delete(files: Any, attempt: Attempt) -> None:
+        def delete(files: Any) -> None:
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
                     files.rm_file(self._path(name))
-                attempt.move(0)
+                self._move(0)
 
         self._use("", delete)
 
     def numbers(self) -> dict[str, int]:
         """Return the number of each version's file that is here, by its name."""
-
-        def listed(files: Any, attempt: Attempt) -> list[str]:
-            return list(files.ls(self._root, detail=False))
-
         try:
-            found = map(_NAME.search, self._use("", listed))
+            paths = self._use("", lambda files: list(files.ls(self._root, detail=False)))
         except Missing:
             return {}
-        return {one[0].lstrip("/"): int(one[1]) for one in found if one}
+        return {one[0].lstrip("/"): int(one[1]) for one in map(_NAME.search, paths) if one}
 
     def _opened(self, files: Any, name: str, *, size: int, whole: bool) -> Any:
         how: dict[str, Any] = {"block_size": 0 if whole else _CHUNK_BYTES, "cache_type": "none"}
@@ -363,58 +334,44 @@ class Storage:
         return files
 
     def _use(
-        self,
-        name: str,
-        work: Callable[[Any, Attempt], _T],
-        *,
-        limit_s: float | None = None,
-        total: float = 0,
+        self, name: str, work: Callable[[Any], _T], *, limit_s: float | None = None, total: int = 0
     ) -> _T:
-        """Do something on a thread of its own; after a failure the next use connects anew."""
-        attempt = self._attempt = Attempt(name, total)
+        """Do something on a thread, which is given up where no byte moves for long.
+
+        After a failure the next use connects anew.
+        """
         limit_s = self._limit_s if limit_s is None else limit_s
-        known = self._files
-        self._files = None
+        known, self._files = self._files, None
+        self._uses += 1
+        self._moved, self._moved_s = 0, time.monotonic()
+        self._moving = name, total
 
         def run() -> tuple[Any, _T]:
             files = known or self._connected()
             files.invalidate_cache()  # no listing is older than this use
-            return files, work(files, attempt)
+            return files, work(files)
 
         where = f"{self.where}/{name}".rstrip("/")
-        moved_s = lambda: attempt.moved_s  # noqa: E731
         try:
-            self._files, result = within(limit_s, run, name="thinwire-storage", moved_s=moved_s)
+            self._files, result = within(
+                limit_s, run, name="thinwire-storage", moved_s=lambda: self._moved_s
+            )
         except Late:
             raise StreamError(f"{where}: no byte moved for {limit_s:.3g} s") from None
-        except StreamError:
-            raise
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             raise Missing(f"{where} is missing") from None
         except Exception as error:  # every file system of fsspec has errors of its own
-            text = without_secrets(f"{type(error).__name__}: {error}")
+            text = _SECRETS.sub("", f"{type(error).__name__}: {error}")
             raise StreamError(f"{where} cannot be read or written: {text}") from None
         finally:
-            attempt.live = False
-            self._attempt = None
+            self._uses += 1
+            self._moving = None
         return result
 
     def _hasher(self, content: bytes | memoryview = b"") -> "hashlib.blake2b":
         return hashlib.blake2b(content, digest_size=_TAG_BYTES, key=self._key)
 
 
-def without_secrets(text: str) -> str:
-    """Return a text without passwords and signatures of addresses."""
-    for pattern, instead in _SECRETS:
-        text = pattern.sub(instead, text)
-    return text
-
-
-def base_name(number: int, digest: str) -> str:
-    """Return the name of the file of a whole version."""
-    return f"{number:09d}-{digest[:PART]}.safetensors"
-
-
-def step_name(number: int, digest: str) -> str:
-    """Return the name of the file of a difference to the version before."""
-    return f"{number:09d}-{digest[:PART]}.step"
+def file_name(number: int, digest: str, kind: Literal["safetensors", "step"]) -> str:
+    """Return the name of the file of a whole version, or of its difference to the one before."""
+    return f"{number:09d}-{digest[:PART]}.{kind}"

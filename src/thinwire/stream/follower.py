@@ -18,7 +18,7 @@ from thinwire.checkpoint.tree import TensorRef
 from thinwire.core.sharded import is_sharded
 from thinwire.errors import StreamError
 from thinwire.stream.coder import decode
-from thinwire.stream.files import PART, Storage, base_name, step_name
+from thinwire.stream.files import PART, Storage, file_name
 from thinwire.stream.state import Held, Model, Receiver, Refused, plain_copy, tensors_of
 
 _POLL_S, _PATIENCE_S = 1.0, 60.0
@@ -317,7 +317,7 @@ class Follower:
     def base_head(self, newest: Mapping[str, Any], number: int) -> tuple[Held, str, int, int]:
         """Return a whole version without tensors, its file, and where they begin and end there."""
         [(size, until, whole)] = [entry[1:] for entry in newest["bases"] if entry[0] == number]
-        name, storage = base_name(number, whole), self._storage
+        name, storage = file_name(number, whole, "safetensors"), self._storage
         with storage.reading(name):
             record, begin = storage.base_head(name, size)
             if (record["number"], record["stream"]) != (number, newest["stream"]):
@@ -358,7 +358,7 @@ class Follower:
     ) -> None:
         """Make `held` and `values` those of the next version."""
         part, size = self._link(number)
-        name, storage = step_name(number, part), self._storage
+        name, storage = file_name(number, part, "step"), self._storage
         content = storage.fetch(name, size)
         with storage.reading(name):
             record, begin = storage.verified_step(name, content)
@@ -394,7 +394,7 @@ class Follower:
             part, size = self._links[first]
             if not size:
                 raise StreamError(f"{self._storage.where} has no difference of version {first}")
-            record, _ = self._storage.step_head(step_name(first, part), size)
+            record, _ = self._storage.step_head(file_name(first, part, "step"), size)
             if (record["number"], record["digest"][:PART]) != (first, part):
                 raise StreamError(f"{self._storage.where}: the difference {first} is another one")
             self._links |= _links_of({"number": first - 1, "recent": record["recent"]})

@@ -67,7 +67,7 @@ def publish(
             not answer; or the state of the model has what is no tensor.
     """
     check.instance("model", model, (nn.Module, Mapping))
-    settings = settings_of(
+    settings = Settings(
         dtype=dtype,
         token=token,
         every=every,
@@ -80,20 +80,6 @@ def publish(
     group = Group(None) if sharded else None
     first = is_alone() or rank_and_size_in(None)[0] == 0
     return Publisher(where, lambda: model, settings, group=group, writes=first)
-
-
-def settings_of(*, timeout: float = 60.0, **given: Any) -> Settings:
-    """Return checked arguments of `publish`."""
-    settings = Settings(timeout_s=check.real("timeout", timeout, above=0), **given)
-    dtype = settings.dtype
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"dtype must be a floating-point dtype or None, got {dtype!r}")
-    if settings.every is not None:
-        check.integer("every", settings.every, at_least=1)
-    check.integer("keep", settings.keep, at_least=1)
-    check.boolean("replace", settings.replace)
-    check.boolean("shared", settings.shared)
-    return settings
 
 
 class Publisher(AbstractContextManager["Publisher"]):
@@ -114,20 +100,20 @@ class Publisher(AbstractContextManager["Publisher"]):
         generation: int = 0,
     ) -> None:
         # group: the ranks that make each call together, if the model is sharded over them. With
-        # `run`, of members, nothing is waited for: see `Writer`
+        # `run`, of members, the storage is first asked by the writer's thread
         self._state, self._dtype, self._group = state, settings.dtype, group
         self._writer: Writer | None = None
         self._given, self._step, self._closed = 0, -1, False
 
         def begin() -> None:
             if writes:
-                storage = Storage(where, settings.token, settings.timeout_s)
+                storage = Storage(where, settings.token, settings.timeout)
                 self._writer = Writer(
                     storage, settings, run or "", generation, needs_close=group is not None
                 )
                 weakref.finalize(self, self._writer.abandon)
-                table = table_of(tensors_of(state())[0], settings.dtype)
-                self._writer.begin(table, wait=run is None)
+                if run is None:
+                    self._writer.begin(table_of(tensors_of(state())[0], settings.dtype))
 
         self._alike("beginning to publish", begin)
 

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire import _validate as check
 from thinwire._at_exit import before_exit, fail_at_exit, forget_hook
 from thinwire._wording import warn_user
 from thinwire.checkpoint.tensor_file import by_threads, digest, digests_of, pieces_of
 from thinwire.errors import StreamError
 from thinwire.stream.coder import encode
-from thinwire.stream.files import PART, Storage, base_name
+from thinwire.stream.files import PART, Storage, file_name
 from thinwire.stream.follower import Follower
 from thinwire.stream.state import Held, Refused, difference, table_of
 
@@ -38,15 +39,25 @@ _Task = Callable[[], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Arguments of `publish`."""
+    """Arguments of `publish`, checked."""
 
     dtype: torch.dtype | None = None
     token: str | bytes | None = field(default=None, repr=False)
     every: int | None = None
     keep: int = 2
-    timeout_s: float = 60.0
+    timeout: float = 60.0
     replace: bool = False
     shared: bool = False
+
+    def __post_init__(self) -> None:
+        dtype = self.dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype must be a floating-point dtype or None, got {dtype!r}")
+        check.integer("every", 1 if self.every is None else self.every, at_least=1)
+        check.integer("keep", self.keep, at_least=1)
+        check.real("timeout", self.timeout, above=0)
+        check.boolean("replace", self.replace)
+        check.boolean("shared", self.shared)
 
 
 class Writer:
@@ -83,23 +94,21 @@ class Writer:
         self._problem: StreamError | None = None
         self._notes: list[str] = []
         self._found: tuple[Follower, dict[str, Any]] | None = None
-        self._warned = self._wrote = self._ended = False
+        self._warned = self._ended = False
         self._promised = 0
         self.number, self.step = 0, -1
         before_exit(self, self._at_exit)
 
     # called by the thread that trains
 
-    def begin(self, table: Mapping[str, Any], *, wait: bool) -> None:
-        """Take over what is there. With `wait` raise if it is of another model."""
+    def begin(self, table: Mapping[str, Any]) -> None:
+        """Look at what is there now, and raise if it is of another model."""
         self._submit(0, partial(self._look, table))
-        if wait:
-            try:
-                self.wait()
-            except BaseException:
-                self.abandon()
-                raise
-        self._submit(0, self._take_over)
+        try:
+            self.wait()
+        except BaseException:
+            self.abandon()
+            raise
 
     def has_room(self, step: int, *, queue: bool) -> bool:
         """Return True if a version can be given now. Else it is left out, with a warning if late.
@@ -150,7 +159,7 @@ class Writer:
 
     def wait(self) -> None:
         """Wait until all is written, while bytes move; raise the error of a version."""
-        said_s, limit_s = time.monotonic(), self._settings.timeout_s
+        said_s, limit_s = time.monotonic(), self._settings.timeout
         with self._changed:
             while self._tasks:
                 self._changed.wait(min(1.0, limit_s / 4))
@@ -185,7 +194,7 @@ class Writer:
     def _at_exit(self, ended_well: bool) -> None:
         """Write what was given; say the end if the script ended well and nobody has spoken."""
         problem = self.take_problem()
-        if ended_well and self._wrote and not self._ended:
+        if ended_well and self.step >= 0 and not self._ended:
             if self._needs_close:
                 _log.warning(
                     "the script ends, and followers of %s wait for more: call close() on all ranks "
@@ -280,7 +289,7 @@ class Writer:
         self.number = number
         if found is None or settings.replace:
             return
-        follower = Follower(storage, None, settings.timeout_s / 8, settings.timeout_s)
+        follower = Follower(storage, None, settings.timeout / 8, settings.timeout)
         with self._lost_noted():
             held, *_ = follower.base_head(found, found["bases"][-1][0])
             if (text := difference(held.table, table)) is not None:
@@ -319,7 +328,7 @@ class Writer:
         except StreamError as error:
             _log.warning("writing over a record that cannot be read: %s", error)
             return
-        if there is None and self._wrote:
+        if there is None and self.step >= 0:
             raise StreamError(f"{self._storage.where}: the files of this publisher were deleted")
         own = self._record
         if there is None or there["writer"] == self._name:
@@ -339,8 +348,12 @@ class Writer:
     def _write(
         self, step: int, tensors: dict[str, Tensor], tied: dict[str, str], *, changed: bool
     ) -> None:
+        table = table_of(tensors)
+        if not self._record:
+            self._look(table)
+        self._take_over()
         self._require_newest()
-        record, held, table = dict(self._record), self._held, table_of(tensors)
+        record, held = dict(self._record), self._held
         number, bases = record["number"] + 1, list(record["bases"])
         follows = held is not None and held.is_like(table, tied)
         digests, payload = {}, list[bytes]()
@@ -376,7 +389,7 @@ class Writer:
         # if this fails it may be there all the same, or come later: then a base goes beyond it
         self._held, self._record = None, {**self._record, "number": number, "bases": []}
         self._storage.name_newest(record)
-        self._held, self._record, self._wrote = new, record, True
+        self._held, self._record = new, record
         self.number, self.step = number, step
         if due:
             self._clean()
@@ -405,11 +418,13 @@ class Writer:
         """Write a whole version; return its size in bytes."""
         sealed = self._storage.sealed({**about, "table": held.table, "tied": held.tied})
         pieces = pieces_of(held.tensors, {"format": "pt", "thinwire": sealed})
-        return self._storage.write(base_name(held.number, held.digest), pieces)
+        return self._storage.write(file_name(held.number, held.digest, "safetensors"), pieces)
 
     def _clean(self) -> None:
         """Delete the files that no reader of the record needs; those of later numbers stay."""
-        bases = {base_name(number, whole) for number, *_, whole in self._record["bases"]}
+        bases = {
+            file_name(number, whole, "safetensors") for number, *_, whole in self._record["bases"]
+        }
         oldest, newest = self._record["oldest"], self._record["number"]
         try:
             outdated = [
