@@ -35,8 +35,8 @@ _BASE_PREFIX = struct.Struct("<Q")
 PART = 16
 """Digits of a version's digest in the names of its files, and in lists."""
 _TAG_BYTES = 16
-_CHUNK_BYTES = 1 << 20
-"""Bytes of a part, after which a transfer is known to move."""
+_CHUNK_BYTES, _FIRST_BYTES, _SHORT_S = 1 << 20, 1 << 16, 1.0
+"""Bytes of a write, and of a first read, which is followed by one of twice its size if short."""
 _NAME = re.compile(r"(?:^|/)(\d{9,})-[0-9a-f]{16}\.(safetensors|step)$")
 _SECRETS = re.compile(r"(?<=//)[^/@\s'\"]*@|\?[^\s'\")>,]*")
 """Passwords and signatures in addresses."""
@@ -239,11 +239,13 @@ class Storage:
         use = self._uses
         if part.whole_only:
             part.content.clear()
+        chunk = _FIRST_BYTES
         with self._opened(files, name, size=size, whole=part.whole_only) as file:
             while (at := len(part.content)) < until:
+                begun_s = time.monotonic()
                 try:
                     file.seek(at)
-                    data = file.read(min(_CHUNK_BYTES, until - at))
+                    data = file.read(min(chunk, until - at))
                 except ValueError:  # a web server that knows no ranges: begin again
                     if part.whole_only:
                         raise
@@ -258,6 +260,8 @@ class Storage:
                 if len(part.content) > part.most:
                     part.most = len(part.content)
                     self.news_s = self._moved_s
+                if self._moved_s - begun_s < _SHORT_S and chunk < _MOST_BYTES << 4:
+                    chunk *= 2
 
     def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> int:
         """Write a file, which is there as a whole in the end; return its size in bytes.

@@ -200,52 +200,68 @@ class Follower:
 
     def _at(self, newest: Mapping[str, Any], number: int | None) -> Version:
         """Read a version, the newest for None, trying again as long as there is progress."""
-        failed_s = time.monotonic()
+        since_s, patient = time.monotonic(), True
         while True:
             try:
-                self._read(newest, newest["number"] if number is None else number)
+                self._read(newest, newest["number"] if number is None else number, patient=patient)
                 break
             except Refused:
                 raise
             except StreamError:
-                now_s = time.monotonic()
-                if self._storage.news_s > failed_s:
-                    failed_s = now_s
-                elif now_s >= failed_s + self._patience_s:
+                if not patient:
                     raise
-            time.sleep(min(self._poll, self._patience_s / 4))
-            newest = self._look(None) or newest
-            number = None if number is None else max(number, newest["oldest"])
+                since_s = max(since_s, self._storage.news_s)
+                patient = time.monotonic() < since_s + self._patience_s
+            if patient:
+                time.sleep(min(self._poll, self._patience_s / 4))
+                newest = self._look(None) or newest
+                number = None if number is None else max(number, newest["oldest"])
         self._newest = dict(newest)
         self._storage.forget()
         assert self.held is not None, "read"
         return Version(self.held.number, self.held.step, self.held.digest, self)
 
-    def _read(self, newest: Mapping[str, Any], number: int) -> None:
-        """Read a version by the shortest way that is whole."""
+    def _read(self, newest: Mapping[str, Any], number: int, *, patient: bool) -> None:
+        """Read a version by the shortest way, or without patience by any that is whole."""
         held, self._links = self.held, _links_of(newest)
-        same = held is not None and held.stream == newest["stream"]
-        if held and same and held.number >= number:
-            return
         ways = {
             base: size + newest["written"] - until
             for base, size, until, _ in newest["bases"]
             if base <= number
         }
-        if held and same and held.number >= newest["oldest"]:
-            ways[0] = newest["written"] - held.written
-        problem: StreamError | None = None
-        for base in sorted(ways, key=ways.__getitem__):
+        problem: object = None
+        if held is not None and held.stream == newest["stream"]:
+            if held.number >= number:
+                return
+            if held.number >= newest["oldest"] and (problem := self._obstacle(held)) is None:
+                ways[0] = newest["written"] - held.written
+        failure = StreamError(f"{self._storage.where} has no base for version {number}")
+        for base in sorted(ways, key=ways.__getitem__)[: 1 if patient else None]:
             try:
                 self._read_from(newest, base, number)
-                if problem is not None:
-                    warn_user(f"took a base of {self._storage.where} instead: {problem}")
-                return
             except Refused:
                 raise
             except StreamError as error:
-                problem = problem or error
-        raise problem or StreamError(f"{self._storage.where} has no base for version {number}")
+                problem = failure = error
+                continue
+            if problem is not None:
+                warn_user(f"took a base of {self._storage.where} instead: {problem}")
+            return
+        raise failure
+
+    def _obstacle(self, held: Held) -> str | None:
+        """Return why the next difference does not fit what is held."""
+        if self._link(held.number)[0] != held.digest[:PART]:
+            return f"version {held.number} is held, and is not one of this chain"
+        receiver = self._receiver(held)
+        changed = [
+            name
+            for name in held.table
+            if name not in held.tensors and self._value(held, name, receiver) is None
+        ]
+        if changed:
+            return f"the weights were changed since version {held.number} ({listed(changed)})"
+        return None
 
     def _read_from(self, newest: Mapping[str, Any], base: int, number: int) -> None:
         """Read a version from a base, or from what is held for 0; the model changes at the end."""
@@ -255,11 +271,7 @@ class Follower:
         else:
             assert self.held is not None, "else there is no such way"
             held = replace(self.held, digests=dict(self.held.digests))
-            if self._link(held.number)[0] != held.digest[:PART]:
-                raise StreamError(f"version {held.number} is held, and is not one of this chain")
         receiver = self._receiver(held)
-        if not base and receiver is not None:
-            self._require_unchanged(held, receiver)
         for at in range(held.number + 1, number + 1):
             self._step(held, at, values, receiver)
         if receiver is None:
@@ -278,23 +290,11 @@ class Follower:
             return None
         return Receiver(self._model, held.refs, held.tied)
 
-    def _require_unchanged(self, held: Held, receiver: Receiver) -> None:
-        """Raise unless the model still holds the version."""
-        changed = [
-            name
-            for name in held.table
-            if name not in held.tensors and self._value(held, name, receiver) is None
-        ]
-        if changed:
-            raise StreamError(
-                f"the model's weights were changed since version {held.number} ({listed(changed)})"
-            )
-
     def _value(self, held: Held, name: str, receiver: Receiver | None) -> Tensor | None:
         """Return a copy of a tensor of the version; None if the model has another one now."""
-        if receiver is None or name in held.tensors:
+        if name in held.tensors:
             return held.tensors[name].clone()
-        if name not in receiver.holds:
+        if receiver is None or name not in receiver.holds:
             return None
         copies = [plain_copy(name, target) for target in receiver.targets[name]]
         return copies[0] if {*map(digest, copies)} == {held.digests[name]} else None
