@@ -75,14 +75,15 @@ def run(rate: str) -> list[dict[str, float]]:
             weights["w"].copy_(exact.add_(torch.randn(NUMEL), alpha=deviation))
             begin_s = time.time()
             number = publisher.update(step)
+            publisher.wait()
             published_s = time.time()
             read, read_s = follower.stdout.readline().split()
             assert int(read) == number
-            file = f"{number:09d}" + (".step" if step else ".safetensors")
+            [file] = Path(folder).glob(f"{number:09d}-*." + ("step" if step else "safetensors"))
             found.append(
                 {
                     "changed": float((weights["w"] != before).float().mean()),
-                    "megabytes": round(Path(folder, file).stat().st_size / 1e6, 3),
+                    "megabytes": round(file.stat().st_size / 1e6, 3),
                     "publish_s": round(published_s - begin_s, 2),
                     "read_s": round(float(read_s) - published_s, 2),
                 }

@@ -143,7 +143,7 @@ class EnginePublisher:
                     room = hashlib.sha256(members._kv.store.room.encode()).hexdigest()
                     self._publisher = self._made(room, members.generation)
                 assert self._publisher is not None, "made when publishing began"
-                self._publisher.give(step, queue=False)
+                self._publisher.give(step)
                 return
             except StreamError as error:
                 self._failure = error

@@ -504,4 +504,3 @@ class BackgroundSave:
             self.finish()
         finally:
             self._group = None
-

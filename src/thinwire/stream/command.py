@@ -71,15 +71,17 @@ def versions(where: str, /, *, token_file: Path | None = None) -> None:
         token_file: Secret of the publisher.
     """
     from thinwire.stream.follower import follow as open_stream
+    from thinwire.stream.follower import links_of
 
     follower = open_stream(where, token=read_token(token_file) if token_file else None)
-    newest, rows = follower.listing()
+    newest = follower.look(None)
     if newest is None:
         raise ValueError(f"{where} has no version so far")
-    print(f"{'version':>9}{'difference':>16}{'base':>16}  bytes")
-    for number, *sizes in rows:
-        cells = ("-" if size is None else f"{size:,}" for size in sizes)
-        print(f"{number:>9}" + "".join(f"{cell:>16}" for cell in cells))
+    bases = {number: f"{size:,}" for number, size, *_ in newest["bases"]}
+    steps = {number: f"{size:,}" for number, (_, size) in links_of(newest).items() if size}
+    print(f"{'version':>9}{'difference':>16}{'base':>16}  bytes of the latest")
+    for number in range(newest["oldest"], newest["number"] + 1):
+        print(f"{number:>9}{steps.get(number, '-'):>16}{bases.get(number, '-'):>16}")
     end = "; its publisher is closed" if newest["closed"] else ""
     print(f"newest: step {newest['step']}, digest {newest['digest'][:16]}{end}")
 

@@ -107,7 +107,7 @@ class Follower:
         self._storage, self._model = storage, model
         self._poll, self._patience_s = poll, patience
         self.held: Held | None = None
-        self._newest: dict[str, Any] | None = None
+        self.newest: dict[str, Any] | None = None
         """The record by which the version that is held was found."""
         self._links: dict[int, tuple[str, int]] = {}
         """Part of the digest and size of the file of each difference, by its number."""
@@ -118,21 +118,8 @@ class Follower:
         Raises:
             StreamError: As in `latest`.
         """
-        newest = self._look(None)
+        newest = self.look(None)
         return list(range(newest["oldest"], newest["number"] + 1)) if newest else []
-
-    def listing(self) -> tuple[dict[str, Any] | None, list[tuple[int, int | None, int | None]]]:
-        """Return the newest record, and each version with the bytes of its difference and base."""
-        if (newest := self._look(None)) is None:
-            return None, []
-        self._links = _links_of(newest)
-        bases = {number: size for number, size, *_ in newest["bases"]}
-        first = newest["oldest"]
-        rows = [
-            (number, None if number == first else self._link(number)[1] or None, bases.get(number))
-            for number in range(newest["number"], first - 1, -1)
-        ]
-        return newest, rows[::-1]
 
     def latest(self, wait: float | None = None) -> Version:
         """Read the newest version.
@@ -147,7 +134,7 @@ class Follower:
                 storage fails, for longer than `patience`; the token is another; or the model does
                 not fit. The model has not changed.
         """
-        newest = self._look(None if wait is None else check.real("wait", wait, at_least=0))
+        newest = self.look(None if wait is None else check.real("wait", wait, at_least=0))
         if newest is None:
             raise StreamError(
                 f"{self._storage.where} has no version so far: give a time to wait for it"
@@ -155,7 +142,7 @@ class Follower:
         return self._at(newest, None)
 
     def __iter__(self) -> Iterator[Version]:
-        while (newest := self._look(math.inf)) is not None:
+        while (newest := self.look(math.inf)) is not None:
             number = newest["oldest"]
             if self.held and self.held.stream == newest["stream"]:
                 if self.held.number >= newest["number"]:
@@ -163,7 +150,7 @@ class Follower:
                 number = max(number, self.held.number + 1)
             yield self._at(newest, number)
 
-    def _look(self, wait_s: float | None) -> dict[str, Any] | None:
+    def look(self, wait_s: float | None) -> dict[str, Any] | None:
         """Return the record of the newest version, after waiting for one that is not held."""
         begin_s = answered_s = time.monotonic()
         limit_s = self._patience_s if wait_s is None else min(wait_s, self._patience_s)
@@ -188,7 +175,7 @@ class Follower:
         """Return a record, or that of the version that is held if this one is older: a cache or a
         late write has such.
         """
-        held = self._newest
+        held = self.newest
         older = held is not None and (newest is None or _order(newest) < _order(held))
         return held if older else newest
 
@@ -214,16 +201,16 @@ class Follower:
                 patient = time.monotonic() < since_s + self._patience_s
             if patient:
                 time.sleep(min(self._poll, self._patience_s / 4))
-                newest = self._look(None) or newest
+                newest = self.look(None) or newest
                 number = None if number is None else max(number, newest["oldest"])
-        self._newest = dict(newest)
+        self.newest = dict(newest)
         self._storage.forget()
         assert self.held is not None, "read"
         return Version(self.held.number, self.held.step, self.held.digest, self)
 
     def _read(self, newest: Mapping[str, Any], number: int, *, patient: bool) -> None:
         """Read a version by the shortest way, or without patience by any that is whole."""
-        held, self._links = self.held, _links_of(newest)
+        held, self._links = self.held, links_of(newest)
         ways = {
             base: size + newest["written"] - until
             for base, size, until, _ in newest["bases"]
@@ -397,11 +384,11 @@ class Follower:
             record, _ = self._storage.step_head(file_name(first, part, "step"), size)
             if (record["number"], record["digest"][:PART]) != (first, part):
                 raise StreamError(f"{self._storage.where}: the difference {first} is another one")
-            self._links |= _links_of({"number": first - 1, "recent": record["recent"]})
+            self._links |= links_of({"number": first - 1, "recent": record["recent"]})
         return self._links[number]
 
 
-def _links_of(record: Mapping[str, Any]) -> dict[int, tuple[str, int]]:
+def links_of(record: Mapping[str, Any]) -> dict[int, tuple[str, int]]:
     """Return a part of the digest, and the bytes of the difference, of the latest versions."""
     first = record["number"] - len(record["recent"]) + 1
     return {first + at: (part, size) for at, (part, size) in enumerate(record["recent"])}

@@ -137,7 +137,7 @@ class Publisher(AbstractContextManager["Publisher"]):
                 publishes; on all ranks if the model is sharded. Nothing was begun by this call.
         """
         check.integer("step", step, at_least=0)
-        return self.give(step, queue=True)
+        return self.give(step)
 
     @property
     def written_step(self) -> int:
@@ -166,7 +166,7 @@ class Publisher(AbstractContextManager["Publisher"]):
             return
         step = self._step if step is None else step
         if step >= 0:
-            self.give(step, queue=True, last=True)
+            self.give(step, last=True)
         self._closed = True
         self._alike("ending the versions", self._end)
 
@@ -182,11 +182,10 @@ class Publisher(AbstractContextManager["Publisher"]):
         else:
             self.abandon()
 
-    def give(self, step: int, *, queue: bool, last: bool = False) -> int:
+    def give(self, step: int, *, last: bool = False) -> int:
         """Copy the model and give it to the writer, if that has room; return the next number.
 
-        With `queue` the version may wait for others. The last one waits in any case, and is written
-        only if it differs.
+        The last one needs no room, and is written only if it differs.
         """
         if self._closed:
             raise RuntimeError("this publisher was closed: call tw.publish again")
@@ -198,7 +197,7 @@ class Publisher(AbstractContextManager["Publisher"]):
                 return self._given + 1, True
             if not last and (problem := writer.take_problem()) is not None:
                 raise problem
-            return writer.next_number, last or writer.has_room(step, queue=queue)
+            return writer.next_number, last or writer.has_room(step)
 
         self._given, has_room = self._alike("publishing a version", room)
         if not has_room or (writer is None and self._group is None):

@@ -2,10 +2,8 @@
 
 import hashlib
 import json
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -150,34 +148,34 @@ class Receiver:
     """A model whose tensors take a version, looked up by name each time."""
 
     def __init__(self, model: Model, table: Mapping[str, TensorRef], tied: Mapping[str, str]):
-        own, own_tied = tensors_of(model)
-        every = own | {name: own[first] for name, first in own_tied.items()}
-        problems = [f"it has no {name}" for name in {*table, *tied} - {*every}]
-        problems += [f"{name} was not published" for name in {*every} - {*table, *tied}]
-        problems += [
-            f"{name} is tied, and was not" for name in {*own_tied} & {*table} - {*tied.values()}
-        ]
-        problems += [
-            f"{name} has shape {tuple(every[name].shape)}, published is {ref.shape}"
-            for name, ref in table.items()
-            if name in every and tuple(every[name].shape) != ref.shape
-        ]
-        problems += [f"{name} is a meta tensor" for name, tensor in own.items() if tensor.is_meta]
-        problems += [
-            f"{name} is real, published is {ref.dtype}"
-            for name, ref in table.items()
-            if name in every and ref.dtype.is_complex and not every[name].is_complex()
-        ]
+        self._own, own_tied = tensors_of(model)
+        self._first = {name: name for name in table} | dict(tied)
+        """The name under which each tensor was published."""
+        problems = [f"it has no {name}" for name in {*self._first} - {*self._own, *own_tied}]
+        for name, first in own_tied.items():
+            if self._first.get(name) != self._first.get(first):
+                problems.append(f"{name} is tied to {first}, and was not")
+        for name, tensor in self._own.items():
+            ref = table.get(self._first.get(name, ""))
+            if ref is None:
+                problems.append(f"{name} was not published")
+            elif tuple(tensor.shape) != ref.shape:
+                problems.append(f"{name} has shape {tuple(tensor.shape)}, published is {ref.shape}")
+            elif tensor.is_meta or (ref.dtype.is_complex and not tensor.is_complex()):
+                kind = "a meta tensor" if tensor.is_meta else "real"
+                problems.append(f"{name} is {kind}, and {ref.dtype} was published")
         if problems:
             raise Refused(f"the model does not fit: {listed(sorted(problems))}")
-        further = {name: [other for other in tied if tied[other] == name] for name in table}
-        self.targets: dict[str, list[Tensor]] = {
-            name: [every[name], *(every[other] for other in others if other in own)]
-            for name, others in further.items()
-        }
+        self.targets: dict[str, list[Tensor]] = {name: [] for name in table}
         """The tensors that take each published one."""
-        self._model, self._tied = model, tied
-        self._live = isinstance(model, Mapping) or _is_live(model, own.values())
+        for name, tensor in self._own.items():
+            self.targets[self._first[name]].append(tensor)
+        self._model = model
+        self._memory = list(self._own.values())
+        if isinstance(model, nn.Module):
+            self._memory = [one.detach() for one in (*model.parameters(), *model.buffers())]
+        own = set(map(_address, self._memory))
+        self._live = all(_address(one) in own for one in self._own.values() if one.numel())
         """True if these are the model's own tensors, False if `state_dict` hands out copies."""
         self.holds = {
             name
@@ -187,84 +185,53 @@ class Receiver:
         """The published tensors that the model has in their dtype."""
 
     def write_(self, values: Mapping[str, Tensor]) -> None:
-        """Write these values into the model, after checking that it can take them."""
-        if not self._live:
-            self._load_(values)
+        """Write these values into the model, or raise and leave it as it is."""
+        if self._live and _are_apart(self._memory):
+            self._copy_(values)
             return
-        pairs = [(name, target) for name in values for target in self.targets[name]]
-        by_storage = defaultdict(list)
-        for name, target in pairs:
-            by_storage[_address(target)].append((name, target))
-        for address, several in by_storage.items():
-            if address and _overlap([target for _, target in several]):
-                _rehearse(several, values)
-        for name, target in pairs:
-            _copy_(target, values[name])
-
-    def _load_(self, values: Mapping[str, Tensor]) -> None:
-        """Load a version, and undo that if the model then has another state."""
-        model = self._model
-        assert isinstance(model, nn.Module), "a mapping holds its tensors"
-        own = [*model.parameters(), *model.buffers()]
-        before = [tensor.detach().clone() for tensor in own]
-        whole = {**values, **{name: values[first] for name, first in self._tied.items()}}
-        names = dict(zip(plain_names(state := model.state_dict()), state, strict=True))
+        before = [tensor.clone() for tensor in self._memory]
         problem: object = None
         try:
-            model.load_state_dict({names[name]: value for name, value in whole.items()})
+            if self._live:
+                self._copy_(values)
+            else:
+                self._load(values)
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:
             problem = error
-        after, _ = tensors_of(model)
-        changed = [name for name, tensor in after.items() if not _equal(tensor, whole[name])]
-        if problem is not None or changed:
-            for tensor, old in zip(own, before, strict=True):
-                _copy_(tensor, old)
-            raise Refused(
-                f"the model's state_dict hands out copies, and load_state_dict does not take them "
-                f"back: {problem or listed(changed)}"
-            )
+        found, _ = tensors_of(self._model)
+        wrong = [
+            name
+            for name, tensor in found.items()
+            if (first := self._first[name]) in values and not _equal(tensor, values[first])
+        ]
+        if problem is None and not wrong:
+            return
+        for tensor, old in zip(self._memory, before, strict=True):
+            _copy_(tensor, old)
+        raise Refused(
+            f"the model does not take the values of {listed(wrong)}: {problem or ''} tensors that "
+            "share memory need equal values, and copies that state_dict hands out a way back"
+        )
+
+    def _copy_(self, values: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
+            for target in self.targets[name]:
+                _copy_(target, value)
+
+    def _load(self, values: Mapping[str, Tensor]) -> None:
+        model: Any = self._model
+        state = model.state_dict()
+        names = zip(plain_names(state), state, strict=True)
+        model.load_state_dict({name: values[self._first[plain]] for plain, name in names})
 
 
-def _is_live(model: nn.Module, tensors: Iterable[Tensor]) -> bool:
-    """Return True if all tensors lie in the memory of the model's parameters and buffers."""
-    own = {_address(tensor) for tensor in (*model.parameters(), *model.buffers())} - {0}
-    return all(_address(tensor) in own for tensor in tensors if tensor.numel())
-
-
-def _overlap(tensors: list[Tensor]) -> bool:
-    """Return True if these tensors of one storage, or elements of one, may share memory."""
-    spans = sorted(filter(None, map(_span, tensors)))
-    packed = all(end - begin == size for begin, end, size in spans)
-    return not packed or any(after[0] < before[1] for before, after in pairwise(spans))
-
-
-def _span(tensor: Tensor) -> tuple[int, int, int] | None:
-    """Return the first byte in the storage, the end, and the bytes of the elements."""
-    if not tensor.numel():
-        return None
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin, size = int(tensor.storage_offset()), tensor.element_size()
-    return begin * size, (begin + int(last) + 1) * size, tensor.numel() * size
-
-
-def _rehearse(several: list[tuple[str, Tensor]], values: Mapping[str, Tensor]) -> None:
-    """Write into a copy of the storage, and raise where another tensor's values come out."""
-    scratch: Any = several[0][1].untyped_storage()
-    scratch = scratch.clone()
-    views = [
-        (name, torch.empty(0, dtype=target.dtype, device=target.device).set_(
-            scratch, target.storage_offset(), target.shape, target.stride()
-        ))
-        for name, target in several
-    ]  # fmt: skip
-    for name, view in views:
-        _copy_(view, values[name])
-    for name, view in views:
-        if not _equal(view, values[name]):
-            raise Refused(
-                f"{name} cannot hold its values: in this model it shares memory with another "
-                "tensor, or with itself, which has other values"
-            )
+def _are_apart(tensors: Iterable[Tensor]) -> bool:
+    """Return True if each tensor has a storage of its own, and fills it."""
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    addresses = set(map(_address, filled)) - {0}
+    return len(addresses) == len(filled) and all(
+        tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in filled
+    )
 
 
 def _equal(tensor: Tensor, value: Tensor) -> bool:

@@ -92,8 +92,7 @@ class Writer:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._problem: StreamError | None = None
-        self._notes: list[str] = []
-        self._found: tuple[Follower, dict[str, Any]] | None = None
+        self._found: Follower | None = None
         self._warned = self._ended = False
         self._promised = 0
         self.number, self.step = 0, -1
@@ -110,21 +109,19 @@ class Writer:
             self.abandon()
             raise
 
-    def has_room(self, step: int, *, queue: bool) -> bool:
-        """Return True if a version can be given now. Else it is left out, with a warning if late.
-
-        With `queue` versions may wait for others, as long as all are young and small.
+    def has_room(self, step: int) -> bool:
+        """Return True if a version can be given now: it may wait for others while all are young and
+        small. Else it is left out, with a warning if they are late.
         """
-        self._say_notes()
         with self._changed:
             if not self._tasks:
                 return True
             age_s = time.monotonic() - self._tasks[0][0]
-            waiting = sum(size for _, size, _ in self._tasks)
-            if queue and age_s < _LATE_S and waiting < _QUEUED_BYTES:
+            late = age_s >= _LATE_S
+            if not late and sum(size for _, size, _ in self._tasks) < _QUEUED_BYTES:
                 return True
-            warns = age_s >= _LATE_S and not self._warned
-            self._warned |= warns
+            warns = late and not self._warned
+            self._warned |= late
         if warns:
             warn_user(
                 f"the version of step {step} is left out: version {self.number + 1} has been on "
@@ -168,7 +165,6 @@ class Writer:
                 if self._tasks and time.monotonic() - said_s >= _NEWS_S:
                     said_s = time.monotonic()
                     _log.warning("waiting: %s", self._left_text())
-        self._say_notes()
         if (problem := self.take_problem()) is not None:
             raise problem
 
@@ -194,6 +190,7 @@ class Writer:
     def _at_exit(self, ended_well: bool) -> None:
         """Write what was given; say the end if the script ended well and nobody has spoken."""
         problem = self.take_problem()
+        self.wait()
         if ended_well and self.step >= 0 and not self._ended:
             if self._needs_close:
                 _log.warning(
@@ -203,7 +200,7 @@ class Writer:
                 )
             else:
                 self._submit(0, self._say_closed)
-        self.wait()
+                self.wait()
         if problem is not None:
             raise problem
 
@@ -212,10 +209,6 @@ class Writer:
             f"version {self.number + 1} and {len(self._tasks) - 1} more tasks are on their way to "
             f"{self._storage.where}{self._storage.left_text()}"
         )
-
-    def _say_notes(self) -> None:
-        while self._notes:
-            warn_user(self._notes.pop(0))
 
     # called by the writer's thread
 
@@ -257,15 +250,16 @@ class Writer:
     def _look(self, table: Mapping[str, Any]) -> None:
         """Choose number and term, and raise if what is there is of another model."""
         storage, settings = self._storage, self._settings
+        follower = Follower(storage, None, settings.timeout / 20, settings.timeout / 4)
         found, number = None, 0
         try:
-            found = storage.newest()
+            found = follower.look(None)
         except StreamError as error:
             if isinstance(error, Refused) and not settings.replace:
                 raise
             # such as a record that was cut while it was written: go on beyond all files
             number = max(storage.numbers().values(), default=0)
-            self._notes.append(f"the next version is a base, since the last one is lost: {error}")
+            warn_user(f"the next version is a base, since the last one is lost: {error}")
         start = time.time_ns() // 1000
         if found is not None:
             number = found["number"]
@@ -289,35 +283,26 @@ class Writer:
         self.number = number
         if found is None or settings.replace:
             return
-        follower = Follower(storage, None, settings.timeout / 8, settings.timeout)
-        with self._lost_noted():
+        with _warned():
             held, *_ = follower.base_head(found, found["bases"][-1][0])
             if (text := difference(held.table, table)) is not None:
                 raise Refused(
                     f"{storage.where} has versions of another model: {text}. Give another place, "
                     "or replace=True to go on with this model"
                 )
-            self._found = follower, found
+            self._found = follower
 
     def _take_over(self) -> None:
         """Hold the last version, if it can be read."""
         if self._found is None:
             return
-        (follower, found), self._found = self._found, None
-        with self._lost_noted():
+        follower, self._found = self._found, None
+        with _warned():
             follower.latest()
+            assert follower.newest is not None, "read"
+            kept = ("number", "stream", "written", "bases", "recent")
+            self._record |= {key: follower.newest[key] for key in kept}
             self._held = follower.held
-            self._record |= {key: found[key] for key in ("stream", "written", "bases", "recent")}
-
-    @contextmanager
-    def _lost_noted(self) -> Iterator[None]:
-        """Note that what is there cannot be read, and go on with a base."""
-        try:
-            yield
-        except Refused:
-            raise
-        except StreamError as error:
-            self._notes.append(f"the next version is a base, since the last one is lost: {error}")
 
     def _require_newest(self) -> None:
         """Raise if another publisher has taken over."""
@@ -441,3 +426,14 @@ class Writer:
         if self._record.get("bases"):
             self._require_newest()
             self._storage.name_newest({**self._record, "closed": True})
+
+
+@contextmanager
+def _warned() -> Iterator[None]:
+    """Warn of a version that cannot be read: the next one is a base."""
+    try:
+        yield
+    except Refused:
+        raise
+    except StreamError as error:
+        warn_user(f"the next version is a base, since the last one is lost: {error}")
