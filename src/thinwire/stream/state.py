@@ -92,8 +92,8 @@ def _identity(tensor: Tensor) -> object:
     address = _address(local)
     if not address or not local.numel():
         return id(tensor)
-    place = address, local.storage_offset(), local.shape, local.stride()
-    return *place, local.dtype, local.is_conj(), local.is_neg(), tensor.shape
+    memory = address, local.storage_offset(), local.shape, local.stride()
+    return *memory, local.dtype, local.is_conj(), local.is_neg(), tensor.shape
 
 
 def _address(tensor: Tensor) -> int:

@@ -156,14 +156,14 @@ class Writer:
 
     def wait(self) -> None:
         """Wait until all is written, while bytes move; raise the error of a version."""
-        said_s, limit_s = time.monotonic(), self._settings.timeout
+        logged_s, limit_s = time.monotonic(), self._settings.timeout
         with self._changed:
             while self._tasks:
                 self._changed.wait(min(1.0, limit_s / 4))
                 if self._storage.silent_s() >= limit_s:
                     raise StreamError(f"no byte moved for {limit_s:g} s: {self._left_text()}")
-                if self._tasks and time.monotonic() - said_s >= _NEWS_S:
-                    said_s = time.monotonic()
+                if self._tasks and time.monotonic() - logged_s >= _NEWS_S:
+                    logged_s = time.monotonic()
                     _log.warning("waiting: %s", self._left_text())
         if (problem := self.take_problem()) is not None:
             raise problem
