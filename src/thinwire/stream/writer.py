@@ -308,7 +308,9 @@ class Writer:
         """Raise if another publisher has taken over."""
         try:
             there = self._storage.newest()
-        except Refused:
+        except Refused:  # with another token
+            if self._settings.replace and self.step < 0:
+                return
             raise self._overtaken() from None
         except StreamError as error:
             _log.warning("writing over a record that cannot be read: %s", error)
