@@ -49,7 +49,7 @@ $(EXTRA_VENV)/.installed: pyproject.toml constraints.txt
 # every process imports the packages, which takes longer than most of the tests
 test-integrations: AT_ONCE = 2
 test-integrations: $(EXTRA_VENV)/.installed  ## the loops of Accelerate, Lightning and Transformers, with the real packages
-	THINWIRE_INTEGRATIONS=required $(EXTRA_VENV)/bin/python $(PYTEST) -m integrations tests/integrations tests/test_docstrings.py tests/test_examples.py tests/test_recipes.py
+	THINWIRE_INTEGRATIONS=required $(EXTRA_VENV)/bin/python $(PYTEST) -m integrations tests/integrations tests/stream/test_servers.py tests/test_docstrings.py tests/test_examples.py tests/test_recipes.py
 
 TORCH ?= 2.11.0
 OTHER_VENV := .venv-torch-$(TORCH)

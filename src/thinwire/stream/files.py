@@ -266,12 +266,20 @@ class Storage:
     def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> int:
         """Write a file, which is there as a whole in the end; return its size in bytes.
 
-        A write is never given up: it might end later, after a newer one.
+        What fails is tried again. A write is never given up: it might end later, after a newer one.
         """
         every = list(pieces)
         total = sum(map(len, every))
-        self._use(name, partial(self._write, name, every), limit_s=math.inf, total=total)
-        return total
+        work = partial(self._write, name, every)
+        until_s = time.monotonic() + self._limit_s
+        while True:
+            try:
+                self._use(name, work, limit_s=math.inf, total=total)
+                return total
+            except StreamError:
+                if time.monotonic() > until_s:
+                    raise
+            time.sleep(min(1.0, self._limit_s / 10))
 
     def _write(self, name: str, pieces: list[bytes | memoryview], files: Any) -> None:
         aside = self._path(f".{name}.{uuid4().hex}" if self._moves else name)
@@ -281,7 +289,8 @@ class Storage:
             with files.open(aside, "wb") as file:
                 for piece in pieces:
                     for at in range(0, len(piece), _CHUNK_BYTES):
-                        self._move(file.write(piece[at : at + _CHUNK_BYTES]))
+                        file.write(chunk := piece[at : at + _CHUNK_BYTES])
+                        self._move(len(chunk))
                 if self.is_folder:
                     file.flush()
                     os.fsync(file.fileno())
@@ -298,7 +307,7 @@ class Storage:
     def try_write(self) -> None:
         """Raise `StreamError` unless this process may write here."""
         name = f".try-{uuid4().hex}"
-        self.write(name, [b"thinwire"])
+        self._use(name, partial(self._write, name, [b"thinwire"]))
         self.discard([name])
 
     def discard(self, names: Iterable[str]) -> None:
