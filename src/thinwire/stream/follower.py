@@ -157,7 +157,7 @@ class Follower:
         while True:
             left_s = answered_s + limit_s - time.monotonic()
             try:
-                newest = self._accepted(self._storage.newest(max(left_s, 0.1)))
+                newest = self._storage.newest(max(left_s, 0.1))
                 answered_s = time.monotonic()
             except Refused:
                 raise
@@ -165,25 +165,18 @@ class Follower:
                 if time.monotonic() >= answered_s + limit_s:
                     raise
             else:
-                over = wait_s is None or answered_s >= begin_s + wait_s
-                if over or (newest and self._is_news(newest)):
+                held = self.held
+                # a cache, or a write that comes late, may have an older record than is held
+                if self.newest and (newest is None or _order(newest) < _order(self.newest)):
+                    newest = self.newest
+                if wait_s is None or answered_s >= begin_s + wait_s:
+                    return newest
+                if newest and not (held and held.stream == newest["stream"]):
+                    return newest
+                if held and newest and (newest["number"] > held.number or newest["closed"]):
                     return newest
             left_s = math.inf if wait_s is None else begin_s + wait_s - time.monotonic()
             time.sleep(max(0.0, min(self._poll, left_s)))
-
-    def _accepted(self, newest: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return a record, or that of the version that is held if this one is older: a cache or a
-        late write has such.
-        """
-        held = self.newest
-        older = held is not None and (newest is None or _order(newest) < _order(held))
-        return held if older else newest
-
-    def _is_news(self, newest: Mapping[str, Any]) -> bool:
-        held = self.held
-        if held is None or held.stream != newest["stream"]:
-            return True
-        return bool(newest["number"] > held.number or newest["closed"])
 
     def _at(self, newest: Mapping[str, Any], number: int | None) -> Version:
         """Read a version, the newest for None, trying again as long as there is progress."""
@@ -220,8 +213,12 @@ class Follower:
         if held is not None and held.stream == newest["stream"]:
             if held.number >= number:
                 return
-            if held.number >= newest["oldest"] and (problem := self._obstacle(held)) is None:
-                ways[0] = newest["written"] - held.written
+            if held.number >= newest["oldest"]:
+                problem = self._changed(held)
+                if self._link(held.number)[0] != held.digest[:PART]:
+                    problem = f"version {held.number} is held, and is not one of this chain"
+                if problem is None:
+                    ways[0] = newest["written"] - held.written
         failure = StreamError(f"{self._storage.where} has no base for version {number}")
         for base in sorted(ways, key=ways.__getitem__)[: 1 if patient else None]:
             try:
@@ -236,19 +233,19 @@ class Follower:
             return
         raise failure
 
-    def _obstacle(self, held: Held) -> str | None:
-        """Return why the next difference does not fit what is held."""
-        if self._link(held.number)[0] != held.digest[:PART]:
-            return f"version {held.number} is held, and is not one of this chain"
-        receiver = self._receiver(held)
+    def _changed(self, held: Held) -> str | None:
+        """Return which tensors of the version the model has no longer, as text; None if all."""
+        if (receiver := self._receiver(held)) is None:
+            return None
         changed = [
             name
-            for name in held.table
-            if name not in held.tensors and self._value(held, name, receiver) is None
+            for name, targets in receiver.targets.items()
+            if name not in held.tensors
+            and {digest(plain_copy(name, target)) for target in targets} != {held.digests[name]}
         ]
-        if changed:
-            return f"the weights were changed since version {held.number} ({listed(changed)})"
-        return None
+        if not changed:
+            return None
+        return f"the weights were changed since version {held.number} ({listed(changed)})"
 
     def _read_from(self, newest: Mapping[str, Any], base: int, number: int) -> None:
         """Read a version from a base, or from what is held for 0; the model changes at the end."""
@@ -277,14 +274,11 @@ class Follower:
             return None
         return Receiver(self._model, held.refs, held.tied)
 
-    def _value(self, held: Held, name: str, receiver: Receiver | None) -> Tensor | None:
-        """Return a copy of a tensor of the version; None if the model has another one now."""
-        if name in held.tensors:
+    def _value(self, held: Held, name: str, receiver: Receiver | None) -> Tensor:
+        """Return a copy of a tensor of the version."""
+        if receiver is None or name in held.tensors:
             return held.tensors[name].clone()
-        if receiver is None or name not in receiver.holds:
-            return None
-        copies = [plain_copy(name, target) for target in receiver.targets[name]]
-        return copies[0] if {*map(digest, copies)} == {held.digests[name]} else None
+        return plain_copy(name, receiver.targets[name][0])
 
     def _state_of(self, version: Version) -> dict[str, Tensor]:
         held = self.held
@@ -293,12 +287,10 @@ class Follower:
                 f"version {version.number} is no longer held: take its state_dict before the "
                 "follower goes on"
             )
-        receiver, found = self._receiver(held), dict[str, Tensor]()
-        for name in held.table:
-            value = self._value(held, name, receiver)
-            if value is None:
-                raise StreamError(f"the model's {name} was changed since version {held.number}")
-            found[name] = value
+        if (obstacle := self._changed(held)) is not None:
+            raise StreamError(obstacle)
+        receiver = self._receiver(held)
+        found = {name: self._value(held, name, receiver) for name in held.table}
         return found | {name: found[first] for name, first in held.tied.items()}
 
     def base_head(self, newest: Mapping[str, Any], number: int) -> tuple[Held, str, int, int]:
@@ -311,16 +303,8 @@ class Follower:
                 raise ValueError("it is of another run than latest.json names")
             if record["digest"] != whole:
                 raise ValueError("its digest is another than latest.json names")
-            held = Held(
-                number=number,
-                step=record["step"],
-                stream=record["stream"],
-                digest=whole,
-                written=until,
-                table=record["table"],
-                tied=record["tied"],
-                digests={},
-            )
+            kept = ("number", "step", "stream", "digest", "table", "tied")
+            held = Held(written=until, digests={}, **{key: record[key] for key in kept})
             if begin + sum(map(_nbytes, held.refs.values())) != size:
                 raise ValueError("its tensors have another size than the file")
         return held, name, begin, size
@@ -360,9 +344,7 @@ class Follower:
 
             def decoded(piece: tuple[str, memoryview]) -> tuple[str, Tensor, bytes]:
                 key, message = piece
-                value = values.get(key)
-                if value is None and (value := self._value(held, key, receiver)) is None:
-                    raise ValueError(f"the model's {key} was changed while it was read")
+                value = values[key] if key in values else self._value(held, key, receiver)
                 decode(value, message)
                 return key, value, digest(value)
 
@@ -371,6 +353,7 @@ class Follower:
                 held.digests[key] = sha256
             if held.whole_digest() != record["digest"]:
                 raise ValueError("the digest of its version differs")
+        storage.drop(name)  # a long chain would fill the memory
         held.number, held.step = number, record["step"]
         held.digest, held.written = record["digest"], record["written"]
 
@@ -406,7 +389,7 @@ def _nbytes(ref: TensorRef) -> int:
 def _tensor_of(content: memoryview, ref: TensorRef) -> Tensor:
     """Return a tensor in the memory of the content, or in its own if it is not aligned there."""
     if not len(content):
-        return torch.empty(ref.shape, dtype=ref.dtype)
+        return torch.empty(ref.shape, dtype=ref.dtype, device="cpu")
     flat = torch.frombuffer(content, dtype=torch.uint8)
     if flat.data_ptr() % ref.dtype.itemsize:
         flat = flat.clone()

@@ -136,7 +136,7 @@ def plain_copy(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> T
     """
     whole = whole_of(tensor.detach())
     try:
-        return torch.empty(whole.shape, dtype=_dtype_of(whole, dtype)).copy_(whole)
+        return torch.empty(whole.shape, dtype=_dtype_of(whole, dtype), device="cpu").copy_(whole)
     except (NotImplementedError, RuntimeError, TypeError) as error:
         raise Refused(
             f"the values of {name} cannot be read: it is a {type(tensor).__name__} of {whole.dtype}"
