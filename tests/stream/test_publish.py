@@ -2,10 +2,6 @@
 
 import itertools
 import os
-import random
-import sys
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,10 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import thinwire as tw
-from tests.processes import ran_thinwire, running
+from tests.processes import ran_thinwire
 from tests.ranks import Pool
 from tests.toys import engine_of
-from tests.waiting import until
 from thinwire.errors import StreamError
 
 State = dict[str, Tensor]
@@ -193,31 +188,6 @@ def test_late_followers_take_the_shorter_of_base_and_differences(tmp_path: Path)
     require_same(later.latest().state_dict(), state_of(model))
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
-@pytest.mark.parametrize("name", ["000000001-*.safetensors", "000000002-*.step", "latest.json"])
-def test_damage_of_any_file_is_an_error_and_never_a_wrong_version(
-    tmp_path: Path, name: str, damage: str
-) -> None:
-    model, whole = Net(), tmp_path / "whole"
-    publisher = tw.publish(whole, model)
-    for step in range(3):
-        change(model)
-        published(publisher, step)
-    file = only(whole, name)
-    content = file.read_bytes()
-    for at in random.Random(1).sample(range(len(content)), 1 if damage == "delete" else 12):
-        if damage == "delete":
-            file.unlink()
-        elif damage == "cut":
-            file.write_bytes(content[:at])
-        else:
-            file.write_bytes(content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :])
-        with pytest.raises(StreamError, match=r"latest|0000|no version"):
-            tw.follow(whole, patience=0.05).latest()
-    file.write_bytes(content)
-    require_same(tw.follow(whole).latest().state_dict(), state_of(model))
-
-
 def test_a_follower_behind_damage_takes_the_next_base(tmp_path: Path) -> None:
     model = Net()
     publisher, follower = tw.publish(tmp_path, model, every=4), tw.follow(tmp_path, patience=0.2)
@@ -248,81 +218,12 @@ def test_a_model_that_was_changed_since_takes_a_base_or_is_an_error(tmp_path: Pa
     require_same(reader.state_dict(), state_of(model))
 
 
-def test_another_token_is_an_error_that_says_so(where: str) -> None:
-    model = Net()
-    published(tw.publish(where, model, token="one"), 0)
-    require_same(tw.follow(where, token=b"one").latest().state_dict(), state_of(model))
-    for token, text in ((None, "with a token"), ("two", "another token")):
-        with pytest.raises(StreamError, match=text):
-            tw.follow(where, token=token).latest()
-        with pytest.raises(StreamError, match=text):
-            published(tw.publish(where, model, token=token), 1)
-
-
-def test_second_publishers_in_a_folder_are_an_error(where: str) -> None:
-    first, second = tw.publish(where, Net()), tw.publish(where, Net())
-    published(first, 0)
-    published(second, 1)
-    with pytest.raises(StreamError, match="another process publishes"):
-        published(first, 2)
-    assert published(second, 3) == 3
-
-
 def test_models_that_do_not_fit_are_refused_by_name(where: str) -> None:
     published(tw.publish(where, Net()), 0)
     with pytest.raises(StreamError, match=r"it has no inner\.bias"):
         tw.follow(where, nn.ModuleDict({"inner": nn.Linear(40, 40, bias=False)})).latest()
     with pytest.raises(StreamError, match="no version so far"):
         tw.follow(where + "-nothing").latest(wait=0.1)
-
-
-_WRITER = """
-import sys, torch, thinwire as tw
-from safetensors.torch import save_file
-folder, number = sys.argv[1], int(sys.argv[2])
-torch.manual_seed(number)
-model = torch.nn.Linear(300, 300).bfloat16()
-publisher = tw.publish(folder + "/versions", model, every=9)
-for step in range(10_000):
-    with torch.no_grad():
-        model.weight.add_(torch.randn_like(model.weight) * 1e-3 * (torch.rand(300, 300) < 0.1))
-    version = publisher.update(step)
-    publisher.wait()
-    print(version, float(model.weight.double().sum()), flush=True)
-"""
-_READER = """
-import sys, thinwire as tw
-for version in tw.follow(sys.argv[1] + "/versions", poll=0.01):
-    state = version.state_dict()
-    print(version.number, float(state["weight"].double().sum()), flush=True)
-"""
-
-
-def lines_of(path: Path) -> list[str]:
-    """Return the whole lines of a file that another process writes."""
-    return path.read_text().split("\n")[:-1] if path.exists() else []
-
-
-def at_least(path: Path, count: int) -> bool:
-    return len(lines_of(path)) >= count
-
-
-def test_versions_are_whole_while_writers_and_readers_are_killed(tmp_path: Path) -> None:
-    written: dict[str, str] = {}
-    read: list[str] = []
-    for life in range(4):
-        logs = [tmp_path / f"writer-{life}", tmp_path / f"reader-{life}"]
-        with ExitStack() as stack:
-            for log, code in zip(logs, (_WRITER, _READER), strict=True):
-                command = [sys.executable, "-c", code, str(tmp_path), str(life)]
-                stack.enter_context(running(command, stdout=stack.enter_context(log.open("w"))))
-            enough = partial(at_least, logs[1], 5 + 3 * life)
-            until(enough, "versions of the reader")
-        written |= dict(line.split() for line in lines_of(logs[0]))
-        read += lines_of(logs[1])
-    known = [line.split() for line in read if line.split()[0] in written]
-    assert len(known) > 20
-    assert all(written[number] == total for number, total in known)
 
 
 def of_shards(rank: int, size: int, folder: str) -> State:
@@ -403,22 +304,6 @@ def test_local_updates_publish_their_anchors(ranks: Pool, tmp_path: Path, sharde
     [*_, last] = sorted(tmp_path.glob("*.step"))
     bits = 3.2 if sharded else 2.2  # one of each rank; the shards' values differ
     assert last.stat().st_size * 8 < bits * 256 * 256
-
-
-def test_engines_warn_of_versions_that_fail_and_train_on(tmp_path: Path) -> None:
-    model = nn.Linear(6, 4)
-    engine = engine_of(model)
-    publisher = engine.publish(str(tmp_path))
-    engine.train_step(torch.randn(8, 6), torch.randn(8, 4))
-    publisher.wait()
-    with tw.publish(tmp_path, model) as second:  # takes over
-        published(second, 0)
-    engine.train_step(torch.randn(8, 6), torch.randn(8, 4))
-    with pytest.raises(StreamError, match="another process publishes"):
-        publisher.wait()
-    engine.train_step(torch.randn(8, 6), torch.randn(8, 4))
-    with pytest.raises(StreamError, match="another process publishes"):
-        engine.close()
 
 
 def test_the_command_writes_the_newest_version_and_lists_all(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from thinwire.strategy.parts import Parts
 from thinwire.stream.files import Storage
 from thinwire.stream.publisher import Publisher
 from thinwire.stream.state import tensors_of
-from thinwire.stream.writer import Settings
+from thinwire.stream.writer import Overtaken, Settings
 
 
 class EnginePublisher:
@@ -53,14 +53,13 @@ class EnginePublisher:
             and not local.outer_momentum
         )
         """True if an averaging changes an anchor by one of few values: fewer bits than rounded."""
-        self._last, self._closed = events(), False
+        self._last = events()
+        self._closed = False
         self._publisher: Publisher | None = None
-        self._failure: StreamError | None = None
         if self._members is not None:
             self._try_storage()
         elif any(map(is_sharded, tensors_of(parts.model)[0].values())):
-            while_busy(self._ranks, "beginning to publish", self._try_here, error=StreamError)
-            self._publisher = self._made() if self._is_first() else None
+            self._begin_together()
         elif self._is_first():
             self._publisher = self._made()
 
@@ -95,13 +94,23 @@ class EnginePublisher:
             return members.rank == 0
         return (group if group.replicas is None else group.replicas).rank == 0
 
-    def _try_here(self) -> None:
-        if self._is_first() and self._writes:
-            self._storage().try_write()
+    def _begin_together(self) -> None:
+        """Begin on the first site, or raise on all ranks."""
+        failure: StreamError | None = None
+        try:
+            self._publisher = self._made() if self._is_first() else None
+        except StreamError as error:
+            failure = error
+
+        def agree() -> None:
+            if failure is not None:
+                raise failure
+
+        while_busy(self._ranks, "beginning to publish", agree, error=StreamError)
 
     def _try_storage(self) -> None:
         """Raise unless this member can publish: it may have to take over."""
-        storage = self._storage()
+        storage = Storage(self._where, self._settings.token, self._settings.timeout)
         if storage.is_folder and not self._settings.shared:
             raise ValueError(
                 f"{storage.where} is a folder, and members may be on several machines, each of "
@@ -111,15 +120,12 @@ class EnginePublisher:
         if self._writes:
             storage.try_write()
 
-    def _storage(self) -> Storage:
-        return Storage(self._where, self._settings.token, self._settings.timeout)
-
     @property
     def _writes(self) -> bool:
         shards = self._ranks.shards
         return shards is None or shards.rank == 0
 
-    def _made(self, run: str = "", generation: int = 0) -> Publisher:
+    def _made(self, run: str | None = None, generation: int = 0) -> Publisher:
         shards = self._ranks.shards
         return Publisher(
             self._where,
@@ -146,8 +152,9 @@ class EnginePublisher:
                 self._publisher.give(step)
                 return
             except StreamError as error:
-                self._failure = error
                 warn_user(f"a version was not published: {error}")
+                if members is not None and isinstance(error, Overtaken):
+                    self._publisher = None  # this member was away meanwhile
 
     def _state(self) -> dict[str, Tensor]:
         """Return what all ranks have in common: for a parameter of local updates its anchor."""

@@ -60,6 +60,10 @@ class Settings:
         check.boolean("shared", self.shared)
 
 
+class Overtaken(StreamError):
+    """Another publisher has begun later."""
+
+
 class Writer:
     """Writes what it is given as versions, in turn. It knows neither model nor ranks.
 
@@ -326,8 +330,8 @@ class Writer:
             self._held = None
             self._record = {**own, "number": there["number"], "bases": [], "recent": []}
 
-    def _overtaken(self) -> StreamError:
-        return StreamError(
+    def _overtaken(self) -> Overtaken:
+        return Overtaken(
             f"{self._storage.where}: another process publishes there too, and began later: give "
             "each publisher a place of its own"
         )
