@@ -6,7 +6,6 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +31,7 @@ from thinwire.strategy.following import Following
 from thinwire.strategy.microsteps import Microsteps
 from thinwire.strategy.model_files import load_model_file
 from thinwire.strategy.parts import Parts
-from thinwire.strategy.publishing import EnginePublisher
+from thinwire.strategy.publishing import EnginePublisher, Where
 from thinwire.strategy.saving import BackgroundSave
 
 _log = logging.getLogger("thinwire")
@@ -615,33 +614,27 @@ class Engine:
         self._steps.pace.exclude(time.perf_counter() - begun_s)
         return path
 
-    def publish(
-        self, where: str | PathLike[str], *, updates: int = 1, **how: Any
-    ) -> EnginePublisher:
+    def publish(self, where: Where, *, updates: int = 1, **how: Any) -> EnginePublisher:
         """Publish the model to `thinwire.follow` from now on: after each averaging of local
-        updates, else after every so many updates. Rank 0 writes, on a thread; among members the
-        first one of an averaging, so that the next one takes over from one that is lost.
+        updates, as it left the parameters, else after every so many updates. A thread of rank 0
+        writes; among members the first one of an averaging, so that the next one takes over.
 
-        A version is left out while the one before is being written; the next one has its changes. A
-        failure of the storage is a warning here, and an error of `close`. With local updates
-        parameters are those that the last averaging left; at one bit and without outer momentum
-        they are float32, since an entry then changes by one of few values, which takes fewer bits
-        than its rounding does.
+        A version is left out while others are late; the next one has its changes. A failure is a
+        warning here, and an error of `close`. At one bit without outer momentum parameters are
+        float32: an entry then changes by one of few values, which takes fewer bits.
 
         Args:
-            where: Folder or address, as in `thinwire.publish`; among members one that all can
-                write.
+            where: Folder or address, as in `thinwire.publish`.
             updates: Updates between two versions, without local updates.
             how: Further arguments of `thinwire.publish`.
 
         Returns:
-            A handle. Its `wait` waits for the version in progress. `engine.close` publishes the
-            last state and ends the loops of followers, as does a script that ends with status 0;
-            sharded models need `close`, on all ranks.
+            A handle, whose `wait` waits for the version in progress. `engine.close` publishes the
+            last state and ends the loops of followers.
 
         Raises:
             StreamError: The storage does not answer, or has versions of another model.
-            ValueError: Members publish into a folder, without `shared=True`.
+            ValueError: Members publish into a folder without `shared=True`.
         """
         self._require_open()
         self._steps.publisher = publisher = EnginePublisher(

@@ -21,6 +21,8 @@ from thinwire.stream.publisher import Publisher
 from thinwire.stream.state import tensors_of
 from thinwire.stream.writer import Overtaken, Settings
 
+Where = str | PathLike[str]
+
 
 class EnginePublisher:
     """Result of `Engine.publish`: publishes after updates, by the first rank or site.
@@ -33,7 +35,7 @@ class EnginePublisher:
         parts: Parts,
         events: Callable[[], int],
         position: Callable[[], int],
-        where: str | PathLike[str],
+        where: Where,
         updates: int,
         how: Mapping[str, Any],
     ) -> None:
