@@ -1,7 +1,8 @@
 """Where the versions of a model lie: one record of the newest, bases and steps, each with a tag.
 
-A base is a safetensors file of a whole version, a step the difference to the version before. Their
-names hold a part of their version's digest, which the record and the steps after them name too. The
+A base is a whole version, a step the difference to the version before: safetensors files whose
+metadata are a record with a tag. Their names hold a part of their version's digest. The newest
+record, and each step after them, names that digest too, and what is read must have it. The newest
 record is written last, so that a reader sees whole versions only.
 """
 
@@ -14,7 +15,7 @@ import os
 import re
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike, fspath
@@ -24,23 +25,24 @@ from uuid import uuid4
 
 from thinwire._watchdog import Late, within
 from thinwire.checkpoint.files import sync_directory
+from thinwire.checkpoint.tensor_file import pieces_of
 from thinwire.checkpoint.tree import UNREADABLE
 from thinwire.errors import StreamError
 from thinwire.stream.coder import extra
 from thinwire.stream.state import Refused
 
 _NEWEST, _FORMAT, _MOST_BYTES = "latest.json", 2, 1 << 20
-_MAGIC, _PREFIX = b"tw-step2", struct.Struct("<8sI")
-_BASE_PREFIX = struct.Struct("<Q")
+_PREFIX = struct.Struct("<Q")
+"""Length of a safetensors header."""
 PART = 16
 """Digits of a version's digest in the names of its files, and in lists."""
-_TAG_BYTES = 16
 _CHUNK_BYTES, _FIRST_BYTES, _SHORT_S = 1 << 20, 1 << 16, 1.0
 """Bytes of a write, and of a first read, which is followed by one of twice its size if short."""
 _NAME = re.compile(r"(?:^|/)(\d{9,})-[0-9a-f]{16}\.(safetensors|step)$")
 _SECRETS = re.compile(r"(?<=//)[^/@\s'\"]*@|\?[^\s'\")>,]*")
 """Passwords and signatures in addresses."""
 _T = TypeVar("_T")
+Kind = Literal["safetensors", "step"]
 
 
 class Missing(StreamError):
@@ -136,7 +138,7 @@ class Storage:
     def sealed(self, record: Mapping[str, Any]) -> str:
         """Return a record as JSON with its tag."""
         text = json.dumps({**record, "format": _FORMAT, "token": self._key_name})
-        return json.dumps([text, self._hasher(text.encode()).hexdigest()])
+        return json.dumps([text, self._tag(text)])
 
     def unsealed(self, sealed: str | bytes, name: str) -> dict[str, Any]:
         """Return the record that was sealed, or raise `StreamError`."""
@@ -144,7 +146,7 @@ class Storage:
             text, tag = json.loads(sealed)
             record: dict[str, Any] = json.loads(text)
             form, key_name = record["format"], record["token"]
-            valid = hmac.compare_digest(tag, self._hasher(text.encode()).hexdigest())
+            valid = hmac.compare_digest(tag, self._tag(text))
         if form != _FORMAT:
             raise Refused(
                 f"{self.where}/{name} has format {form}, and this release reads and writes "
@@ -175,46 +177,25 @@ class Storage:
 
     # bases and steps
 
-    def write_step(self, record: Mapping[str, Any], payload: Sequence[bytes]) -> int:
-        """Write the difference to the version before, behind a tag; return its size in bytes."""
-        header = self.sealed(record).encode()
-        start = _PREFIX.pack(_MAGIC, len(header)) + header
-        hasher = self._hasher(start)
-        for message in payload:
-            hasher.update(message)
-        name = file_name(record["number"], record["digest"], "step")
-        return self.write(name, [hasher.digest(), start, *payload])
+    def write_version(self, kind: Kind, record: Mapping[str, Any], tensors: Any) -> int:
+        """Write a base or a step; return its size in bytes."""
+        metadata = {"format": "pt", "thinwire": self.sealed(record)}
+        name = file_name(record["number"], record["digest"], kind)
+        return self.write(name, pieces_of(tensors, metadata))
 
-    def step_head(self, name: str, size: int) -> tuple[dict[str, Any], int]:
-        """Return the record of a difference, and where its payload begins."""
+    def head(self, name: str, size: int) -> tuple[dict[str, Any], int]:
+        """Return the record of a base or a step of `size` bytes, and where its content begins."""
         with self.reading(name):
-            begin = _TAG_BYTES + _PREFIX.size
-            magic, length = _PREFIX.unpack(self._head(name, size, begin)[_TAG_BYTES:])
-            if magic != _MAGIC or begin + length > size:
-                raise ValueError("it is no difference of this format")
-            header = self._head(name, size, begin + length)[begin:]
-            return self.unsealed(header, name), begin + length
-
-    def verified_step(self, name: str, content: memoryview) -> tuple[dict[str, Any], int]:
-        """Return the record of a whole difference, and where its payload begins."""
-        hasher = self._hasher(content[_TAG_BYTES:])
-        if not hmac.compare_digest(bytes(content[:_TAG_BYTES]), hasher.digest()):
-            raise ValueError("or forged: its tag differs")
-        return self.step_head(name, len(content))
-
-    def base_head(self, name: str, size: int) -> tuple[dict[str, Any], int]:
-        """Return the record of a base, and where its tensors begin."""
-        with self.reading(name):
-            begin = _BASE_PREFIX.size
-            [length] = _BASE_PREFIX.unpack(self._head(name, size, begin))
-            if begin + length > size:
+            [length] = _PREFIX.unpack(self._begin(name, size, _PREFIX.size))
+            end = _PREFIX.size + length
+            if end > size:
                 raise ValueError("its header is longer than the file")
-            header = json.loads(self._head(name, size, begin + length)[begin:])
-            return self.unsealed(header["__metadata__"]["thinwire"], name), begin + length
+            header = json.loads(self._begin(name, size, end)[_PREFIX.size :])
+            return self.unsealed(header["__metadata__"]["thinwire"], name), end
 
     # files
 
-    def _head(self, name: str, size: int, until: int) -> bytes:
+    def _begin(self, name: str, size: int, until: int) -> bytes:
         """Return the beginning of a file of `size` bytes; what has arrived is kept."""
         until = min(until, size)
         part = self._parts.setdefault(name, _Part())
@@ -224,7 +205,7 @@ class Storage:
 
     def fetch(self, name: str, size: int) -> memoryview:
         """Return a file of `size` bytes; what has arrived is kept for the next call."""
-        self._head(name, size, size)
+        self._begin(name, size, size)
         return memoryview(self._parts[name].content)
 
     def drop(self, name: str) -> None:
@@ -381,10 +362,10 @@ class Storage:
             self._moving = None
         return result
 
-    def _hasher(self, content: bytes | memoryview = b"") -> "hashlib.blake2b":
-        return hashlib.blake2b(content, digest_size=_TAG_BYTES, key=self._key)
+    def _tag(self, text: str) -> str:
+        return hashlib.blake2b(text.encode(), digest_size=16, key=self._key).hexdigest()
 
 
-def file_name(number: int, digest: str, kind: Literal["safetensors", "step"]) -> str:
+def file_name(number: int, digest: str, kind: Kind) -> str:
     """Return the name of the file of a whole version, or of its difference to the one before."""
     return f"{number:09d}-{digest[:PART]}.{kind}"

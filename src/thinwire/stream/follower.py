@@ -298,7 +298,7 @@ class Follower:
         [(size, until, whole)] = [entry[1:] for entry in newest["bases"] if entry[0] == number]
         name, storage = file_name(number, whole, "safetensors"), self._storage
         with storage.reading(name):
-            record, begin = storage.base_head(name, size)
+            record, begin = storage.head(name, size)
             if (record["number"], record["stream"]) != (number, newest["stream"]):
                 raise ValueError("it is of another run than latest.json names")
             if record["digest"] != whole:
@@ -332,9 +332,9 @@ class Follower:
         name, storage = file_name(number, part, "step"), self._storage
         content = storage.fetch(name, size)
         with storage.reading(name):
-            record, begin = storage.verified_step(name, content)
-            came = record["number"], record["stream"], record["previous"]
-            if came != (number, held.stream, held.digest):
+            record, begin = storage.head(name, size)
+            came = record["number"], record["stream"], record["previous"], record["digest"][:PART]
+            if came != (number, held.stream, held.digest, part):
                 raise ValueError(f"it does not follow version {held.number}")
             pieces = []
             for key, length in zip(held.table, record["lengths"], strict=True):
@@ -364,7 +364,7 @@ class Follower:
             part, size = self._links[first]
             if not size:
                 raise StreamError(f"{self._storage.where} has no difference of version {first}")
-            record, _ = self._storage.step_head(file_name(first, part, "step"), size)
+            record, _ = self._storage.head(file_name(first, part, "step"), size)
             if (record["number"], record["digest"][:PART]) != (first, part):
                 raise StreamError(f"{self._storage.where}: the difference {first} is another one")
             self._links |= links_of({"number": first - 1, "recent": record["recent"]})

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire._at_exit import before_exit, fail_at_exit, forget_hook
 from thinwire._wording import warn_user
-from thinwire.checkpoint.tensor_file import by_threads, digest, digests_of, pieces_of
+from thinwire.checkpoint.tensor_file import by_threads, digest, digests_of
 from thinwire.errors import StreamError
 from thinwire.stream.coder import encode
 from thinwire.stream.files import PART, Storage, file_name
@@ -370,9 +371,12 @@ class Writer:
         if held is not None and follows:
             chain = {"previous": held.digest, "recent": record["recent"]}
             chain["lengths"] = [*map(len, payload)]
-            size = self._storage.write_step({**about, **chain}, payload)
+            content = torch.from_numpy(np.frombuffer(bytearray().join(payload), np.uint8))
+            size = self._storage.write_version("step", {**about, **chain}, {"payload": content})
         if due := self._base_due(bases, number, written):
-            bases.append([number, self._write_base(new, about), written, new.digest])
+            whole = {**about, "table": table, "tied": tied}
+            base_size = self._storage.write_version("safetensors", whole, new.tensors)
+            bases.append([number, base_size, written, new.digest])
         recent = [*record["recent"], [new.digest[:PART], size]][-_RECENT:]
         kept = bases[-self._settings.keep :]
         record |= about
@@ -404,12 +408,6 @@ class Writer:
         last, size, until, _ = bases[-1]
         every = self._settings.every
         return bool(number - last >= every if every else written - until >= _CHAIN * size)
-
-    def _write_base(self, held: Held, about: Mapping[str, Any]) -> int:
-        """Write a whole version; return its size in bytes."""
-        sealed = self._storage.sealed({**about, "table": held.table, "tied": held.tied})
-        pieces = pieces_of(held.tensors, {"format": "pt", "thinwire": sealed})
-        return self._storage.write(file_name(held.number, held.digest, "safetensors"), pieces)
 
     def _clean(self) -> None:
         """Delete the files that no reader of the record needs; those of later numbers stay."""
