@@ -213,7 +213,7 @@ def read_by_steps(old: list[int], message: bytes, width: int, digits: int) -> li
 @pytest.mark.parametrize(("dtype", "digits"), [
     (torch.bfloat16, 7), (torch.float16, 10), (torch.float32, 23),
 ])  # fmt: skip
-def test_message_says_what_its_description_says(dtype: torch.dtype, digits: int) -> None:
+def test_message_is_as_described(dtype: torch.dtype, digits: int) -> None:
     old, new = weights(3000, dtype, 1e-4)
     new[:20] *= -1e3
     message = coder.encode(old, new)
@@ -224,7 +224,7 @@ def test_message_says_what_its_description_says(dtype: torch.dtype, digits: int)
     assert read_by_steps(one, message, width, digits) == other
 
 
-def test_threads_decode_what_one_decodes() -> None:
+def test_threads_decode_as_one_thread_does() -> None:
     pairs = [weights(200_000 + 1000 * i, dtype, 1e-5, i) for i, dtype in enumerate(CODED * 3)]
     pairs += [one_bit(300_000, 2, seed) for seed in range(3)]
     with ThreadPoolExecutor(4) as pool:
