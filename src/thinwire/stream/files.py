@@ -31,15 +31,19 @@ from thinwire.errors import StreamError
 from thinwire.stream.coder import extra
 from thinwire.stream.state import Refused
 
-_NEWEST, _FORMAT, _MOST_BYTES = "latest.json", 2, 1 << 20
+NEWEST = "latest.json"
+_FORMAT = 2
+_MOST_BYTES = 1 << 20
 _PREFIX = struct.Struct("<Q")
 """Length of a safetensors header."""
 PART = 16
 """Digits of a version's digest in the names of its files, and in lists."""
-_CHUNK_BYTES, _FIRST_BYTES, _SHORT_S = 1 << 20, 1 << 16, 1.0
-"""Bytes of a write, and of a first read, which is followed by one of twice its size if short."""
+_CHUNK_BYTES = 1 << 20
+"""Bytes of a write, after which it is known to move."""
+_FIRST_BYTES, _SHORT_S = 1 << 16, 1.0
+"""Of a first read; one that takes less time is followed by one of twice its size."""
 _NAME = re.compile(r"(?:^|/)(\d{9,})-[0-9a-f]{16}\.(safetensors|step)$")
-_SECRETS = re.compile(r"(?<=//)[^/@\s'\"]*@|\?[^\s'\")>,]*")
+_SECRETS = re.compile(r"(?<=//)[^/\s'\"]*@|\?[^\s'\")>,]*")
 """Passwords and signatures in addresses."""
 _T = TypeVar("_T")
 Kind = Literal["safetensors", "step"]
@@ -118,7 +122,7 @@ class Storage:
 
         def read(files: Any) -> bytes:
             text = b""
-            with self._opened(files, _NEWEST, size=1, whole=self._web) as file:
+            with self._opened(files, NEWEST, size=1, whole=self._web) as file:
                 while data := file.read(_MOST_BYTES + 1 - len(text)):
                     text += data
                     if len(text) > _MOST_BYTES:
@@ -126,14 +130,14 @@ class Storage:
             return text
 
         try:
-            text = self._use(_NEWEST, read, limit_s=limit_s)
+            text = self._use(NEWEST, read, limit_s=limit_s)
         except Missing:
             return None
-        return self.unsealed(text, _NEWEST)
+        return self.unsealed(text, NEWEST)
 
     def name_newest(self, record: Mapping[str, Any]) -> None:
         """Write the record of the newest version."""
-        self.write(_NEWEST, [self.sealed(record).encode()])
+        self.write(NEWEST, [self.sealed(record).encode()])
 
     def sealed(self, record: Mapping[str, Any]) -> str:
         """Return a record as JSON with its tag."""

@@ -18,7 +18,7 @@ from thinwire.checkpoint.tree import TensorRef
 from thinwire.core.sharded import is_sharded
 from thinwire.errors import StreamError
 from thinwire.stream.coder import decode
-from thinwire.stream.files import PART, Storage, file_name
+from thinwire.stream.files import NEWEST, PART, Storage, file_name
 from thinwire.stream.state import Held, Model, Receiver, Refused, plain_copy, tensors_of
 
 _POLL_S, _PATIENCE_S = 1.0, 60.0
@@ -183,7 +183,9 @@ class Follower:
         since_s, patient = time.monotonic(), True
         while True:
             try:
-                self._read(newest, newest["number"] if number is None else number, patient=patient)
+                with self._storage.reading(NEWEST):
+                    wanted = newest["number"] if number is None else number
+                    self._read(newest, wanted, patient=patient)
                 break
             except Refused:
                 raise

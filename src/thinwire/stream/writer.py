@@ -30,7 +30,8 @@ _CHAIN = 4
 """Size of the differences after a base, over its own, at which the next one is due."""
 _RECENT = 64
 """Number of versions that a record lists; each difference lists those before it."""
-_LATE_S, _QUEUED_BYTES = 1.0, 64 << 20
+_LATE_S = 1.0
+_QUEUED_BYTES = 64 << 20
 """Age and bytes of versions that wait, beyond which the next one is left out."""
 _NEWS_S = 5.0
 _THREADS = min(4, max((os.cpu_count() or 1) // 2, 1))
