@@ -238,7 +238,7 @@ class Writer:
                 task()
             except StreamError as error:
                 problem = error
-            except Exception as error:  # such as memory that is missing
+            except BaseException as error:  # such as memory that is missing
                 problem = StreamError(f"{type(error).__name__}: {error}")
                 problem.__cause__ = error
             with self._changed:
@@ -257,7 +257,8 @@ class Writer:
         """Choose number and term, and raise if what is there is of another model."""
         storage, settings = self._storage, self._settings
         follower = Follower(storage, None, settings.timeout / 20, settings.timeout / 4)
-        found, number = None, 0
+        found = None
+        number = 0
         try:
             found = follower.look(None)
         except StreamError as error:
@@ -267,15 +268,14 @@ class Writer:
             number = max(storage.numbers().values(), default=0)
             warn_user(f"the next version is a base, since the last one is lost: {error}")
         start = time.time_ns() // 1000
+        same_run = False
         if found is not None:
             number = found["number"]
             term, generation = found["term"]
-            if self._run and found["run"] == self._run:
-                start = term
-                if generation > self._generation:
-                    raise self._overtaken()
-            else:
-                start = max(start, term + 1)
+            same_run = bool(self._run) and found["run"] == self._run
+            start = term if same_run else max(start, term + 1)
+            if same_run and generation > self._generation:
+                raise self._overtaken()
         self._record = {
             "number": number,
             "term": [start, self._generation],
@@ -287,7 +287,7 @@ class Writer:
             "recent": [],
         }
         self.number = number
-        if found is None or settings.replace:
+        if found is None or (settings.replace and not same_run):
             return
         with _warned():
             held, *_ = follower.base_head(found, found["bases"][-1][0])
@@ -328,9 +328,13 @@ class Writer:
             return
         if (there["term"], there["writer"]) > (own["term"], self._name):
             raise self._overtaken()
-        if there["number"] > own["number"]:  # of one that had begun earlier: go on beyond it
-            self._held = None
-            self._record = {**own, "number": there["number"], "bases": [], "recent": []}
+        if there["number"] > own["number"]:  # of one that had begun earlier
+            self._go_beyond(there["number"])
+
+    def _go_beyond(self, number: int) -> None:
+        """Make the next version a base with a number after this one."""
+        self._held = None
+        self._record |= {"number": number, "bases": [], "recent": []}
 
     def _overtaken(self) -> Overtaken:
         return Overtaken(
@@ -346,16 +350,20 @@ class Writer:
             self._look(table)
         self._take_over()
         self._require_newest()
-        record, held = dict(self._record), self._held
-        number, bases = record["number"] + 1, list(record["bases"])
+        record = dict(self._record)
+        held = self._held
+        number = record["number"] + 1
+        bases = list(record["bases"])
         follows = held is not None and held.is_like(table, tied)
-        digests, payload = {}, list[bytes]()
+        digests: dict[str, bytes] = {}
+        payload: list[bytes] = []
         if held is not None and follows:
             for name, message, sha256 in self._differences(held, tensors):
                 payload.append(message)
                 digests[name] = sha256
         else:
-            digests, bases = digests_of(tensors), []
+            digests = digests_of(tensors)
+            bases = []
         written = record["written"] + sum(map(len, payload))
         new = Held(number, step, record["stream"], "", written, table, tied, digests, tensors)
         new.digest = new.whole_digest()
@@ -382,11 +390,12 @@ class Writer:
         kept = bases[-self._settings.keep :]
         record |= about
         record |= {"bases": kept, "oldest": kept[0][0], "recent": recent, "closed": False}
-        # if this fails it may be there all the same, or come later: then a base goes beyond it
-        self._held, self._record = None, {**self._record, "number": number, "bases": []}
+        self._go_beyond(number)  # if this fails, it may be there all the same, or come later
         self._storage.name_newest(record)
-        self._held, self._record = new, record
-        self.number, self.step = number, step
+        self._held = new
+        self._record = record
+        self.number = number
+        self.step = step
         if due:
             self._clean()
 
@@ -421,7 +430,7 @@ class Writer:
                 name
                 for name, number in self._storage.numbers().items()
                 if name not in bases
-                and (number <= oldest or (name.endswith("s") and number <= newest))
+                and (number <= oldest or (number <= newest and not name.endswith(".step")))
             ]
             self._storage.discard(outdated)
         except StreamError as error:  # the next base cleans again
