@@ -256,7 +256,7 @@ class Writer:
     def _look(self, table: Mapping[str, Any]) -> None:
         """Choose number and term, and raise if what is there is of another model."""
         storage, settings = self._storage, self._settings
-        follower = Follower(storage, None, settings.timeout / 20, settings.timeout / 4)
+        follower = self._follower()
         found = None
         number = 0
         try:
@@ -310,10 +310,16 @@ class Writer:
             self._record |= {key: follower.newest[key] for key in kept}
             self._held = follower.held
 
+    def _follower(self) -> Follower:
+        timeout = self._settings.timeout
+        return Follower(self._storage, None, timeout / 20, timeout / 4)
+
     def _require_newest(self) -> None:
         """Raise if another publisher has taken over."""
+        # a storage may name a new file late
+        wait_s = None if self.step < 0 else self._settings.timeout / 4
         try:
-            there = self._storage.newest()
+            there = self._follower().look(wait_s)
         except Refused:  # with another token
             if self._settings.replace and self.step < 0:
                 return
@@ -321,10 +327,13 @@ class Writer:
         except StreamError as error:
             _log.warning("writing over a record that cannot be read: %s", error)
             return
-        if there is None and self.step >= 0:
-            raise StreamError(f"{self._storage.where}: the files of this publisher were deleted")
         own = self._record
-        if there is None or there["writer"] == self._name:
+        if there is None:
+            if self.step >= 0:
+                warn_user(f"{self._storage.where}: the files were deleted: the next one is a base")
+            self._go_beyond(own["number"])
+            return
+        if there["writer"] == self._name:
             return
         if (there["term"], there["writer"]) > (own["term"], self._name):
             raise self._overtaken()
