@@ -47,7 +47,8 @@ def _note_status() -> None:
     leave = sys.exit
 
     def noted(status: Any = None, /) -> Any:
-        _status[0] = status
+        if threading.current_thread() is threading.main_thread():
+            _status[0] = status
         leave(status)
 
     sys.exit = noted
@@ -65,6 +66,8 @@ def _run_hooks(pid: int) -> None:
         except Exception as error:
             fail_at_exit(owner, f"{type(error).__name__}: {error}")
     _hooks.clear()
+    if multiprocessing.parent_process() is not None:  # where no handler of `atexit` is called
+        _fail()
 
 
 @atexit.register

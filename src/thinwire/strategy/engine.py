@@ -637,6 +637,8 @@ class Engine:
             ValueError: Members publish into a folder without `shared=True`.
         """
         self._require_open()
+        if self._steps.publisher is not None and not self._steps.publisher.closed:
+            raise RuntimeError("this engine publishes already: close the handle of the first call")
         self._steps.publisher = publisher = EnginePublisher(
             self._parts, self._steps.events, self._steps.position, where, updates, how
         )

@@ -56,7 +56,7 @@ class EnginePublisher:
         )
         """True if an averaging changes an anchor by one of few values: fewer bits than rounded."""
         self._last = events()
-        self._closed = False
+        self.closed = False
         self._publisher: Publisher | None = None
         if self._members is not None:
             self._try_storage()
@@ -73,7 +73,7 @@ class EnginePublisher:
     def after_update(self) -> None:
         """Publish if a version is due: after an averaging of local updates, or some updates."""
         events = self._events()
-        if events < self._last + self._every:
+        if self.closed or events < self._last + self._every:
             return
         self._last = events
         if self._is_first():
@@ -189,16 +189,15 @@ class EnginePublisher:
             StreamError: The last version could not be written.
         """
         publisher, members = self._publisher, self._members
-        if self._closed or publisher is None:
-            return
-        self._closed = True
-        if members is not None and (members.left or members._leaving):
-            publisher.abandon()
-            publisher.wait()
-            return
-        publisher.close(self._position())
+        if not self.closed and publisher is not None:
+            if members is not None and (members.left or members._leaving):
+                publisher.abandon()
+                publisher.wait()
+            else:
+                publisher.close(self._position())
+        self.closed = True
 
     def abandon(self) -> None:
         """Stop publishing without a word, and without a collective."""
-        if self._publisher is not None and not self._closed:
+        if self._publisher is not None and not self.closed:
             self._publisher.abandon()

@@ -63,17 +63,19 @@ def follow(
         _write(version, to, quiet=quiet)
 
 
-def versions(where: str, /, *, token_file: Path | None = None) -> None:
+def versions(where: str, /, *, token_file: Path | None = None, patience: float = 60.0) -> None:
     """List the versions of a model that can be read, with the sizes of their files.
 
     Args:
         where: Folder, or an address that fsspec knows, such as s3://bucket/model.
         token_file: Secret of the publisher.
+        patience: Seconds without progress after which a read that fails is an error.
     """
     from thinwire.stream.follower import follow as open_stream
     from thinwire.stream.follower import links_of
 
-    follower = open_stream(where, token=read_token(token_file) if token_file else None)
+    token = read_token(token_file) if token_file else None
+    follower = open_stream(where, token=token, patience=patience)
     newest = follower.look(None)
     if newest is None:
         raise ValueError(f"{where} has no version so far")

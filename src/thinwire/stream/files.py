@@ -42,7 +42,10 @@ _CHUNK_BYTES = 1 << 20
 """Bytes of a write, after which it is known to move."""
 _FIRST_BYTES, _SHORT_S = 1 << 16, 1.0
 """Of a first read; one that takes less time is followed by one of twice its size."""
-_NAME = re.compile(r"(?:^|/)(\d{9,})-[0-9a-f]{16}\.(safetensors|step)$")
+_NAME = re.compile(r"(?:^|/)\.?(\d{9,})-[0-9a-f]{16}\.(safetensors|step)(\.[0-9a-f]{32})?$")
+"""A base or a step, or what a killed publisher has left of one."""
+_PART_BYTES = 5 << 20
+"""Of an upload in parts, the least that S3 takes: so that progress is seen."""
 _SECRETS = re.compile(r"(?<=//)[^/\s'\"]*@|\?[^\s'\")>,]*")
 """Passwords and signatures in addresses."""
 _T = TypeVar("_T")
@@ -77,6 +80,8 @@ class Storage:
     ) -> None:
         if token is not None and not (isinstance(token, str | bytes) and token):
             raise TypeError(f"token must be text or bytes that are not empty, or None: {token!r}")
+        if not fspath(where):
+            raise ValueError("where is empty: give a folder or an address")
         address, protocol = fspath(where), extra("fsspec.core").split_protocol(fspath(where))[0]
         self._web, self._query = protocol in ("http", "https"), ""
         if self._web:
@@ -133,7 +138,15 @@ class Storage:
             text = self._use(NEWEST, read, limit_s=limit_s)
         except Missing:
             return None
-        return self.unsealed(text, NEWEST)
+        record = self.unsealed(text, NEWEST)
+        with self.reading(NEWEST):
+            numbers = record["oldest"], record["number"], *record["term"]
+            if (
+                not all(type(number) is int for number in numbers)
+                or not 0 < numbers[0] <= numbers[1]
+            ):
+                raise ValueError(f"its numbers are {numbers}")
+        return record
 
     def name_newest(self, record: Mapping[str, Any]) -> None:
         """Write the record of the newest version."""
@@ -271,7 +284,7 @@ class Storage:
         if self._moves:
             files.makedirs(self._root, exist_ok=True)
         try:
-            with files.open(aside, "wb") as file:
+            with files.open(aside, "wb", block_size=_PART_BYTES) as file:
                 for piece in pieces:
                     for at in range(0, len(piece), _CHUNK_BYTES):
                         file.write(chunk := piece[at : at + _CHUNK_BYTES])
@@ -283,7 +296,7 @@ class Storage:
                 files.mv(aside, self._path(name))
         except BaseException:
             if self._moves:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(Exception):  # the first error is the cause
                     files.rm_file(aside)
             raise
         if self.is_folder:
@@ -328,6 +341,8 @@ class Storage:
         if self._web:  # without a limit in total, which long files would exceed
             timeout = extra("aiohttp").ClientTimeout(total=None)
             options["client_kwargs"] = {"timeout": timeout}
+        if self._address.startswith(("s3:", "s3a:")):  # one part at a time
+            options["max_concurrency"] = 1
         files, self._root = extra("fsspec.core").url_to_fs(self._address, **options)
         return files
 

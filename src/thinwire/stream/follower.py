@@ -144,10 +144,11 @@ class Follower:
     def __iter__(self) -> Iterator[Version]:
         while (newest := self.look(math.inf)) is not None:
             number = newest["oldest"]
-            if self.held and self.held.stream == newest["stream"]:
-                if self.held.number >= newest["number"]:
-                    return  # the publisher is closed
-                number = max(number, self.held.number + 1)
+            if not self._is_news(newest):
+                return  # the publisher is closed
+            held = self.held
+            if held and held.stream == newest["stream"] and held.number < newest["number"]:
+                number = max(number, held.number + 1)
             yield self._at(newest, number)
 
     def look(self, wait_s: float | None) -> dict[str, Any] | None:
@@ -165,18 +166,26 @@ class Follower:
                 if time.monotonic() >= answered_s + limit_s:
                     raise
             else:
-                held = self.held
                 # a cache, or a write that comes late, may have an older record than is held
                 if self.newest and (newest is None or _order(newest) < _order(self.newest)):
                     newest = self.newest
                 if wait_s is None or answered_s >= begin_s + wait_s:
                     return newest
-                if newest and not (held and held.stream == newest["stream"]):
-                    return newest
-                if held and newest and (newest["number"] > held.number or newest["closed"]):
+                ends = wait_s == math.inf and newest and newest["closed"]
+                if newest and (ends or self._is_news(newest)):
                     return newest
             left_s = math.inf if wait_s is None else begin_s + wait_s - time.monotonic()
             time.sleep(max(0.0, min(self._poll, left_s)))
+
+    def _is_news(self, newest: Mapping[str, Any]) -> bool:
+        """Return True if a record names another version after the one that is held."""
+        held = self.held
+        if held is None or self.newest is None or held.stream != newest["stream"]:
+            return True
+        if newest["number"] > held.number:
+            return True
+        # of a publisher that has begun later, and did not know the version that is held
+        return newest["digest"] != held.digest and _order(newest) > _order(self.newest)
 
     def _at(self, newest: Mapping[str, Any], number: int | None) -> Version:
         """Read a version, the newest for None, trying again as long as there is progress."""
@@ -213,12 +222,10 @@ class Follower:
         }
         problem: object = None
         if held is not None and held.stream == newest["stream"]:
-            if held.number >= number:
+            if held.number >= number and not self._is_news(newest):
                 return
-            if held.number >= newest["oldest"]:
-                problem = self._changed(held)
-                if self._link(held.number)[0] != held.digest[:PART]:
-                    problem = f"version {held.number} is held, and is not one of this chain"
+            if newest["oldest"] <= held.number < number:
+                problem = self._obstacle(held, patient=patient)
                 if problem is None:
                     ways[0] = newest["written"] - held.written
         failure = StreamError(f"{self._storage.where} has no base for version {number}")
@@ -234,6 +241,17 @@ class Follower:
                 warn_user(f"took a base of {self._storage.where} instead: {problem}")
             return
         raise failure
+
+    def _obstacle(self, held: Held, *, patient: bool) -> object:
+        """Return why the next difference does not fit what is held; None if it fits."""
+        try:
+            if self._link(held.number)[0] != held.digest[:PART]:
+                return f"version {held.number} is held, and is not one of this chain"
+        except StreamError as error:
+            if patient:
+                raise
+            return error
+        return self._changed(held)
 
     def _changed(self, held: Held) -> str | None:
         """Return which tensors of the version the model has no longer, as text; None if all."""
@@ -346,7 +364,9 @@ class Follower:
 
             def decoded(piece: tuple[str, memoryview]) -> tuple[str, Tensor, bytes]:
                 key, message = piece
-                value = values[key] if key in values else self._value(held, key, receiver)
+                # a base's tensors lie in the file as it is kept for another attempt
+                known = values.get(key)
+                value = self._value(held, key, receiver) if known is None else known.clone()
                 decode(value, message)
                 return key, value, digest(value)
 

@@ -109,9 +109,15 @@ class Publisher(AbstractContextManager["Publisher"]):
             if writes:
                 storage = Storage(where, settings.token, settings.timeout)
                 self._writer = Writer(
-                    storage, settings, run or "", generation, needs_close=group is not None
+                    storage,
+                    settings,
+                    run or "",
+                    generation,
+                    needs_close=group is not None or run is not None,
                 )
-                weakref.finalize(self, self._writer.abandon)
+                self._writer.close = weakref.WeakMethod(self.close)
+                collected = weakref.finalize(self, self._writer.abandon, collected=True)
+                collected.atexit = False  # also in children of a fork, which have no such thread
                 if run is None:
                     self._writer.begin(table_of(tensors_of(state())[0], settings.dtype))
 
@@ -145,7 +151,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         return -1 if self._writer is None else self._writer.step
 
     def wait(self) -> None:
-        """Wait until the versions that were given are written.
+        """Wait until the versions that were given are written; none that was left out.
 
         Raises:
             StreamError: One could not be written, or no byte moved for the time-out.
@@ -167,8 +173,8 @@ class Publisher(AbstractContextManager["Publisher"]):
         step = self._step if step is None else step
         if step >= 0:
             self.give(step, last=True)
-        self._closed = True
         self._alike("ending the versions", self._end)
+        self._closed = True
 
     def abandon(self) -> None:
         """Publish no more. What was given is written; the end is not said."""

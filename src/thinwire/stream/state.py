@@ -66,12 +66,15 @@ def tensors_of(model: Model) -> tuple[dict[str, Tensor], dict[str, str]]:
     others = [
         name
         for name, value in state.items()
-        if not isinstance(value, Tensor) or is_lazy(value) or name == "__metadata__"
+        if not (isinstance(value, Tensor) and isinstance(name, str))
+        or is_lazy(value)
+        or name == "__metadata__"
     ]
     if others:
+        names = listed([*map(str, others)])
         raise Refused(
-            f"{listed(others)} of the model's state is no tensor with values and a name that a "
-            "file can hold, so a version would lack it: give a mapping of the tensors to publish"
+            f"{names} of the model's state is no tensor with values, or has a name that no file can "
+            "hold: give a mapping of the tensors that are to be published"
         )
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}

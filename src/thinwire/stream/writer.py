@@ -84,7 +84,8 @@ class Writer:
         needs_close: bool = False,
     ) -> None:
         # run: identity of a run of members, whose generations order its publishers; else empty.
-        # needs_close: the last state of a sharded model is not here when the script ends
+        # needs_close: the end of the script is not that of the run, or the last state of a sharded
+        # model is not here
         self._storage, self._settings = storage, settings
         self._needs_close = needs_close
         self._run, self._generation = run, generation
@@ -100,6 +101,8 @@ class Writer:
         self._problem: StreamError | None = None
         self._found: Follower | None = None
         self._warned = self._ended = False
+        self.close: Callable[[], Callable[[], None] | None] = lambda: None
+        """Weak reference to the method that publishes the last state and ends."""
         self._promised = 0
         self.number, self.step = 0, -1
         before_exit(self, self._at_exit)
@@ -139,7 +142,7 @@ class Writer:
     @property
     def next_number(self) -> int:
         """Number of the next version that is given."""
-        return max(self._promised, self.number) + 1
+        return max(self._promised, int(self._record.get("number", 0))) + 1
 
     def give(
         self, step: int, tensors: dict[str, Tensor], tied: dict[str, str], *, changed: bool = False
@@ -186,8 +189,13 @@ class Writer:
         if problem is not None:
             raise problem
 
-    def abandon(self) -> None:
+    def abandon(self, *, collected: bool = False) -> None:
         """Write what was given, but never say the end."""
+        if collected and not self._ended and self.step >= 0:
+            _log.warning(
+                "a publisher was collected before close(): followers of %s wait for more",
+                self._storage.where,
+            )
         self._ended = True
         with self._changed:
             if not self._tasks and self._problem is None:
@@ -197,16 +205,16 @@ class Writer:
         """Write what was given; say the end if the script ended well and nobody has spoken."""
         problem = self.take_problem()
         self.wait()
-        if ended_well and self.step >= 0 and not self._ended:
+        close = self.close()
+        if ended_well and not self._ended and close is not None:
             if self._needs_close:
                 _log.warning(
-                    "the script ends, and followers of %s wait for more: call close() on all ranks "
-                    "of a sharded model",
+                    "the script ends without close() of the engine or publisher: followers of %s "
+                    "wait for more",
                     self._storage.where,
                 )
             else:
-                self._submit(0, self._say_closed)
-                self.wait()
+                close()
         if problem is not None:
             raise problem
 
@@ -297,6 +305,9 @@ class Writer:
                     "or replace=True to go on with this model"
                 )
             self._found = follower
+            if found["closed"]:  # from now on followers wait for more
+                own = {key: self._record[key] for key in ("term", "run", "writer")}
+                storage.name_newest({**found, **own, "closed": False})
 
     def _take_over(self) -> None:
         """Hold the last version, if it can be read."""
@@ -399,6 +410,7 @@ class Writer:
         kept = bases[-self._settings.keep :]
         record |= about
         record |= {"bases": kept, "oldest": kept[0][0], "recent": recent, "closed": False}
+        self._require_newest()  # another one may have begun while this one worked
         self._go_beyond(number)  # if this fails, it may be there all the same, or come later
         self._storage.name_newest(record)
         self._held = new
@@ -446,6 +458,7 @@ class Writer:
             _log.warning("files that nobody needs were not deleted: %s", error)
 
     def _say_closed(self) -> None:
+        self._take_over()
         if self._record.get("bases"):
             self._require_newest()
             self._storage.name_newest({**self._record, "closed": True})
