@@ -45,7 +45,8 @@ def publish(
             for step in range(3):
                 publisher.update(step)
 
-    A script that ends with status 0 ends the versions too; leaving the block by an error does not.
+    A script that ends with status 0 and still has its publisher closes it; leaving the block by an
+    error does not.
 
     Args:
         where: Folder, or an address that fsspec knows (s3, gs, hf, ...). Nothing else is stored in

@@ -73,8 +73,8 @@ def tensors_of(model: Model) -> tuple[dict[str, Tensor], dict[str, str]]:
     if others:
         names = listed([*map(str, others)])
         raise Refused(
-            f"{names} of the model's state is no tensor with values, or has a name that no file can "
-            "hold: give a mapping of the tensors that are to be published"
+            f"{names} of the model's state is no tensor with values, or has a name that no file "
+            "can hold: give a mapping of the tensors that are to be published"
         )
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}

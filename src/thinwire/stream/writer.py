@@ -306,8 +306,11 @@ class Writer:
                 )
             self._found = follower
             if found["closed"]:  # from now on followers wait for more
-                own = {key: self._record[key] for key in ("term", "run", "writer")}
-                storage.name_newest({**found, **own, "closed": False})
+                storage.name_newest({**found, **self._own(), "closed": False})
+
+    def _own(self) -> dict[str, Any]:
+        """Return what a record says of its publisher."""
+        return {key: self._record[key] for key in ("term", "run", "writer")}
 
     def _take_over(self) -> None:
         """Hold the last version, if it can be read."""
@@ -317,8 +320,7 @@ class Writer:
         with _warned():
             follower.latest()
             assert follower.newest is not None, "read"
-            kept = ("number", "stream", "written", "bases", "recent")
-            self._record |= {key: follower.newest[key] for key in kept}
+            self._record = {**follower.newest, **self._own()}
             self._held = follower.held
 
     def _follower(self) -> Follower:
@@ -411,6 +413,9 @@ class Writer:
         record |= about
         record |= {"bases": kept, "oldest": kept[0][0], "recent": recent, "closed": False}
         self._require_newest()  # another one may have begun while this one worked
+        if self._record["number"] >= number:  # or one that had begun earlier has gone on
+            self._write(step, tensors, tied, changed=False)
+            return
         self._go_beyond(number)  # if this fails, it may be there all the same, or come later
         self._storage.name_newest(record)
         self._held = new
