@@ -224,8 +224,6 @@ class Writer:
             f"{self._storage.where}{self._storage.left_text()}"
         )
 
-    # called by the writer's thread
-
     def _submit(self, size: int, task: _Task) -> None:
         with self._changed:
             self._tasks.append((time.monotonic(), size, task))
@@ -233,6 +231,8 @@ class Writer:
                 name = "thinwire-publisher"
                 self._thread = threading.Thread(target=self._work, name=name, daemon=True)
                 self._thread.start()
+
+    # called by the writer's thread
 
     def _work(self) -> None:
         while True:
@@ -374,12 +374,13 @@ class Writer:
         self._require_newest()
         record = dict(self._record)
         held = self._held
+        if held is not None and not held.is_like(table, tied):
+            held = None
         number = record["number"] + 1
         bases = list(record["bases"])
-        follows = held is not None and held.is_like(table, tied)
         digests: dict[str, bytes] = {}
         payload: list[bytes] = []
-        if held is not None and follows:
+        if held is not None:
             for name, message, sha256 in self._differences(held, tensors):
                 payload.append(message)
                 digests[name] = sha256
@@ -389,7 +390,7 @@ class Writer:
         written = record["written"] + sum(map(len, payload))
         new = Held(number, step, record["stream"], "", written, table, tied, digests, tensors)
         new.digest = new.whole_digest()
-        if changed and held is not None and follows and new.digest == held.digest:
+        if changed and held is not None and new.digest == held.digest:
             return
         about = {
             "number": number,
@@ -399,7 +400,7 @@ class Writer:
             "written": written,
         }
         size = 0
-        if held is not None and follows:
+        if held is not None:
             chain = {"previous": held.digest, "recent": record["recent"]}
             chain["lengths"] = [*map(len, payload)]
             content = torch.from_numpy(np.frombuffer(bytearray().join(payload), np.uint8))
