@@ -104,8 +104,8 @@ class Writer:
         self.close: Callable[[], Callable[[], None] | None] = lambda: None
         """Weak reference to the method that publishes the last state and ends."""
         self._promised = 0
+        self._given = False
         self.number, self.step = 0, -1
-        before_exit(self, self._at_exit)
 
     # called by the thread that trains
 
@@ -151,6 +151,8 @@ class Writer:
 
         With `changed` only if they differ from the version before.
         """
+        self._given = True
+        before_exit(self, self._at_exit)
         self._promised = self.next_number
         size = sum(tensor.nbytes for tensor in tensors.values())
         self._submit(size, partial(self._write, step, tensors, tied, changed=changed))
@@ -256,7 +258,8 @@ class Writer:
                 else:
                     self._problem, self._promised = problem, 0
                     self._tasks.clear()  # the next version has these changes too
-                    fail_at_exit(self, f"thinwire: a version was not published: {problem}")
+                    if self._given:  # else the call that begins has raised, and waits no more
+                        fail_at_exit(self, f"thinwire: a version was not published: {problem}")
                 self._changed.notify_all()
         if self._ended and self._problem is None:
             forget_hook(self)
