@@ -39,7 +39,7 @@ from thinwire.errors import CheckpointCorrupt
 _HASHED_BYTES, _READ_BYTES = 64 << 20, 1 << 20
 _READERS = 4
 """Number of threads; the SHA-256 of one tensor keeps a core busy."""
-_PREFIX = struct.Struct("<Q")
+PREFIX = struct.Struct("<Q")
 """Length of the header."""
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -94,10 +94,10 @@ def checksum(path: Path) -> str:
     if path.suffix != ".safetensors":
         return _digest_of_range(path, (0, size)).hex()
     with path.open("rb") as file:
-        prefix = file.read(_PREFIX.size)
+        prefix = file.read(PREFIX.size)
         header = prefix + file.read(min(int.from_bytes(prefix, "little"), size))
     try:
-        entries = json.loads(header[_PREFIX.size :])
+        entries = json.loads(header[PREFIX.size :])
         entries.pop("__metadata__", None)
         at = [[len(header) + int(end) for end in e["data_offsets"]] for e in entries.values()]
         return _combined(header, by_threads(partial(_digest_of_range, path), at))
@@ -222,7 +222,7 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -
         offset += size
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # the format requires aligned data
-    return _PREFIX.pack(len(text)) + text
+    return PREFIX.pack(len(text)) + text
 
 
 def write_rank_file(path: Path, state: Any) -> str:

@@ -25,7 +25,7 @@ from uuid import uuid4
 
 from thinwire._watchdog import Late, within
 from thinwire.checkpoint.files import sync_directory
-from thinwire.checkpoint.tensor_file import pieces_of
+from thinwire.checkpoint.tensor_file import PREFIX, pieces_of
 from thinwire.checkpoint.tree import UNREADABLE
 from thinwire.errors import StreamError
 from thinwire.stream.coder import extra
@@ -34,8 +34,6 @@ from thinwire.stream.state import Refused
 NEWEST = "latest.json"
 _FORMAT = 2
 _MOST_BYTES = 1 << 20
-_PREFIX = struct.Struct("<Q")
-"""Length of a safetensors header."""
 PART = 16
 """Digits of a version's digest in the names of its files, and in lists."""
 _CHUNK_BYTES = 1 << 20
@@ -203,11 +201,11 @@ class Storage:
     def head(self, name: str, size: int) -> tuple[dict[str, Any], int]:
         """Return the record of a base or a step of `size` bytes, and where its content begins."""
         with self.reading(name):
-            [length] = _PREFIX.unpack(self._begin(name, size, _PREFIX.size))
-            end = _PREFIX.size + length
+            [length] = PREFIX.unpack(self._begin(name, size, PREFIX.size))
+            end = PREFIX.size + length
             if end > size:
                 raise ValueError("its header is longer than the file")
-            header = json.loads(self._begin(name, size, end)[_PREFIX.size :])
+            header = json.loads(self._begin(name, size, end)[PREFIX.size :])
             return self.unsealed(header["__metadata__"]["thinwire"], name), end
 
     # files

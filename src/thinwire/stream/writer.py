@@ -112,11 +112,7 @@ class Writer:
     def begin(self, table: Mapping[str, Any]) -> None:
         """Look at what is there now, and raise if it is of another model."""
         self._submit(0, partial(self._look, table))
-        try:
-            self.wait()
-        except BaseException:
-            self.abandon()
-            raise
+        self.wait()
 
     def has_room(self, step: int) -> bool:
         """Return True if a version can be given now: it may wait for others while all are young and
