@@ -6,17 +6,22 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import ExitStack
+from datetime import timedelta
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import thinwire as tw
+from tests.api import SHOWN, connect
 from tests.browser import CHROMIUM, browser
 from tests.launched import free_port
 from tests.members.places import TOKEN, host_command, token_in
 from tests.processes import running
 from tests.ranks import Pool
+from tests.waiting import PATIENCE_S, until
 
 MEMBER = """
 import sys, time, torch, thinwire as tw
@@ -73,6 +78,39 @@ def test_page_beyond_loopback_asks_for_a_token_of_its_own(tmp_path: Path) -> Non
         assert asked(url)[0] == 200
         assert TOKEN.decode() not in url
         assert [asked(url[:-1])[0], asked(url.partition("?")[0])[0]] == [403, 403]
+
+
+HOSTILE = [10**400, -(10**400), 1.7e308, 1e-300, float("nan"), float("-inf"), True, "x", None, [1]]
+"""Values of a report that is no report of ours."""
+
+
+def test_no_report_of_a_member_ends_the_page(tmp_path: Path) -> None:
+    options = ("--bind", "127.0.0.1:0", "--token-file", str(token_in(tmp_path)), "--page", "0")
+    names = [*map(str, range(len(HOSTILE) ** 2))]
+    with ExitStack() as ends:
+        host, address = ends.enter_context(host_command(*options))
+        assert host.stdout is not None
+        url = host.stdout.readline().split()[-1]
+        store = connect(address, "llm", TOKEN, timedelta(seconds=PATIENCE_S))
+        store.set("members/0", json.dumps({"ids": names}))
+        store.set("gen", "0")
+
+        events = ends.enter_context(urllib.request.urlopen(f"{url}events", timeout=PATIENCE_S))
+
+        def rows() -> dict[str, Any]:
+            told, _ = events.readline().decode().removeprefix("data: "), events.readline()
+            run = json.loads(told, parse_constant=pytest.fail).get("llm", {"members": []})
+            return {row["name"]: row for row in run["members"]}
+
+        for turn in range(2):
+            for name, (here, other) in zip(names, product(HOSTILE, HOSTILE), strict=True):
+                report = dict.fromkeys(SHOWN, here if turn else other)
+                store.set(f"hb/{name}", json.dumps({"beat": other}))
+                store.set(f"shown/{name}", json.dumps(report))
+            store.set("shown/0", json.dumps({"at": turn, "step": turn}))
+            until(lambda: rows().get("0", {}).get("step") == turn, "the page")  # noqa: B023
+        assert set(rows()) == set(names)
+        assert host.poll() is None
 
 
 def test_page_on_loopback_refuses_names_of_other_sites() -> None:

@@ -1,6 +1,5 @@
 """Live page of runs: who takes part, how far they are, who is slow and why, joins and deaths."""
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ _SHOWN = (
 )
 _SLOWER, _NARROWER = 1.15, 0.67
 _MOST_SAMPLES, _MOST_EVENTS, _MOST_POINTS = 8, 100, 400
+_LEAST_SPAN_S, _MOST = 1e-3, 1e60  # rates of such numbers are finite
 _Row = dict[str, Any]
 
 
@@ -92,12 +92,12 @@ class RunView:
 
 
 def _numbers(report: Any) -> dict[str, float]:
-    """Return the known finite numbers of a report, which a stranger may have written."""
+    """Return the known numbers of a report, which a stranger may have written."""
     found = [(name, report.get(name)) for name in _SHOWN] if isinstance(report, dict) else []
     return {
         name: float(value)
         for name, value in found
-        if isinstance(value, int | float) and math.isfinite(value)
+        if isinstance(value, int | float) and abs(value) < _MOST
     }
 
 
@@ -107,17 +107,16 @@ def _rates(reports: Sequence[_Row]) -> _Row:
         return {}
     first, last = reports[0], reports[-1]
     row, span_s = {**last}, last["at"] - first["at"]
-    if span_s > 0:
+    if span_s > _LEAST_SPAN_S:
         for rate, name in (("up_bit_s", "bytes_sent"), ("down_bit_s", "bytes_received")):
             row[rate] = 8 * (last.get(name, 0.0) - first.get(name, 0.0)) / span_s
-        if steps := last.get("step", 0.0) - first.get("step", 0.0):
+        if (steps := last.get("step", 0.0) - first.get("step", 0.0)) >= 1:
             row["step_s"] = span_s / steps
             row["computing_s"] = row["step_s"] * (1 - last.get("waiting_share", 0.0))
     return row
 
 
 def _slow(row: _Row, rows: Sequence[_Row]) -> str:
-    """Return why the others wait for this member; empty if they do not."""
     others = [other for other in rows if other is not row]
     busy = [other["computing_s"] for other in others if "computing_s" in other]
     lines = [other["rate_bit_s"] for other in others if other.get("rate_bit_s")]
