@@ -34,12 +34,14 @@ def relay_alone(token: bytes | None = None) -> Iterator[RelayEndpoint]:
         yield RelayEndpoint(*listener.getsockname(), relay_key(token))
 
 
-def rank_by_hand(place: RelayEndpoint, room: str, rank: int) -> socket.socket:
+def rank_by_hand(
+    place: RelayEndpoint, room: str, rank: int, patience_s: float = 0.0
+) -> socket.socket:
     """A connection that the relay has let in as this rank, without a token."""
     sock = socket.create_connection(place[:2], timeout=PATIENCE_S)
     sock.sendall(GREETING)
     nonce = sock.recv(1 + NONCE_BYTES, socket.MSG_WAITALL)[1:]
-    hello = json.dumps({"room": room, "rank": rank}).encode()
+    hello = json.dumps({"room": room, "rank": rank, "patience_s": patience_s}).encode()
     sock.sendall(struct.pack("<H", len(hello)) + hello + hello_mac(b"", nonce, hello))
     assert sock.recv(1) == Answer.OK
     return sock

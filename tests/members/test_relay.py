@@ -160,6 +160,39 @@ def test_a_message_is_uploaded_once(ranks: Pool, token_file: str, size: int, rea
     assert all(reached[rank] == pair - {rank} for rank in pair)
 
 
+def test_a_connection_that_breaks_is_no_change_of_members(ranks: Pool, token_file: str) -> None:
+    """The rank is back before the others count it as gone, and gets what it missed."""
+    calls = breaks = 0
+
+    def cut(rank: int, content: bytes) -> bytes:
+        nonlocal calls, breaks
+        calls += rank == 1
+        if rank == 1 and calls % 50 == 0:
+            breaks += 1
+            raise ConnectionResetError
+        return content
+
+    with relay_place() as address, tapped(cut):
+        options = {"token_file": token_file}
+        args = _member, address, CONFIGS["sparse"], [0, 1, 2], options
+        found = ranks.run(*args, size=3, group=False)
+    assert breaks > 1
+    assert [one["changes"] for one in found] == 3 * [[]]
+    assert found[0]["rounds"] == found[1]["rounds"] == found[2]["rounds"]
+
+
+def test_goodbye_is_a_departure_at_once_and_silence_a_later_one() -> None:
+    with relay_alone() as place:
+        clients = [api.RelayClient(place, "room", rank, 3) for rank in range(2)]
+        with rank_by_hand(place, "room", 2, patience_s=PATIENCE_S):  # the relay waits for 5 s
+            assert all(client.wait_for_all(PATIENCE_S) for client in clients)
+        clients[1].close(PATIENCE_S)
+        until(lambda: clients[0].departed, "the departure")
+        assert clients[0].departed == {1}
+        until(lambda: clients[0].departed == {1, 2}, "the departure")
+        clients[0].close(PATIENCE_S)
+
+
 def hold_host(port: int, token_file: str, flag: Path, kills: int, over: threading.Event) -> None:
     """A host, which is killed and started again so many times once there is the flag."""
     options = ["--bind", f"127.0.0.1:{port}", "--token-file", token_file, "--relay"]

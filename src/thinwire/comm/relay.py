@@ -46,6 +46,8 @@ class Kind(IntEnum):
     """From the relay: this rank's connection has ended."""
     ALIVE = 6
     """From the relay: heartbeat."""
+    GOODBYE = 7
+    """The sender will not connect again."""
 
 
 class Answer:
@@ -62,6 +64,8 @@ class RelayEndpoint(NamedTuple):
     key: bytes
     tls: ssl.SSLContext | None = None
     own_address: str | None = None
+    patience_s: float = 0.0
+    """Time in seconds in which this rank, once its connection breaks, may be back."""
 
     def __str__(self) -> str:
         return f"{'tls' if self.tls else 'tcp'}://{host_port(self.host, self.port)}"
@@ -99,6 +103,7 @@ async def _connect(
                 )
             nonce = await reader.readexactly(NONCE_BYTES)
             fields = {"room": room, "rank": rank, "direct": sorted(direct)}
+            fields |= {"patience_s": endpoint.patience_s}
             hello = json.dumps(fields, separators=(",", ":")).encode()
             mac = hello_mac(endpoint.key, nonce, hello)
             writer.write(len(hello).to_bytes(2, "little") + hello + mac)
@@ -319,6 +324,8 @@ class RelayClient:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self._closing.is_set():
+                writer.write(HEAD.pack(0, ALL, 0, Kind.GOODBYE, 0, 0, 0))
             writer.close()
             try:
                 async with asyncio.timeout(_FLUSH_S):

@@ -546,7 +546,8 @@ def join(
     site = SingleRank() if mesh is None else Site(mesh, timeout_s)
     kv = KeyValueView.open(partial(connect, address, run, token, limit), host.port, timeout_s)
     own_address = None if relay else reached_from(host, timeout_s)
-    endpoint = RelayEndpoint(host.host, host.port, relay_key(token), tls, own_address)
+    where = host.host, host.port, relay_key(token), tls, own_address
+    endpoint = RelayEndpoint(*where, patience_s=timeout_s / 4)
     if relay:
         require_relay(endpoint, timeout_s)
     streams = None if streams is None else check.integer("streams", streams, at_least=1)

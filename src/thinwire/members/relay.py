@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import hmac
 import json
+import logging
 import secrets
 import socket
 import ssl
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from thinwire.comm.relay import (
@@ -35,8 +37,10 @@ _STORE_CLIENT, _TLS_CLIENT = b"\0", b"\x16"
 _SLOW_S = 120.0
 """Seconds after which a rank that reads nothing is dropped."""
 _LONGEST_HELLO_BYTES = 1024
-_SENT_BY_MEMBERS = {Kind.DATA, Kind.CONTROL, Kind.DATA_DONE, Kind.CONTROL_DONE}
+_SENT_BY_MEMBERS = {Kind.DATA, Kind.CONTROL, Kind.DATA_DONE, Kind.CONTROL_DONE, Kind.GOODBYE}
+_MOST_PATIENCE_S = 5.0
 _Room = dict[int, asyncio.StreamWriter]
+_log = logging.getLogger("thinwire")
 
 
 def relay_key(token: bytes | None) -> bytes:
@@ -55,6 +59,10 @@ def certificate(cert: Path, key: Path | None) -> ssl.SSLContext:
             f"{files}: not a certificate and its private key: {error.strerror or error}"
         ) from None
     return context
+
+
+class _Goodbye(Exception):
+    """A rank leaves."""
 
 
 class _Relay:
@@ -102,7 +110,6 @@ class _Relay:
                     self._strangers.pop(next(iter(self._strangers))).cancel()
 
     async def _handle_client(self, sock: socket.socket) -> None:
-        """Serve a client until it disconnects: as a rank, or as one of the store."""
         errors = OSError, EOFError, ValueError, KeyError, TypeError  # it has gone, or is no member
         with contextlib.suppress(*errors), contextlib.ExitStack() as ends:
             ends.callback(self._strangers.pop, sock, None)
@@ -110,20 +117,23 @@ class _Relay:
                 of_store, reader, writer = await self._connected(sock)
                 ends.enter_context(contextlib.closing(writer))
                 if not of_store:
-                    name, rank, direct = await self._admitted(reader, writer)
+                    name, rank, direct, patience_s = await self._admitted(reader, writer)
             self._strangers.pop(sock, None)
             if of_store:
                 await self._pass_on(reader, writer)
                 return
             room = self._enter(name, rank, writer)
-            ends.callback(self._leave, name, rank, writer)
-            while True:
-                await self._hand_on(room, rank, reader, direct)
+            leave = partial(self._leave, name, rank, writer)
+            # a broken connection is no departure yet
+            ends.callback(asyncio.get_running_loop().call_later, patience_s, leave)
+            with contextlib.suppress(_Goodbye):
+                while True:
+                    await self._hand_on(room, rank, reader, direct)
+            leave()
 
     async def _connected(
         self, sock: socket.socket
     ) -> tuple[bool, asyncio.StreamReader, asyncio.StreamWriter]:
-        """Return True for a client of the store, by its first byte, and the client's streams."""
         with contextlib.ExitStack() as failed:
             failed.callback(sock.close)
             first = await _first_byte(sock)
@@ -140,7 +150,6 @@ class _Relay:
         return first == _STORE_CLIENT, reader, writer
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Connect a client with the store until one of them closes its connection."""
         # else the connections of machines that vanished stay open for ever
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         answers, store = await asyncio.open_connection("127.0.0.1", self._store_port)
@@ -148,8 +157,8 @@ class _Relay:
 
     async def _admitted(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> tuple[str, int, set[int]]:
-        """Return room and rank of a client that proves to be a member, and the ranks it reaches."""
+    ) -> tuple[str, int, set[int], float]:
+        """Return room, rank, ranks reached directly and patience of a client that is a member."""
         if await reader.readexactly(len(GREETING)) != GREETING:
             raise ValueError("no member")
         if self._tls is not None and writer.get_extra_info("ssl_object") is None:
@@ -168,6 +177,7 @@ class _Relay:
         hello_fields = json.loads(hello)
         name, rank = str(hello_fields["room"]), int(hello_fields["rank"])
         direct = {int(other) for other in hello_fields.get("direct", ())}
+        patience_s = min(max(0.0, float(hello_fields.get("patience_s", 0))), _MOST_PATIENCE_S)
         if not 0 <= rank < MOST_CONNECTIONS:
             raise ValueError("no rank")
         is_back = rank in self._rooms.get(name, {})
@@ -175,7 +185,7 @@ class _Relay:
             writer.write(Answer.FULL)
             raise ValueError("full")
         writer.write(Answer.OK)
-        return name, rank, direct
+        return name, rank, direct, patience_s
 
     def _enter(self, name: str, rank: int, writer: asyncio.StreamWriter) -> _Room:
         room = self._rooms[name]
@@ -200,16 +210,17 @@ class _Relay:
     async def _hand_on(
         self, room: _Room, rank: int, reader: asyncio.StreamReader, direct: set[int]
     ) -> None:
-        """Forward one frame to one rank or all, and wait until they have received it."""
         head = await reader.readexactly(HEAD.size)
         length, to, _, kind, *position = HEAD.unpack(head)
         if length > FRAME_BYTES or kind not in _SENT_BY_MEMBERS:
             raise ValueError("no frame of a member")
         frame = HEAD.pack(length, to, rank, kind, *position) + await reader.readexactly(length)
+        if kind == Kind.GOODBYE:
+            raise _Goodbye
         recipients = [
             writer
             for other, writer in room.items()
-            if other not in (rank, *direct) and to in (ALL, other)
+            if other not in (rank, *direct) and to in (ALL, other) and not writer.is_closing()
         ]
         for recipient in recipients:
             recipient.write(frame)
@@ -224,7 +235,6 @@ class _Relay:
 
 
 async def _first_byte(sock: socket.socket) -> bytes:
-    """Return the first byte that a client sends, and leave it there; empty if it disconnects."""
     loop, readable = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(sock, readable.set)
     try:
@@ -235,7 +245,6 @@ async def _first_byte(sock: socket.socket) -> bytes:
 
 
 async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-    """Copy bytes until the source ends, and then close the target."""
     with contextlib.closing(target):
         while chunk := await source.read(_CHUNK_BYTES):
             target.write(chunk)
@@ -252,8 +261,11 @@ def relaying(
     loop.set_exception_handler(lambda *_: None)  # strangers that abort a handshake
 
     def run() -> None:
-        with runner:
-            runner.run(_Relay(relay_key(token), tls, store_port, stop).run(listener))
+        try:
+            with runner:
+                runner.run(_Relay(relay_key(token), tls, store_port, stop).run(listener))
+        except Exception:  # members wait for it, and say that they lost it
+            _log.exception("the relay has failed")
 
     thread = threading.Thread(target=run, name="thinwire-relay", daemon=True)
     thread.start()
