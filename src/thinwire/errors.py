@@ -46,9 +46,7 @@ class PeerStalled(ThinwireError):
 
 
 class QuorumLost(ThinwireError):
-    """Too few members are left to continue: fewer than `min_members`, or at most half of the
-    last generation.
-    """
+    """Fewer members than `min_members` are left to continue."""
 
 
 class Evicted(ThinwireError):

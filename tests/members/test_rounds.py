@@ -201,15 +201,6 @@ def test_the_last_but_one_may_leave(ranks: Pool) -> None:
     assert [size for _, size, _ in found[1]["rounds"].values()] == [2, 2, 2, 2, 1, 1]
 
 
-@pytest.mark.fault("two halves without a way between them")
-def test_half_of_them_cannot_go_on(ranks: Pool) -> None:
-    fault = {"rank": 1, "phase": "once sent", "at": 3, "how": "kill"}
-    found = met(ranks, _member_with, SPARSE, {"fault": fault}, size=2, errors=True)
-    assert isinstance(found[0], Raised)
-    assert found[0].type_name == "QuorumLost"
-    assert "1 members are left of 2" in found[0].text
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["taking", "giving"])
 def test_joiner_that_dies_in_the_copy_delays_nobody(ranks: Pool, tmp_path: Path, what: str) -> None:

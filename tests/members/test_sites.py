@@ -243,13 +243,11 @@ def test_site_that_dies_while_it_comes_stops_nobody(ranks: Pool, tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_half_of_the_sites_cannot_go_on(ranks: Pool, tmp_path: Path) -> None:
+def test_one_of_two_sites_goes_on(ranks: Pool, tmp_path: Path) -> None:
     fault = {"rank": 3, "phase": "once sent", "at": 3}
     sites = run_sites(ranks, tmp_path, SPARSE, size=4, errors=True, fault=fault)
-    found = [one for each in sites for one in each]
-    assert isinstance(found[3], Lost)
-    assert all(isinstance(one, Raised) for one in found[:3])
-    assert "QuorumLost" in {one.type_name for one in found[:2]}
+    assert isinstance(sites.pop()[1], Lost)
+    assert [size for _, size in alike(sites, 24).values()][-1] == 1
 
 
 def test_facts_missing_on_one_shard_are_reported_to_it(ranks: Pool, tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ def faulty(rank: int, fault: dict[str, Any] | None) -> Iterator[dict[str, Any] |
     """Interrupt a call of this process if the fault is this rank's, which is then yielded."""
     own = fault if fault is not None and fault["rank"] == rank else None
     calls = {**PHASES, "taking": (Recipient, "receive", True), "giving": (Channel, "send", True)}
+    calls["admitting"] = Membership, "change_members", False
     with ExitStack() as undo:
         if own is not None and own["phase"] in calls:
             kind, name, before = calls[own["phase"]]
@@ -174,6 +175,7 @@ def member(
     options |= {"min_members": min_members, "start_members": founders}
     with faulty(rank, fault) as own, tw.join(address, run="test", **options) as members:
         members.on_change(lambda now: changes.append((now.generation, now.size)))
+        rank_at_first = members.rank
         with tw.local_sgd(net, optimizer, config, members=members) as sync:
             entered, end = sync.step, MOST_STEPS if until_size else steps
             averagings = sync.stats()["averagings"]
@@ -202,6 +204,7 @@ def member(
         return {
             "step": sync.step,
             "entered": entered,
+            "rank": rank_at_first,
             "rounds": rounds,
             "longest_s": longest_s,
             "changes": changes,

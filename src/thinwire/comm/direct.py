@@ -1,9 +1,12 @@
 """Gloo groups over a store alone, without `init_process_group`, for ranks that come and go."""
 
+import contextlib
 import datetime
 import json
+import socket
 import threading
-from collections.abc import Set
+from collections.abc import Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -36,6 +39,19 @@ def connections_between(local: Endpoint, remote: Set[Endpoint]) -> list[Connecti
         for connection in connections()
         if connection.local == local or connection.remote in remote
     ]
+
+
+def answering(endpoints: Mapping[int, Endpoint], limit_s: float) -> set[int]:
+    """Return the ranks whose endpoint accepts a connection within the limit."""
+
+    def accepts(rank: int) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(endpoints[rank], limit_s):
+            return True
+        return False
+
+    with ThreadPoolExecutor(len(endpoints) or 1) as pool:
+        found = pool.map(accepts, endpoints)
+        return {rank for rank, there in zip(endpoints, found, strict=True) if there}
 
 
 class PrefetchingStore(Store):

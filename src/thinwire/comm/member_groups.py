@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup, Work
 
 from thinwire.comm.direct import (
     PrefetchingStore,
+    answering,
     connections_between,
     exchange_endpoints,
     gloo_group,
@@ -42,8 +43,15 @@ class MemberGroups:
     watched = True
 
     def __init__(
-        self, store: Store, rank: int, size: int, timeout_s: float, endpoint: RelayEndpoint
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        endpoint: RelayEndpoint,
+        reached: list[int] | None = None,
     ) -> None:
+        # to `reached`, if given, the ranks are added that can be reached, whether all can or not
         self.abandoned: tuple[type[ThinwireError], str] | None = None
         self.group: ProcessGroup | None = None
         self.control: ProcessGroup | None = None
@@ -62,6 +70,9 @@ class MemberGroups:
         def meet() -> list[ProcessGroup]:
             found = exchange_endpoints(store, rank, size, timeout_s, self._listening[1])
             self._direct = found if rank in found else {}
+            if reached is not None:
+                refused = self._direct.keys() - answering(self._direct, timeout_s / 3)
+                reached.extend(other for other in range(size) if other not in refused)
             self._store = PrefetchingStore(store, len(found))
             return self._connect("", (Kind.DATA, Kind.CONTROL), timeout_s)
 

@@ -48,11 +48,10 @@ class JoinerState:
     def tensors(self) -> dict[str, Tensor]:
         """Return the shared state itself by name; see `SharedState`."""
         averaging, tensors = self._averager.averaging, self._averager.tensors
-        own = self._own_kinds()
         shared = {
             "anchor": averaging.anchors,
             "outer momentum": averaging.momentum,
-            **{f"kept {k}": kept for k, kept in averaging.kept.items() if k not in own},
+            **{f"kept {k}": t for k, t in averaging.kept.items() if k not in self._own_kinds()},
             "frozen": dict(tensors.frozen),
             "buffer": tensors.buffers(),
             "sketch": {"sums": averaging.sketches},
@@ -77,7 +76,8 @@ class JoinerState:
         before, at.members = at.members, members
         if members != before:
             text = "members: %d, %d before; microbatches of each in an update: %d, batch_share %.3g"
-            _log.info(text, members, before, when.microbatches, when.batch_share)
+            say, sign = (_log.warning, "it goes on alone; ") if members == 1 else (_log.info, "")
+            say(sign + text, members, before, when.microbatches, when.batch_share)
 
     def last_update(self) -> StateMessage | None:
         """Return the messages received in the last averaging; see `SharedState`."""

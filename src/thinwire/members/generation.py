@@ -37,8 +37,8 @@ class Generation:
     ids: tuple[str, ...]
     """The members in the order of their ranks."""
     rank: int
-    quorum_base: tuple[str, ...]
-    """Members of which the next one needs more than half: `continuing`, all after an agreement."""
+    continuing: tuple[str, ...]
+    """Members that were in the one before, all after an agreement; the others are joiners."""
     groups: MemberGroups | None = None
 
     def disconnect(self) -> None:
@@ -53,26 +53,36 @@ class Generation:
 
 
 def next_decision(
-    ids: Sequence[str], announced: Mapping[str, Mapping[str, Any]], quorum_base: Sequence[str]
-) -> tuple[Decision, Sequence[str]]:
-    """Return the next generation, made of the members that are present."""
+    ids: Sequence[str], announced: Mapping[str, Mapping[str, Any]], continuing: Sequence[str]
+) -> tuple[Decision, list[str]]:
+    """Return the next generation, made of the members that are present, and who is lost by it."""
     # if all are present but some could not connect, the joiners are dropped: one of them may be
-    # unreachable. More than half of `quorum_base` must be present, unless a member has voted
+    # unreachable. Later the largest side stays, of equal ones the one with the lowest rank
     announced_ids = [member for member in ids if member in announced]
-    present = tuple(member for member in announced_ids if not announced[member]["left"])
-    latest = max(announced_ids, key=lambda member: announced[member]["votes"])
-    votes = announced[latest]["votes"]
+    present = [member for member in announced_ids if not announced[member]["left"]]
+    latest = announced[max(announced_ids, key=lambda member: announced[member]["votes"])]
     if any(announced[member]["voted"] for member in announced_ids):
-        quorum_base = ids
-    electorate = [
-        member for member in quorum_base if member in present or member not in announced_ids
-    ]
-    answers = tuple(unpacked(announced[latest]["answers"]))
+        continuing = ids
     connecting = any(one["connecting_s"] is not None for one in announced.values())
     if connecting and len(present) == len(ids):
-        present = tuple(member for member in present if member in quorum_base)
-    continuing = tuple(member for member in present if member in electorate)
-    return Decision(present, continuing, votes, answers), electorate
+        present = [member for member in present if member in continuing]
+    if any(announced[member]["reached"] for member in present):
+        reached = {member: announced[member]["reached"] or ids for member in present}
+        present = max((_connected(reached, first) for first in present), key=len)
+    left = {member for member in announced_ids if announced[member]["left"]}
+    lost = [member for member in continuing if member not in left and member not in present]
+    stay = tuple(member for member in present if member in continuing)
+    answers = tuple(unpacked(latest["answers"]))
+    return Decision(tuple(present), stay, latest["votes"], answers), lost
+
+
+def _connected(reached: Mapping[str, Sequence[str]], first: str) -> list[str]:
+    """Return `first` and others, in order, that all reach each other."""
+    found = [first]
+    for other in reached:
+        if all(one != other and one in reached[other] and other in reached[one] for one in found):
+            found.append(other)
+    return [member for member in reached if member in found]
 
 
 def packed(answers: Sequence[bytes]) -> list[str]:

@@ -58,6 +58,8 @@ class Shared:
         self.generation: Generation | None = None
         self.end_reason: ThinwireError | None = None
         self.store_problem: str | None = None
+        self.reached: list[str] = []
+        """Members that the last attempt to connect has found; empty where none looked."""
         self.joiner = False
         self.admitted: tuple[int, tuple[str, ...]] | None = None
         self.votes = 0
@@ -100,7 +102,7 @@ class Shared:
         with self.changed:
             votes, answers, _ = self.recorded or (self.votes, self.answers, ())
         agreed = {"votes": votes, "answers": packed(answers), "voted": self.voted}
-        return agreed | {"connecting_s": connecting_s}
+        return agreed | {"connecting_s": connecting_s, "reached": self.reached}
 
     def announce_leaving(self, kv: KeyValueView) -> None:
         """Tell the others that this member leaves: they continue, however few they are."""
@@ -111,13 +113,13 @@ class Shared:
         except (RuntimeError, ThinwireError) as error:  # the others cannot read there either
             _log.info("could not announce at the meeting place that this member leaves: %s", error)
 
-    def say_hello(self, kv: KeyValueView, first_generation: int | None = None, has: int = 0) -> int:
-        """Ask for admission, or to found `first_generation`; return the number of the request."""
+    def say_hello(self, kv: KeyValueView, first: int | None = None, **asks: Any) -> int:
+        """Ask for admission, or to found generation `first`; return the number of the request."""
         number = max(self.next_own_hello, kv.get_verified(_HELLOS) or 0)
         while True:
             key = f"hello/{number}"
             try:
-                hello = {"id": self.own_id, "n": number, "founds": first_generation, "has": has}
+                hello = {"id": self.own_id, "n": number, "founds": first, **asks}
                 if kv.put_if_absent(key, hello)["id"] == self.own_id:
                     break
             except PayloadCorrupt as error:  # a stranger has written there
@@ -135,8 +137,8 @@ class Membership:
         self.kv, self.timeout_s = kv, terms.timeout_s
         self.shared = Shared(own_id, terms.timeout_s)
         self.watcher = Watcher(kv, self.shared, terms)
-        run, name = self.watcher.run, "thinwire-members"
-        self._thread = threading.Thread(target=run, name=name, daemon=True)
+        name = "thinwire-members"
+        self._thread = threading.Thread(target=self.watcher.run, name=name, daemon=True)
 
     def meet(self, founders: tuple[str, ...] | None = None) -> None:
         """Announce this member and wait for the first generation, or for one to join."""
@@ -196,7 +198,7 @@ class Membership:
             if shared.frozen or now is None or now.number != number:
                 return False
             shared.votes, shared.answers, shared.voted = vote, tuple(answers), True
-            shared.voters = now.quorum_base = now.ids
+            shared.voters = now.continuing = now.ids
             return True
 
     def recorded(self, vote: int) -> list[bytes] | None:
@@ -240,14 +242,14 @@ class Membership:
     def waiting_joiners(self) -> list[tuple[int, str, int]]:
         """Return the joiners that have no donor yet: request number, identity, last averaging."""
         assigned = self.shared.donor_assigned_s
-        return [(n, one["id"], one["has"]) for n, one in self._joiners() if n not in assigned]
+        found = [(n, one) for n, one in self._joiners() if n not in assigned]
+        return [(n, one["id"], one.get("has", 0)) for n, one in found]
 
     def ready_joiners(self) -> list[str]:
         """Return the joiners that have the state of the run."""
         return [*dict.fromkeys(one["id"] for n, one in self._joiners() if n in self.shared.ready)]
 
     def _joiners(self) -> list[tuple[int, dict[str, Any]]]:
-        """Return the requests of those that live; a member that has just left asks no more."""
         shared = self.shared
         with shared.changed:
             asked = sorted(shared.hellos.items())
@@ -374,7 +376,6 @@ class Watcher:
             time.sleep(_POLL_S / 2)
 
     def _present_founders(self, number: int) -> tuple[str, ...]:
-        """Return the live members that asked to found this generation, in the order of asking."""
         self._read_hellos(math.inf)
         hellos = [value for _, value in sorted(self.shared.hellos.items())]
         ids = dict.fromkeys(value["id"] for value in hellos if value.get("founds") == number)
@@ -398,7 +399,6 @@ class Watcher:
         return None if value is None else Decision.from_dict(value)
 
     def _decided(self, number: int, decision: Decision) -> Decision:
-        """Write a decision, and return the one that was written first."""
         return Decision.from_dict(self.kv.put_if_absent(f"members/{number}", decision.to_dict()))
 
     def _latest_from(self, number: int) -> int:
@@ -448,7 +448,7 @@ class Watcher:
 
     def _poll_heartbeat(self, other: str) -> bool:
         """Read the heartbeat of another process; return True if a new one came recently."""
-        value, now = self.kv.get(f"hb/{other}"), time.monotonic()
+        value, now = self.kv.get_verified(f"hb/{other}"), time.monotonic()
         if value is not None:
             before = self.shared.heartbeats.get(other)
             if before is None or value["beat"] > before[0]:  # the first one read may be old
@@ -470,6 +470,7 @@ class Watcher:
                 return
             if now.rank == 0:
                 self._check_joiners()
+            self._poll_heartbeat(now.ids[self._beat_count % now.size])
             shown, self.shared.shown = self.shared.shown, {}
             if shown:
                 self.kv.put(f"shown/{self.own_id}", shown)
@@ -568,6 +569,7 @@ class Watcher:
 
     def _next_decision(self, old: Generation, connecting_s: float | None = None) -> Decision:
         """Return the next generation, of those present; they may need `connecting_s` more."""
+        # the store keeps what is written first: a side that does not reach it forms none
         number, begun = old.number + 1, time.monotonic()
         self.kv.put(f"alive/{number}/{self.own_id}", self.shared.announcement(connecting_s))
         while True:
@@ -578,24 +580,29 @@ class Watcher:
             waited_s = time.monotonic() - begun
             found = {member: self._announced(number, member) for member in old.ids}
             announced = {member: one for member, one in found.items() if one is not None}
+            missing = [member for member in old.ids if member not in announced]
+            silent_s = min(map(self._silent_s, missing), default=math.inf)
             connecting = [one["connecting_s"] or 0.0 for one in announced.values()]
-            grace_s = _ANNOUNCE_S + max(connecting, default=0.0)
-            if len(announced) == old.size or waited_s > grace_s:
-                decision, electorate = next_decision(old.ids, announced, old.quorum_base)
-                present = sum(member in decision.ids for member in electorate)
-                left = sum(announcement["left"] for announcement in announced.values())
-                # members that left do not count as lost: then fewer than min_members may continue
-                enough = present == len(electorate) or len(decision.ids) + left >= self._min_members
-                if enough and (2 * present > len(electorate) or not electorate):
+            decision, lost = next_decision(old.ids, announced, old.continuing)
+            left = sum(announcement["left"] for announcement in announced.values())
+            # members that left do not count as lost: then fewer than min_members may continue
+            enough = not lost or len(decision.ids) + left >= self._min_members
+            most = not lost or 2 * len(decision.ids) > old.size - left
+            limit_s = _ANNOUNCE_S if enough and most else self.timeout_s
+            late = waited_s > self.timeout_s or silent_s > limit_s
+            if not missing or (late and waited_s > _ANNOUNCE_S + max(connecting, default=0.0)):
+                if enough:
                     return self._decided(number, decision)
-                if waited_s > self.timeout_s:
-                    missing = ", ".join(member for member in old.ids if member not in announced)
-                    raise QuorumLost(
-                        f"{len(decision.ids)} members are left of {old.size}, and more than half "
-                        f"of {len(electorate)} and at least min_members={self._min_members} are "
-                        f"needed; no announcement within {waited_s:.1f} s: {missing}"
-                    )
+                raise QuorumLost(
+                    f"{len(decision.ids)} members are left of {old.size}, and at least "
+                    f"min_members={self._min_members} are needed; lost within {waited_s:.1f} s: "
+                    f"{', '.join(lost)}"
+                )
             time.sleep(_STEP_S)
+
+    def _silent_s(self, other: str) -> float:
+        self._poll_heartbeat(other)
+        return time.monotonic() - self.shared.heartbeats.get(other, (0, -math.inf))[1]
 
     def _enter(self, number: int, decision: Decision) -> None:
         """Connect the members of a generation; if that fails, those of the next one."""
@@ -620,22 +627,30 @@ class Watcher:
             if formed.size == 1:
                 break
             limit_s = min(_CONNECT_S, self.timeout_s)
-            until = time.monotonic() + limit_s
+            until, reached = time.monotonic() + limit_s, list[int]()
             try:
                 store = self.kv.store.under(f"gloo/{number}")
-                formed.groups = MemberGroups(store, rank, formed.size, limit_s, self._endpoint)
+                probe = reached if attempts == _MAX_ATTEMPTS - 1 else None
+                where = rank, formed.size, limit_s, self._endpoint, probe
+                formed.groups = MemberGroups(store, *where)
                 break
             except ThinwireError as error:
                 why = f"({error.__cause__ or error}). {self._connecting_advice()}"
                 cause = f"it could not connect to all of them {why}"
-                attempts += formed.quorum_base == decision.ids
-                if attempts == _MAX_ATTEMPTS:
-                    raise ThinwireError(
-                        f"{attempts} generations in a row could not connect: their members reach "
-                        f"the meeting place, but not each other {why}"
-                    ) from error
+                attempts += formed.continuing == decision.ids
                 self.kv.put(f"break/{number}", {"by": self.own_id, "why": str(error)})
+                shared.reached = [decision.ids[rank] for rank in reached]
                 decision = self._next_decision(formed, max(until - time.monotonic(), 0.0))
+                shared.reached = []
+                if attempts == _MAX_ATTEMPTS:
+                    begun = shared.joiner or shared.generation is not None
+                    least = 1 if begun else self._start_members
+                    if decision.ids == formed.ids or len(decision.ids) < least:
+                        raise ThinwireError(
+                            f"{attempts} generations in a row could not connect: their members "
+                            f"reach the meeting place, but not each other {why}"
+                        ) from error
+                    attempts = 0
                 number += 1
         with shared.changed:
             old, shared.generation = shared.generation, formed
