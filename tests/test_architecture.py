@@ -192,3 +192,35 @@ def test_the_packages_are_attributes_after_the_import_alone() -> None:
     )
     done = ran_code(code)
     assert done.stderr == ""
+
+
+def _functions(tree: ast.AST) -> dict[str, ast.FunctionDef]:
+    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def _catches_all(function: ast.FunctionDef) -> bool:
+    """It has a block, or in its loop, that no exception passes."""
+    caught = ""
+    for node in [*function.body, *(n for loop in function.body for n in getattr(loop, "body", []))]:
+        if isinstance(node, ast.Try):
+            caught += " ".join(ast.unparse(one.type) for one in node.handlers if one.type)
+        elif isinstance(node, ast.With) and "suppress" in ast.unparse(node.items[-1]):
+            caught += ast.unparse(node.items[-1])
+    return "Exception" in caught
+
+
+def test_no_exception_passes_the_border_of_a_thread_of_ours() -> None:
+    """It is handed to who waits, or logged where nobody does; the library's own server does so."""
+    trees = {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+    everywhere = {name: f for tree in trees.values() for name, f in _functions(tree).items()}
+    threads, uncaught = 0, []
+    for path, tree in trees.items():
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            if ast.unparse(call.func) not in ("threading.Thread", "threading.Timer", "Thread"):
+                continue
+            [target] = [word.value for word in call.keywords if word.arg == "target"]
+            name, threads = ast.unparse(target).rpartition(".")[2], threads + 1
+            of = _functions(tree).get(name) or everywhere.get(name)
+            uncaught += [f"{path.stem}.{name}"] if of is None or not _catches_all(of) else []
+    assert threads > 10
+    assert uncaught == ["server.serve_forever"]

@@ -1,5 +1,6 @@
 """A joiner is let in whatever the others do meanwhile, and its trouble is its own."""
 
+import contextlib
 import json
 import threading
 import time
@@ -14,7 +15,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 import thinwire as tw
-from tests.api import Channel, Download, JoinerState, StateMessage, next_identity
+from tests.api import Channel, Donor, Download, JoinerState, StateMessage, next_identity
 from tests.members.places import TOKEN, meeting_place, met
 from tests.members.test_transfer import both_ends
 from tests.members.training import MOST_STEPS, TIMEOUT_S, digest, faulty, in_run, member, wait_for
@@ -241,6 +242,48 @@ def test_joiner_with_an_earlier_state_receives_difference(ranks: Pool, tmp_path:
     assert 0 < received < 0.2 * state
     assert rounds
     assert rounds.items() <= found[0][2].items()
+
+
+def beside_a_bad_donor(rank: int, size: int, address: str, flag: str, how: str, bad: Any) -> Any:
+    """How often this member gave, what a joiner entered with, and the digests or the error."""
+    wait_for(flag if rank == size - 1 else "")
+    given, make = 0, Donor.__init__
+
+    def made(donor: Donor, *words: Any) -> None:
+        nonlocal given
+        given += 1
+        if how == "a wrong bit":
+            words = (*words[:4], {n: t.clone() for n, t in words[4].items()}, *words[5:])
+            first = next(t for t in words[4].values() if t.numel())
+            first.view(-1).view(torch.uint8)[0] ^= 1
+        make(donor, *words)
+
+    send = {"no JSON": lambda _, line: line.send(b"no JSON")}.get(how, Donor._send_state)
+    spoiled = patch.multiple(Donor, __init__=made, _send_state=send)
+    net, rounds = layer_of(rank), dict[int, str]()
+    with contextlib.ExitStack() as ends:
+        if rank in bad:
+            ends.enter_context(spoiled)
+        options = {"start_members": size - 1}
+        members, sync, optimizer = ends.enter_context(in_run(address, net, EVERY_4, **options))
+        end = MOST_STEPS
+        while sync.step < end:
+            paced_step(net, optimizer)
+            if sync.synced:
+                rounds[sync.step] = digest(sync)
+                if members.size == size:
+                    end = min(end, sync.step + 8)
+            if rank == 0 and sync.step == 4:
+                Path(flag).touch()
+    return given, rounds
+
+
+@pytest.mark.parametrize("how", ["a wrong bit", "no JSON"])
+def test_a_donor_that_failed_is_asked_once(ranks: Pool, tmp_path: Path, how: str) -> None:
+    found = met(ranks, beside_a_bad_donor, str(tmp_path / "go"), how, [1], size=4)
+    assert found[1][0] == 1
+    assert found[3][1]
+    assert found[3][1].items() <= found[0][1].items()
 
 
 def flushing(rank: int, size: int, address: str, flag: str) -> Any:

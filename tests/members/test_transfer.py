@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -75,8 +76,11 @@ def ended() -> Iterator[None]:
         DONORS.pop().close()
 
 
-def copied(states: list[str], *, rounds: int = 0) -> Any:
-    """A download from as many donors as states, and what it reads into."""
+def copied(states: list[str], *, rounds: int = 0, wrong: tuple[int, int] = (-1, 0)) -> Any:
+    """A download from as many donors as states, and what it reads into.
+
+    `wrong` is a donor with a wrong bit, and the byte of the first tensor that has it.
+    """
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LIMIT_S), wait_for_workers=False)
     way = TransferContext(
         KeyValueView(AuthenticatedStore(store, b"s" * 32)), LOOPBACK, LIMIT_S, b"k"
@@ -84,12 +88,15 @@ def copied(states: list[str], *, rounds: int = 0) -> Any:
     given, taken, count = tensors(2.0), tensors(0.0), len(states)
     for index, state in enumerate(states):
         part = Part(index, count, state)
-        donor = Donor(way, 3, "ann", part, given, [StateMessage("state", {"n": 0}, {})])
+        own = {name: tensor.clone() for name, tensor in given.items()}
+        if index == wrong[0]:
+            own["double"].view(torch.uint8).view(-1)[wrong[1]] ^= 1
+        donor = Donor(way, 3, "ann", part, own, [StateMessage("state", {"n": 0}, {})])
         DONORS.append(donor)
         for n in range(rounds):
             donor.enqueue(StateMessage("round", {"n": 1 + n}, {"w": torch.zeros(1 << 20)}))
-    for tensor in given.values():  # training goes on
-        tensor.zero_()
+        for tensor in own.values():  # training goes on
+            tensor.zero_()
     return Download(way.cloned(), 3, count, taken, 1 << 30), taken
 
 
@@ -141,6 +148,58 @@ def test_donor_that_is_lost_ends_the_copy(monkeypatch: pytest.MonkeyPatch) -> No
             pass
     download.close()
     until(lambda: not download.alive, "the ends of all donors")
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_a_wrong_bit_of_a_donor_is_never_taken(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever part it is, and whichever donor has it; a wrong bit that is not sent is none."""
+    monkeypatch.setattr(transfer, "_BLOCK_BYTES", 64)
+    refused = 0
+    for donor in range(count):
+        for block in range(count):
+            download, here = copied(["round 7"] * count, wrong=(donor, 64 * block))
+            try:
+                while download.next(wait=False) is not None:
+                    pass
+            except PayloadCorrupt:
+                refused += 1
+                assert donor in download.refused
+                assert len(download.refused) == 2
+            else:
+                assert all(torch.equal(here[name], t) for name, t in tensors(2.0).items())
+            download.close()
+            while DONORS:
+                DONORS.pop().close()
+    assert refused >= 2 * count - 1
+
+
+UNREADABLE: dict[str, Any] = {
+    "no JSON": lambda line: line.send(b"no JSON"),
+    "no header": lambda line: line.send(b"{}"),
+    "a list": lambda line: line.send(b"[]"),
+    "digests of nothing": lambda line: line.send(b'{"state": "round 7", "digests": 3}'),
+    "no text": lambda line: line.send(b"\xff\xfe"),
+    "deep": lambda line: line.send(b"[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+@pytest.mark.parametrize("at", [0, 1])
+def test_unreadable_data_is_an_error_that_blames_its_donor(
+    monkeypatch: pytest.MonkeyPatch, what: str, at: int
+) -> None:
+    send = Donor._send_state
+
+    def unreadable(donor: Donor, line: Any) -> None:
+        (UNREADABLE[what] if donor.part.index == at else partial(send, donor))(line)
+
+    monkeypatch.setattr(Donor, "_send_state", unreadable)
+    download, _ = copied(["round 7"] * 2)
+    with pytest.raises(PayloadCorrupt):
+        while download.next(wait=False) is not None:
+            pass
+    assert download.refused == [at]
+    download.close()
 
 
 def test_joiner_that_never_catches_up_is_given_both_rates(monkeypatch: pytest.MonkeyPatch) -> None:

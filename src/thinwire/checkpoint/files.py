@@ -2,17 +2,18 @@
 only if it succeeded on all ranks.
 """
 
+import contextlib
 import errno
 import os
 import shutil
 import stat
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
+from thinwire._watchdog import within
 from thinwire.comm import Group, while_busy
 from thinwire.errors import CheckpointError
 
@@ -111,6 +112,5 @@ def on_all_ranks(group: Group, action: str, act: Callable[[], _T]) -> list[_T]:
 
 def clean_up(act: Callable[[], None]) -> None:
     """Run a clean-up on a thread; leave it running after a second, as on a disk that hangs."""
-    thread = threading.Thread(target=act, name="thinwire-cleanup", daemon=True)
-    thread.start()
-    thread.join(_PATIENCE_S)
+    with contextlib.suppress(Exception):
+        within(_PATIENCE_S, act, name="thinwire-cleanup")

@@ -119,7 +119,7 @@ class HeartbeatThread:
     def _run(self, store: "Store") -> None:
         # errors of the store are ignored: heartbeats only make a message clearer. The clone's
         # connection is the new one to the store's port, so only one thread at a time may connect
-        with contextlib.suppress(RuntimeError, ValueError):
+        with contextlib.suppress(Exception):
             with _connecting:
                 self._other_connections = _connections_to(self._host)
                 # missing in torch's stubs

@@ -133,7 +133,6 @@ def _print(line: str) -> None:
 
 
 def _listener(requested: Address, *, public: bool) -> socket.socket:
-    """Return a socket that listens on this address only."""
     name = _EVERYWHERE.get(requested.host, requested.host)
     try:
         address = ipaddress.ip_address(name)

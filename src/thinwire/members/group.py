@@ -283,7 +283,6 @@ class SiteGroup(Group):
 
     @contextmanager
     def _announcing_end(self) -> Iterator[None]:
-        """Announce the end of this rank to its site when it cannot go on among the members."""
         try:
             yield
         except ThinwireError as error:

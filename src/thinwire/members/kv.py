@@ -211,7 +211,6 @@ class KeyValueView:
                 self._lost_connection = error
 
     def _reconnect(self, lost: DistNetworkError) -> None:
-        """Open a new connection as soon as the host can be reached."""
         while self._connect is not None and not self._closed.is_set():
             connect = partial(self._connect, at_most_s=_UNANSWERED_S)
             try:

@@ -210,7 +210,6 @@ def _names(store: TCPStore) -> set[str]:
 
 
 def _runs(store: TCPStore) -> list[str]:
-    """Return the names of runs that have a generation."""
     return sorted(
         run for run in _names(store) if _RUN.fullmatch(run) and store.check([f"run/{run}/gen"])
     )
@@ -233,7 +232,6 @@ def _state(of_run: AuthenticatedStore) -> tuple[Any, list[str], str]:
 
 
 def _show(view: RunView, of_run: AuthenticatedStore, generation: int, ids: list[str]) -> None:
-    """Show what the members of a run have reported; values of strangers are left out."""
 
     def value(key: str) -> Any:
         with suppress(PayloadCorrupt, ValueError, RecursionError):

@@ -81,19 +81,6 @@ class SharedState(Protocol):
         """Upper bound on the tensor bytes of one message."""
 
 
-class SharedSampler(Protocol):
-    """Sampler whose samples the members share; its methods are in `thinwire.ShardedSampler`."""
-
-    @property
-    def _progress(self) -> tuple[int, int]: ...
-    def _redistribute(
-        self, taken: Sequence[tuple[int, int] | None], rank: int, ranks: int
-    ) -> None: ...
-    def _start_as_joiner(self, state: Facts, rank: int, ranks: int) -> None: ...
-    def state_dict(self) -> Facts:
-        """Return the state for a joiner, right after `_redistribute`."""
-
-
 class Members:
     """The members of a run, as `join` returns them; this process is one of them.
 
@@ -118,16 +105,18 @@ class Members:
         self._group.streams = terms.streams
         self._job = SiteGroup(site, self._group) if isinstance(site, Site) else self._group
         self._donors: list[Donor] = []
+        self._donor_ids: list[str] = []
         self._kept: list[tuple[int, StateMessage]] = []
         """Latest rounds, `_MOST_KEPT` states in all, for a joiner that has the state of one."""
         self._incoming_handoffs: list[tuple[Download, float]] = []
         self._download: Download | None = None
+        self._refused_donors: set[str] = set()
         self._leaving = self._has_state = self.left = False
         self._outgoing_handoff: Donor | None = None
         self._agreed: Facts = {}
         self._step: Callable[[], int] = lambda: 0
         self._leaving_ids: tuple[str, ...] = ()
-        self._samplers: list[SharedSampler] = []
+        self._samplers: list[Any] = []
         self._sharing_ids: tuple[str, ...] = ()
         self._taken: dict[tuple[str, int], list[Any]] = {}
         """Last reported progress of each sampler since then, by member and rank of its site."""
@@ -250,10 +239,9 @@ class Members:
     # for local updates
 
     def _show(self, stats: Facts, loss: Any) -> None:
-        """Report numbers for the host's page, after an averaging."""
         self._membership.shared.shown = report_of(stats, loss)
 
-    def _register_sampler(self, sampler: SharedSampler) -> None:
+    def _register_sampler(self, sampler: Any) -> None:
         self._samplers.append(sampler)
         self._sharing_ids = self._sharing_ids or self.ids
         if self._sampler_states:
@@ -288,7 +276,7 @@ class Members:
             sampler._redistribute(self._taken_of(sampler), *self._rank_and_size_in(ids))
         self._sharing_ids, self._taken = tuple(ids), {}
 
-    def _taken_of(self, sampler: SharedSampler) -> list[tuple[int, int] | None]:
+    def _taken_of(self, sampler: Any) -> list[tuple[int, int] | None]:
         """Return what each rank had taken at the last averaging; None if nothing since it began."""
         index = self._samplers.index(sampler)
         ranks = range(self._site.size)
@@ -296,7 +284,6 @@ class Members:
         return [None if report is None else tuple(report[index]) for report in reports]
 
     def _require_same_setup(self, occasion: str, facts: Facts) -> None:
-        """Compare JSON values with those of the run; raise here alone where they differ."""
         kv = self._kv
         kv.call(lambda: require_same(kv.store.under(occasion), dict(leaves("", facts))))
 
@@ -304,13 +291,14 @@ class Members:
         try:
             while (problem := self._attempt(state)) is not None:
                 _log.warning("asking another member for the state: %s", problem)
+                if self._refused_donors >= {*self._membership.shared.expected, *self._donor_ids}:
+                    raise PayloadCorrupt(f"no member is left to ask for the state: {problem}")
         except ThinwireError as error:
             self._site.announce_end(error)
             raise
         self._group.pending_after = -1
 
     def _attempt(self, state: SharedState) -> ThinwireError | None:
-        """Fetch the state and wait for admission; return the reason to ask another member."""
         problem: ThinwireError | None = None
         try:
             self._fetch_from_donor(state)
@@ -330,24 +318,27 @@ class Members:
     def _outcome(self, problem: ThinwireError | None) -> tuple[bool, ThinwireError | None]:
         """Return True if a rank of this site is ready, and the error of one not admitted."""
         own_text = None if problem is None else str(problem)
-        report = [self._has_state, own_text, self.step]
+        indices = [] if self._download is None else self._download.refused
+        report = [self._has_state, own_text, self.step, [self._donor_ids[n] for n in indices]]
         answers = self._site.gather_values("waiting for admission", report)
-        texts = [text for _, text, _ in answers if text is not None]
-        if not texts and len({step for _, _, step in answers}) > 1:
+        self._refused_donors.update(*(refused for *_, refused in answers))
+        texts = [text for _, text, *_ in answers if text is not None]
+        if not texts and len({step for _, _, step, _ in answers}) > 1:
             texts = ["the ranks of this site were admitted after different rounds"]
-        ready = any(is_ready for is_ready, _, _ in answers)
+        ready = any(is_ready for is_ready, *_ in answers)
         return ready, PeerLost(texts[0]) if texts else None
 
     def _fetch_from_donor(self, state: SharedState) -> None:
         site, shared = self._site, self._membership.shared
-        number = shared.say_hello(self._kv, has=state.averagings) if site.rank == 0 else 0
+        asks: Facts = {"has": state.averagings, "without": [*self._refused_donors]}
+        number = shared.say_hello(self._kv, **asks) if site.rank == 0 else 0
         number = site.broadcast_value("asking for admission", number)
         message = None
         try:
             # either all ranks of the site are ready, or none
             with site.raising_together("receiving the state"):
-                parts = self._wait_for_donor(number)
-                where = self._transfer_context, number, parts
+                self._donor_ids = self._wait_for_donor(number)
+                where = self._transfer_context, number, len(self._donor_ids)
                 self._download = Download(*where, state.tensors(), state.max_bytes)
                 # until it has caught up: the others wait for it from then on
                 while (message := self._download.next(wait=False)) is not None:
@@ -369,7 +360,7 @@ class Members:
         if not self._membership.is_admitted():
             raise PeerStalled("the membership changed while this member was being admitted")
 
-    def _wait_for_donor(self, number: int) -> int:
+    def _wait_for_donor(self, number: int) -> list[str]:
         began = logged = time.monotonic()
         while (found := self._kv.get_verified(f"donor/{number}")) is None:
             self._membership.require_heartbeat()
@@ -377,7 +368,7 @@ class Members:
             if time.monotonic() - logged > _NEWS_S:
                 logged = time.monotonic()
                 _log.info("waited %.0f s for the end of a round to join", logged - began)
-        return int(found)
+        return [*map(str, found)]
 
     def _report(self) -> dict[str, Any]:
         report: dict[str, Any] = {"leaving": self.id} if self._leaving else {}
@@ -424,13 +415,14 @@ class Members:
                 last = donor.joiner in admitted
                 plain = {**update.plain, **(self._sampler_facts() if last else {})}
                 donor.enqueue(replace(update, plain=plain, last=last))
-        for number, joiner, has in agreed.get("assign", []):
+        for number, hello in agreed.get("assign", []):
             with self._membership.shared.changed:
                 self._membership.shared.donor_assigned_s[number] = time.monotonic()
-            first = number % max(len(remaining), 1)
-            donors = [*remaining[first:], *remaining[:first]][:MOST_DONORS]
+            good = [member for member in remaining if member not in hello.get("without", ())]
+            first = number % max(len(good), 1)
+            donors = [*good[first:], *good[:first]][:MOST_DONORS]
             if self.id in donors:
-                self._donate(state, number, joiner, has, donors)
+                self._donate(state, number, hello["id"], hello.get("has", 0), donors)
         for handoff in [one for one in self._incoming_handoffs if not one[0].alive]:
             self._incoming_handoffs.remove(handoff)
             try:
@@ -458,12 +450,11 @@ class Members:
         counters, since = state.counters(), [update for at, update in self._kept if at > has]
         if has == 0 or len(since) != state.averagings - has:  # they would be of no use
             since = []
-        part = Part(donors.index(self.id), len(donors), json.dumps(counters.plain))
+        part = Part(donors.index(self.id), len(donors), json.dumps(counters.plain), donors)
         where = self._transfer_context, number, joiner, part, state.tensors()
         self._donors.append(Donor(*where, [*since, counters], self._group.is_exchanging))
 
     def _records(self, *, compressed: bool) -> bool:
-        """Return True if a round's messages are to be kept: somebody listens, or they are short."""
         return (compressed and self.size > 1) or any(donor.alive for donor in self._donors)
 
 
@@ -505,8 +496,8 @@ def join(
         address: Address of the meeting place (`thinwire host`), such as "tcp://10.0.0.1:29400".
         run: Name of the run; its members train together.
         token_file: File with the secret of the run; None if the meeting place has no token.
-        min_members: Number of members needed to start, and to continue after the loss of a member.
-            `leave` may take a run below it.
+        min_members: Number of members needed to start, and to continue after the loss of a member:
+            those that reach the meeting place, also one alone. `leave` may take a run below it.
         start_members: Members needed to start, if more than `min_members`; the same on all.
         timeout: Longest wait for others, in seconds or as a timedelta; 60 s by default.
         mesh: Mesh (1, shards) of a member with a sharded model, "replicate" and "shard", over all

@@ -239,11 +239,9 @@ class Membership:
         with self.shared.changed:
             self.shared.changed.wait_for(lambda: self.shared.end_reason, self.timeout_s)
 
-    def waiting_joiners(self) -> list[tuple[int, str, int]]:
-        """Return the joiners that have no donor yet: request number, identity, last averaging."""
-        assigned = self.shared.donor_assigned_s
-        found = [(n, one) for n, one in self._joiners() if n not in assigned]
-        return [(n, one["id"], one.get("has", 0)) for n, one in found]
+    def waiting_joiners(self) -> list[tuple[int, dict[str, Any]]]:
+        """Return the requests of the joiners that have no donor yet, and their numbers."""
+        return [one for one in self._joiners() if one[0] not in self.shared.donor_assigned_s]
 
     def ready_joiners(self) -> list[str]:
         """Return the joiners that have the state of the run."""

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -83,6 +83,12 @@ class Part:
     count: int
     state: str
     """Counters of the round, as text, the same in all parts."""
+    donors: Sequence[str] = ()
+
+    def compared(self) -> list["Part"]:
+        """Return this part and those whose digests its donor sends too: others have their bytes."""
+        first = range(1, self.count) if self.index == 0 else (0,) * (self.index == 1)
+        return [self, *(replace(self, index=index) for index in first)]
 
     def blocks(self, flat: _Tensors) -> list[Tensor]:
         """Return the bytes of this part in blocks, as views of flat tensors."""
@@ -110,10 +116,13 @@ class Donor:
         first: Iterable[StateMessage],
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        # `tensors` change later: this part of them is copied
+        # `tensors` change later: this part of them is copied, and what is compared with others
         self.number, self.joiner, self.part = number, joiner, part
         self._context, self._busy = context, busy
-        self._copies = [one.to("cpu", copy=True) for one in part.blocks(flattened(tensors))]
+        flat = flattened(tensors)
+        self._copies = [
+            [block.to("cpu", copy=True) for block in one.blocks(flat)] for one in part.compared()
+        ]
         self._messages: deque[StateMessage | None] = deque(first)
         self._changed = threading.Condition()
         self._began_s, self._rounds, self._round_bytes, self._needed = time.monotonic(), 0, 0, 0.0
@@ -149,7 +158,7 @@ class Donor:
         try:
             context, part = self._context.cloned(), self.part
             if part.index == 0:
-                context.kv.put(f"donor/{self.number}", part.count)
+                context.kv.put(f"donor/{self.number}", part.donors)
             line = self._line = context.line(
                 self.number, part.index, lambda: self._needed if self._messages else 0.0
             )
@@ -157,12 +166,13 @@ class Donor:
                 (self._send_messages if part.index == 0 else self._send_state)(line)
             finally:
                 line.close()
-        except (ThinwireError, RuntimeError) as error:
+        except Exception as error:  # nobody waits for this thread but the joiner
             _log.warning("joiner %d was lost while it received the state: %s", self.number, error)
 
     def _send_state(self, line: Line) -> None:
-        copies = self._copies
-        digests = [_digest(copy) for copy in copies]
+        digests = [[_digest(copy) for copy in copies] for copies in self._copies]
+        copies = self._copies[0]
+        self._copies = []
         line.send(json.dumps({"state": self.part.state, "digests": digests}).encode())
         while (missing := json.loads(line.receive(_MAX_PLAIN_BYTES))) is None:
             continue  # rounds are repeated there
@@ -211,19 +221,27 @@ class Recipient:
         """True if all that the donor had when it last said so has been received."""
         self.wanted_bytes: int | None = None
         """Bytes up to the end of the donor's part, once those that differ are known."""
+        self.digests: list[Any] = []
+        """Digests that the donor sent, of its own part and of those that it compares."""
+        self.found: list[str] = []
+        """Digests of the donor's part as it is here."""
 
     def receive_state(self, blocks: Sequence[Tensor], ready: Callable[[float], bool]) -> str:
         """Write the donor's part where it differs, once all is `ready`; return its counters."""
         header = json.loads(self.line.receive(_MAX_PLAIN_BYTES))
         while not ready(self._beat_s):
             self.line.send(b"null")
-        digests: Sequence[str] = header["digests"]
+        self.digests = list(header["digests"])
+        digests: Sequence[str] = self.digests[0]
         if len(digests) != len(blocks):
             raise PayloadCorrupt(f"a member sends {len(digests)} blocks instead of {len(blocks)}")
-        missing = [at for at, block in enumerate(blocks) if digests[at] != _digest(block)]
+        self.found = [_digest(block) for block in blocks]
+        missing = [at for at, digest in enumerate(self.found) if digests[at] != digest]
         self.wanted_bytes = self.line.nbytes + sum(blocks[at].nbytes for at in missing)
         self.line.send(json.dumps(missing).encode())
         self.line.fill(blocks[at] for at in missing)
+        for at in missing:
+            self.found[at] = _digest(blocks[at])
         return str(header["state"])
 
     def receive(self, max_bytes: int) -> StateMessage:
@@ -245,7 +263,10 @@ class Download:
     ) -> None:
         self._tensors, self._flat = tensors, flattened(tensors)
         self._recipients: list[Recipient | None] = [None] * count
-        self._arrived: queue.SimpleQueue[StateMessage | str | Exception] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        """Messages, states and errors, each with the index of its donor."""
+        self.refused: list[int] = []
+        """Indices of the donors of which one has sent what is refused."""
         self._messages: deque[StateMessage] = deque()
         self._states: list[str] = []
         self._max_bytes, self._closed, self._at_state = max_bytes, False, False
@@ -256,9 +277,11 @@ class Download:
         names = "joining_bytes", "joining_total_bytes", "joining_bit_s", "joining_left_s"
         self.stats: dict[str, float] = dict.fromkeys(names, 0.0)
         """Bytes of the state received, and of all that differed here; rate; seconds left."""
-        runs = [partial(self._run, context, number, Part(n, count, "")) for n in range(count)]
-        name = "thinwire-recipient"
-        self._threads = [threading.Thread(target=run, name=name, daemon=True) for run in runs]
+        name, parts = "thinwire-recipient", [Part(n, count, "") for n in range(count)]
+        where = [(context, number, part) for part in parts]
+        self._threads = [
+            threading.Thread(target=self._run, args=args, name=name, daemon=True) for args in where
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -268,24 +291,28 @@ class Download:
         return any(thread.is_alive() for thread in self._threads)
 
     def _run(self, context: TransferContext, number: int, part: Part) -> None:
+        arrived, index = self._arrived, part.index
         try:
-            recipient = Recipient(context.cloned(), number, part.index)
-            self._recipients[part.index] = recipient
+            recipient = Recipient(context.cloned(), number, index)
+            self._recipients[index] = recipient
             try:
                 take = partial(recipient.receive_state, part.blocks(self._flat), self._ready.wait)
-                last = part.index > 0
+                last = index > 0
                 if last and not self._closed:  # while it connected: another may copy the state now
-                    self._arrived.put(take())
+                    arrived.put((index, take()))
                 while not (last or self._closed):
                     message = recipient.receive(self._max_bytes)
-                    self._arrived.put(message)
+                    arrived.put((index, message))
                     last = message.last
                     if message.kind == "state":
-                        self._arrived.put(take())
+                        arrived.put((index, take()))
             finally:
                 recipient.line.close()
-        except (ThinwireError, RuntimeError) as error:
-            self._arrived.put(error)
+        except ThinwireError as error:
+            arrived.put((index, error))
+        except Exception as error:  # a member sends what nobody can read
+            text = f"what a member sends cannot be read: {type(error).__name__}: {error}"
+            arrived.put((index, PayloadCorrupt(text)))
 
     def next(self, *, wait: bool) -> StateMessage | None:
         """Return the next message to apply; without `wait` None if the donor has no other one."""
@@ -304,26 +331,38 @@ class Download:
             if not wait:
                 self._report()
             try:
-                arrived = self._arrived.get(timeout=_POLL_S)
+                index, arrived = self._arrived.get(timeout=_POLL_S)
             except queue.Empty:
                 continue
             if isinstance(arrived, Exception):
+                self.refused = [index] if isinstance(arrived, PayloadCorrupt) else []
                 raise arrived
             if isinstance(arrived, StateMessage):
                 self._messages.append(arrived)
                 continue
             if len({*self._states, arrived}) > 1:
+                self.refused = [index]
                 raise PayloadCorrupt("members sent states of different rounds: join again")
             self._report()
             self._states.append(arrived)
             if len(self._states) == len(self._recipients):
+                self._compare()
                 self._since = None  # from here on rounds alone are received
                 for name, flat in self._flat.items():
                     if flat.data_ptr() != self._tensors[name].data_ptr():
                         self._tensors[name].copy_(flat.view_as(self._tensors[name]))
 
+    def _compare(self) -> None:
+        """Raise unless each part is what two members hold; one of both is wrong."""
+        for index, donor in enumerate(self._recipients):
+            assert donor is not None, "received"
+            for at, part in enumerate(Part(index, len(self._recipients), "").compared()):
+                other = self._recipients[part.index]
+                if other is not None and donor.digests[at : at + 1] != [other.found]:
+                    self.refused = [index, part.index]
+                    raise PayloadCorrupt("two members hold different bytes of the same state")
+
     def _report(self) -> None:
-        """Count and log the progress; raise if the rounds send more than the line carries."""
         connected, now = [one for one in self._recipients if one], time.monotonic()
         wanted = [one.wanted_bytes for one in connected if one.wanted_bytes is not None]
         if len(wanted) < len(self._recipients):

@@ -9,8 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
-from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -128,12 +126,12 @@ def show_rank(url: str, stats: Mapping[str, Any], loss: Any) -> None:
         page.runs["ranks"] = view = RunView(_RANK_SILENT_S)
         _log.warning("the page of this run: %s", page.url)
         # a store of its own: a call that waits blocks all calls of a connection
-        follow = partial(_follow, view, store.clone(), size)
-        threading.Thread(target=follow, name="thinwire-page-ranks", daemon=True).start()
+        args, name = (view, store.clone(), size), "thinwire-page-ranks"
+        threading.Thread(target=_follow, args=args, name=name, daemon=True).start()
 
 
 def _follow(view: RunView, store: Any, size: int) -> None:
-    with suppress(RuntimeError):  # the job has ended
+    try:
         while True:
             time.sleep(_PERIOD_S)
             found = {}
@@ -142,3 +140,5 @@ def _follow(view: RunView, store: Any, size: int) -> None:
                     host, report = json.loads(store.get(f"{_KEY}{rank}"))
                     found[f"rank {rank} on {host}"] = report["at"], report
             view.update(None, found)
+    except Exception as error:  # the job has ended, or a report cannot be read
+        _log.info("the page shows no new numbers of the ranks: %s", error)

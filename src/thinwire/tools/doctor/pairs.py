@@ -105,7 +105,7 @@ class Answering:
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:  # the block has ended
+            except Exception:  # the block has ended
                 return
             threading.Thread(
                 target=self._answer, args=(connection,), name="thinwire-doctor", daemon=True
@@ -113,7 +113,7 @@ class Answering:
 
     def _answer(self, connection: socket.socket) -> None:
         # the connecting rank reports a peer that leaves, falls silent or lacks the token
-        with connection, contextlib.suppress(OSError):
+        with connection, contextlib.suppress(Exception):
             connection.settimeout(self._patience_s)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if not hmac.compare_digest(_read(connection, TOKEN_BYTES), self._token):
