@@ -150,6 +150,8 @@ _NAMES = {
     "thinwire.tools.run": "run_command=command worker",
     "thinwire.tools.run.training": "BareStep ByClock BySteps rate_factor rehearse shortened",
     "thinwire.tools.run.built_in": "ByteTransformer ConvolutionalNet seed_of",
+    "thinwire.tools.up.command": "write",
+    "thinwire.tools.up.config": "Run",
     "thinwire.tools.run.config": (
         "ConvolutionSize Job ModelSize Recipe RunConfig muon_flops muon_seconds parse_size size_of"
     ),
@@ -158,7 +160,7 @@ _NAMES = {
         "release run_workers"
     ),
     "thinwire.tools.run.probe": "idle_restarts probe",
-    "thinwire.tools.run.command": "Prefixed",
+    "thinwire.tools.run.command": "Prefixed Speaker",
     "thinwire.tools.run.task": "called work_of",
     "thinwire.tools.run.text": "Corpus read_digits read_folder read_standard_library",
     "thinwire.tools.run.trainers": "DDPTrainer Prepared Setup build_trainer",

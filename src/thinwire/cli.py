@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """
     try:
         _run(list(sys.argv[1:] if arguments is None else arguments))
-    except KeyboardInterrupt:  # while modules are imported too, which takes seconds
-        _exit(_INTERRUPTED, "interrupted; every worker has been ended")
+    except KeyboardInterrupt as end:  # while modules are imported too, which takes seconds
+        _exit(_INTERRUPTED, f"interrupted; {str(end) or 'every worker has been ended'}")
 
 
 def _run(typed: list[str]) -> NoReturn:

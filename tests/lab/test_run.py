@@ -6,13 +6,14 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from io import BytesIO
 from pathlib import Path
 
 import pytest
 
-from tests.api import Prefixed, run_command
+from tests.api import Prefixed, Speaker, run_command
 from tests.lab.namespaces import NETNS, namespace_of, needs_netns, processes_in
 from tests.processes import alive, descendants, ran, running
 from tests.toys import refusal
@@ -257,6 +258,29 @@ def test_lines_stay_whole_and_name_their_rank() -> None:
         assert out.getvalue() == b"[7] one\n[7] two\n[7]  10%\n[7]  20%\n[7] \n"
     os.close(write_end)
     assert out.getvalue().endswith(b"[7] \n[7] \xff bytes without an end\n")
+
+
+@pytest.mark.parametrize("size", [1, 65_536], ids=["bytes", "chunks"])
+def test_one_long_line_takes_time_in_proportion_and_memory_of_a_megabyte(size: int) -> None:
+    out, text = BytesIO(), b"x" * 3_000_000 + b"\n\n"
+    speaker, begin_s = Speaker("0", out), time.process_time()
+    for start in range(0, len(text), size):
+        speaker.hear(text[start : start + size])
+    assert time.process_time() - begin_s < 30  # 16 s took 40 kB when each start was tried
+    *lines, last = out.getvalue().splitlines()
+    assert b"".join(line.removeprefix(b"[0] ") for line in lines) == text.strip()
+    assert (last, max(map(len, lines)) <= 4 + (1 << 20) + size) == (b"[0] ", True)
+
+
+@pytest.mark.parametrize("size", range(1, 8))
+def test_lines_are_the_same_however_their_bytes_arrive(size: int) -> None:
+    out, text = BytesIO(), b"one\r\ntwo\n\r\r 10%\r 20%\r\nthree\r\r\n\nend\r"
+    speaker = Speaker("0", out)
+    for start in range(0, len(text), size):
+        speaker.hear(text[start : start + size])
+    speaker.hear(b"")
+    wanted = [b"one", b"two", b" 10%", b" 20%", b"three", b"", b"", b"end"]
+    assert out.getvalue() == b"".join(b"[0] " + line + b"\n" for line in wanted)
 
 
 def test_output_of_a_rank_that_prints_on_is_bounded() -> None:

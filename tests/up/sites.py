@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tests.api import Link, enter, network
 from tests.processes import running
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent.parent
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin")
@@ -22,13 +23,12 @@ StrictModes no
 UsePAM no
 SetEnv HOME={home}
 """
+KEY = "-i key -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
 _FILE = """machines: [{machines}]
 folder: code
-ssh: -i key -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR
+ssh: {ssh}
 env: {{PYTHONPATH: {source}, OMP_NUM_THREADS: 1, SECRET: null}}
 """
-# the machine's environment, where `torchrun` may be a script of the test
-_VENV = "mkdir -p .venv/bin; ln -sfn {} .venv/bin/; [ -e .venv/bin/torchrun ] || {}"
 SECRET = "swordfish"
 
 
@@ -45,31 +45,42 @@ class Sites:
         """The home of a machine."""
         return self.folder / f"home{number}"
 
-    def file(self, text: str, torchrun: str | None = None) -> str:
+    def file(
+        self,
+        text: str,
+        torchrun: str | None = None,
+        *,
+        machines: Sequence[str] = (),
+        setup: str | None = None,
+        ssh: str = KEY,
+    ) -> str:
         """Write a file of `thinwire up` for both machines, whose torchrun is this shell script."""
         make = f"mkdir -p .venv/bin && ln -sfn {sys.executable} .venv/bin/python"
         if torchrun is not None:
             (self.folder / "code").mkdir(exist_ok=True)
-            (self.folder / "code" / "torchrun").write_text(f"#!/bin/sh\n{torchrun}\n")
-            make += " && chmod +x torchrun && ln -sfn ../../torchrun .venv/bin/torchrun"
+            script = self.folder / "code" / "torchrun"
+            script.write_text(f"#!/bin/sh\n{torchrun}\n")
+            script.chmod(0o755)
+            make += " && ln -sfn ../../torchrun .venv/bin/torchrun"
         else:
             make = f"ln -sfn {sys.prefix} .venv"
-        head = _FILE.format(machines=", ".join(self.addresses), source=ROOT / "src")
+        listed = ", ".join(machines or self.addresses)
+        head = _FILE.format(machines=listed, source=ROOT / "src", ssh=ssh)
         file = self.folder / "two.yaml"
-        file.write_text(f"{head}setup: {make}\n{text}\n")
+        file.write_text(f"{head}setup: {make if setup is None else setup}\n{text}\n")
         return str(file)
 
     def thinwire(self, *words: str) -> contextlib.AbstractContextManager["subprocess.Popen[str]"]:
         """`thinwire` with these words in the network of the first machine."""
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         command = [*self.there(0), sys.executable, "-m", "thinwire", *words]
-        environment = {**os.environ, "SECRET": SECRET}
+        environment = {**os.environ, "SECRET": SECRET, "HOME": str(self.home(0))}
         return running(command, pass_fds=self.fds, env=environment, **pipes)
 
     def answer(self, *words: str) -> tuple[int, str]:
         """The exit status and the output of such a command."""
         with self.thinwire(*words) as process:
-            text, _ = process.communicate()
+            text, _ = process.communicate(timeout=PATIENCE_S)
         return process.returncode, text
 
     def there(self, number: int) -> list[str]:
@@ -78,14 +89,14 @@ class Sites:
 
 
 @contextlib.contextmanager
-def sites(folder: Path) -> Iterator[Sites]:
-    """Two machines, as long as the block runs."""
+def sites(folder: Path, link: str = "none") -> Iterator[Sites]:
+    """Two machines with this link, as long as the block runs."""
     key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")]
     subprocess.run(key, check=True)
     Path("/run/sshd").mkdir(exist_ok=True)
     (folder / "code").mkdir()
     with contextlib.ExitStack() as ends:
-        net = ends.enter_context(network(2, Link.parse("none")))
+        net = ends.enter_context(network(2, Link.parse(link)))
         made = Sites(folder, net.addresses, net.namespace_fds, [])
         for number, address in enumerate(net.addresses):
             made.home(number).mkdir()

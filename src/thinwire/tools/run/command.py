@@ -53,10 +53,8 @@ def _ran(
 
 _CHUNK_BYTES = 65_536
 _LAST_S = 1.0
-_LAST_LINES = 3
-# a progress bar ends what it shows with a carriage return; whether one at the end of a chunk is
-# followed by a newline is not known yet
-_LINE = re.compile(rb"([^\r\n]*)(?:\r?\n|\r(?=[^\n]))")
+_LAST_LINES, _SHOWN, _LONGEST_BYTES = 20, 300, 1 << 20
+_TELLS = re.compile(r"^(?!\s).*(error|because|cannot|unable|not found|no such|denied)", re.I)
 
 
 @final
@@ -102,19 +100,35 @@ class Speaker:
     """Writer of the lines of one process, with its name in front."""
 
     def __init__(self, name: str, to: IO[bytes]) -> None:
-        self.last = deque[str](maxlen=_LAST_LINES)
-        self._prefix, self._to, self._unfinished = f"[{name}] ".encode(), to, b""
+        self._last = deque[str](maxlen=_LAST_LINES)
+        self._prefix, self._to, self._held = f"[{name}] ".encode(), to, b""
+        self._line = bytearray()
 
     def hear(self, chunk: bytes) -> None:
-        """Write the lines that end in this chunk; an empty one ends the last line."""
-        text, end = self._unfinished + (chunk or b"\n" * bool(self._unfinished)), 0
-        for match in _LINE.finditer(text):
-            if match[1] or match[0] != b"\r":
-                self._to.write(self._prefix + match[1] + b"\n")
-                self.last.append(match[1].decode(errors="replace"))
-            end = match.end()
+        """Write the lines that end in this chunk; an empty one ends the last line.
+
+        A line also ends after a carriage return, as of a progress bar, and at its first megabyte.
+        """
+        text = self._held + (chunk or b"\n" * bool(self._held or self._line))
+        self._held = b"\r" if text.endswith(b"\r") else b""  # the newline may be in the next chunk
+        for piece in text.removesuffix(self._held).splitlines(keepends=True):
+            words = piece.rstrip(b"\r\n")
+            self._line += words
+            if words != piece or len(self._line) >= _LONGEST_BYTES:
+                self._write(empty=piece != b"\r")
         self._to.flush()
-        self._unfinished = text[end:]
+
+    def _write(self, *, empty: bool) -> None:
+        if self._line or empty:
+            self._to.write(self._prefix + self._line + b"\n")
+            self._last.append(self._line[:_SHOWN].decode(errors="replace"))
+            self._line.clear()
+
+    @property
+    def reason(self) -> str:
+        """The first of the last lines that tells of an error, else the last three."""
+        last = [*self._last]
+        return next(filter(_TELLS.search, last), " / ".join(last[-3:]))
 
 
 EXAMPLES = """Examples:

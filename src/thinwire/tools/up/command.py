@@ -1,17 +1,21 @@
 """`thinwire up`, `down` and `status`; torch is not imported."""
 
+import contextlib
 import json
+import operator
+import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from thinwire.tools.up.config import PATH, Run, export
+from thinwire._wording import shown
+from thinwire.tools.up.config import PATH, Run, export, interface
 from thinwire.tools.up.machines import LOST, RUNNING, Job, MachineError, Machines, State, say
 
 EXAMPLES = """Examples:
@@ -21,13 +25,15 @@ thinwire up two.yaml
 thinwire up two.yaml --print slurm
 """
 
+_THREADS = 4
+"""Of a process, if the file does not set OMP_NUM_THREADS."""
 _SYSTEMS = {
-    "slurm": ("sbatch", "sbatch {file}"),
-    "skypilot": ("sky.yaml", "sky launch -c {name} {file}{secrets}"),
-    "kubernetes": ("k8s.yaml", "{create}kubectl apply -f {file}"),
-    "docker": ("compose.yaml", "docker compose -f {file} up"),
+    "slurm": ("sbatch", "sbatch {file}", r"[A-Za-z0-9][\w.-]*"),
+    "skypilot": ("sky.yaml", "sky launch -c {name} {file}{secrets}", r"[A-Za-z]([\w.-]*\w)?"),
+    "kubernetes": ("k8s.yaml", "{create}kubectl apply -f {file}", "[a-z]([a-z0-9-]{,48}[a-z0-9])?"),
+    "docker": ("compose.yaml", "docker compose -f {file} up", "[a-z0-9][a-z0-9-]*"),
 }
-"""End of the file's name, and the command that starts it."""
+"""End of the file's name, the command that starts it, and the names that the system takes."""
 
 
 def up(
@@ -52,16 +58,15 @@ def up(
     run.environment(*run.machines)  # what is missing is known before anything starts
     if printed is not None:
         _require_token(run)
-        written, start = _write(run, printed)
+        written, start = write(run, printed)
         print(f"{written} is written; start it by\n{start}")
         return
-    with Machines(run) as machines:
+    with Machines(run) as machines, _saying_what_runs(machines):
         known, lost = machines.states()
         running = _running(known)
         if lost and not running:
             raise MachineError("; ".join(lost))
-        reached = [job for job in machines.jobs if job in known]
-        starting = [job for job in reached if not running or _restarts(job, known[job])]
+        starting = [job for job, state in known.items() if not running or _restarts(job, state)]
         if starting:
             _require_token(run)
         if running:
@@ -70,10 +75,24 @@ def up(
             _start(machines, starting, running)
             failed = _follow(machines, starting)
         finally:
-            _stop(machines, [*running, *starting])
+            if isinstance(sys.exception(), KeyboardInterrupt):
+                left = ", ".join(str(job) for job in known if job not in machines.over)
+                say(f"ending {left}; Ctrl-C again leaves running what has not ended by then")
+            _stop(machines, known)
             machines.hear_last()
     if failed:
         raise MachineError("; ".join(failed))
+
+
+@contextlib.contextmanager
+def _saying_what_runs(machines: Machines) -> Iterator[None]:
+    """Say what still runs where the block is interrupted."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        left = ", ".join(str(job) for job in machines.jobs if job not in machines.over)
+        words = f"{left} may still run: thinwire down {machines.run.file} ends it" if left else ""
+        raise KeyboardInterrupt(words) from None
 
 
 def down(file: Path, /) -> None:
@@ -82,10 +101,10 @@ def down(file: Path, /) -> None:
     Args:
         file: The file of up.
     """
-    with Machines(Run.read(file)) as machines:
+    with Machines(Run.read(file)) as machines, _saying_what_runs(machines):
         known, lost = machines.states()
         running = _running(known)
-        _stop(machines, running)
+        _stop(machines, known)
     if lost:
         raise MachineError("; ".join(lost))
     if not running:
@@ -98,7 +117,7 @@ def status(file: Path, /) -> None:
     Args:
         file: The file of up.
     """
-    with Machines(Run.read(file)) as machines:
+    with Machines(Run.read(file)) as machines, _saying_what_runs(machines):
         known, lost = machines.states()
     rows = [("process", *State("state", "since", "last line"))]
     rows += [(str(job), *known.get(job, State("not reached"))) for job in machines.jobs]
@@ -109,31 +128,54 @@ def status(file: Path, /) -> None:
         raise MachineError("; ".join(lost))
 
 
-def _write(run: Run, system: str) -> tuple[Path, str]:
+def write(run: Run, system: str) -> tuple[Path, str]:
     """Write the file for a system beside that of the run; return it, and the command for it."""
     import jinja2  # torch brings it; not every command needs it
 
-    suffix, start = _SYSTEMS[system]
+    suffix, start, names = _SYSTEMS[system]
+    # these two have no capitals and underscores
+    dashed = run.name.lower().replace("_", "-")
+    name = dashed if system in {"kubernetes", "docker"} else run.name
+    if not re.fullmatch(names, name, re.ASCII):
+        raise ValueError(f"name: {system} takes {names}, got {shown(run.name)}: set another one")
+    if any(machine.env or machine.processes for machine in run.machines):
+        raise ValueError("machines: --print has one env and one number of processes for all")
     file = run.file.with_name(f"{run.name}.{suffix}")
     hidden = [name for name, value in run.env.items() if value is None]  # no file has their values
     plain = {name: value for name, value in run.env.items() if value is not None}
-    dashed = run.name.lower().replace("_", "-")
     environment = jinja2.Environment(
         trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters |= {"q": shlex.quote, "json": json.dumps, "export": export}
+    # docker and kubernetes read one as the beginning of a variable
+    dollars = operator.methodcaller("replace", "$", "$$")
+    environment.filters |= {"q": shlex.quote, "json": _json, "export": export, "dollars": dollars}
     source = files("thinwire.tools.up").joinpath(f"{system}.j2").read_text(encoding="utf-8")
     folder, token = str(run.source.resolve()), str(run.token_file.resolve())
-    paths = {"folder": folder, "token": token, "path": PATH}
+    threads = plain.get("OMP_NUM_THREADS", "")
     text = environment.from_string(source).render(
-        run=run, hidden=hidden, plain=plain, dashed=dashed, work=_work, **paths
+        run=run,
+        hidden=hidden,
+        plain=plain,
+        dashed=dashed,
+        work=_work,
+        folder=folder,
+        token=token,
+        path=PATH,
+        interface=interface,
+        cpus=run.processes * int(threads if threads.isdecimal() else _THREADS),
     )
-    file.write_text(text.rstrip() + "\n")
-    parts = [f'--from-literal={name}="${name}"' for name in hidden]
-    parts += [f"--from-file=token={run.token_file}"] if run.members else []
+    file.write_text(text.rstrip() + "\n", encoding="utf-8")
+    # from a pipe of the shell: others see the words of a command
+    parts = [f'--from-file={name}=<(printf %s "${name}")' for name in hidden]
+    parts += [f"--from-file=token={shlex.quote(str(run.token_file))}"] if run.members else []
     create = f"kubectl create secret generic {dashed} {' '.join(parts)}\n" if parts else ""
     secrets = "".join(f" --secret {name}" for name in hidden)
-    return file, start.format(file=file, name=run.name, secrets=secrets, create=create)
+    start = start.format(file=shlex.quote(str(file)), name=name, secrets=secrets, create=create)
+    return file, start
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _work(run: Run, rank: str, address: str, token: str) -> str:
@@ -159,7 +201,7 @@ def _restarts(job: Job, state: State) -> bool:
 def _start(machines: Machines, jobs: list[Job], running: list[Job]) -> None:
     """Copy the folder to the machines of these jobs and start them, the host first."""
     ready, failed = machines.at_once(machines.prepare, dict.fromkeys(job.machine for job in jobs))
-    for name in ("host", "member", "rank"):
+    for name in ("host", "member", "rank", ""):  # none: only those that failed
         if failed and not running:
             raise MachineError("; ".join(failed))
         part = [job for job in jobs if job.name == name and job.machine in ready]
@@ -169,8 +211,18 @@ def _start(machines: Machines, jobs: list[Job], running: list[Job]) -> None:
 
 
 def _require_token(run: Run) -> None:
-    """Make the token of members if it is missing."""
-    if run.members and not run.token_file.exists():
+    """Make the token of members if it is missing, where git ignores it."""
+    if not run.members:
+        return
+    folder = run.token_file.parent
+    if folder.name == ".thinwire":
+        folder.mkdir(mode=0o700, exist_ok=True)
+        (folder / ".gitignore").write_text("*\n")
+    ignored = ["git", "-C", str(folder), "check-ignore", "-q", run.token_file.name]
+    with contextlib.suppress(OSError):  # no git, no folder
+        if subprocess.run(ignored, capture_output=True, check=False).returncode == 1:
+            raise ValueError(f"token: git does not ignore {run.token_file}: add it to .gitignore")
+    if not run.token_file.exists():
         make = [sys.executable, "-m", "thinwire", "host", "--new-token", str(run.token_file)]
         if made := subprocess.run(make, capture_output=True, text=True, check=False).stderr:
             raise ValueError(f"token: {made.removeprefix('thinwire: ').strip()}")
@@ -191,6 +243,7 @@ def _follow(machines: Machines, fresh: list[Job]) -> list[str]:
 
 def _stop(machines: Machines, jobs: Iterable[Job]) -> None:
     """End jobs whose end has not been seen, the host last, and say so."""
+    machines.abandon()
     left = [job for job in jobs if job not in machines.over]
     for host in (False, True):
         part = [job for job in left if (job.name == "host") == host]

@@ -1,7 +1,10 @@
 """The file of `thinwire up`, and the shell commands that follow from it: no process, no machine."""
 
+import hashlib
 import os
+import re
 import shlex
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -16,13 +19,18 @@ from thinwire._wording import host_port, near, shown
 _MOST_BYTES = 1 << 18
 _KINDS = {"machines": (list, int), "processes": (int,), "port": (int,), "env": (dict,)}
 """Types of a field's value in the file, if it is not text."""
+_MOST = {"machines": 10_000, "processes": 10_000, "port": 65_535}
+_SCRIPTS = {"setup", "members", "torchrun"}
+"""Fields that may have several lines."""
+_DEEPEST = 20
+_VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Machine:
     """A machine, as `ssh` takes its name, or "localhost" for this one."""
 
-    ssh: str
+    ssh: str = ""
     address: str = ""
     """Where the others reach it; the address to which `ssh` connects by default."""
     processes: int = 0
@@ -44,7 +52,7 @@ class Run:
     torchrun: str = ""
     processes: int = 1
     port: int = 29400
-    token: str = "token"
+    token: str = ".thinwire/token"
     host: str = ""
     env: Mapping[str, str | None] = field(default_factory=dict)
     ssh: str = ""
@@ -54,8 +62,7 @@ class Run:
     def read(cls, file: Path) -> Self:
         """Read a file; raise ValueError that names what is wrong with it."""
         try:
-            document = yaml.safe_load(read_regular(file, _MOST_BYTES))
-            return cls._of(file, document)
+            return cls._of(file, _plain_yaml(read_regular(file, _MOST_BYTES)))
         except OSError as error:
             raise ValueError(f"{file}: {error.strerror or error}") from None
         except (ValueError, yaml.YAMLError) as error:
@@ -66,17 +73,21 @@ class Run:
         values = _checked(cls, "the file", document)
         listed = values.pop("machines", [])
         if isinstance(listed, int):  # for --print, where others choose them
-            listed = [""] * listed
+            listed = [{"ssh": ""}] * listed
         if not listed:
             raise ValueError("machines is missing: a list of names as ssh takes them")
         given = [item if isinstance(item, dict) else {"ssh": item} for item in listed]
         machines = [
             Machine(**_checked(Machine, f"machines[{i}]", item)) for i, item in enumerate(given)
         ]
+        names = [machine.ssh for machine in machines]
+        if twice := {name for name in names if name and names.count(name) > 1}:
+            raise ValueError(f"machines: {', '.join(twice)} is listed twice")
         if bool(values.get("members")) == bool(values.get("torchrun")):
             raise ValueError("give one of members (a command) and torchrun (a script, arguments)")
         name = values.pop("name", file.stem)
-        values["to"] = values.get("to", f"thinwire/{name}").removeprefix("~/")
+        place = hashlib.blake2b(os.fsencode(file.parent.resolve()), digest_size=4).hexdigest()
+        values["to"] = values.get("to", f"thinwire/{name}-{place}").removeprefix("~/")
         run = cls(file=file, machines=machines, name=name, **values)
         if not run.source.is_dir():
             raise ValueError(f"folder: {run.source} is not a folder")
@@ -112,6 +123,11 @@ class Run:
             raise ValueError(f"env: {', '.join(missing)} has no value in the file, nor here")
         return {k: os.environ[k] if v is None else v for k, v in given.items()}
 
+    @property
+    def owner(self) -> str:
+        """The project: a folder of a machine."""
+        return f"{socket.gethostname()}:{self.file.parent.resolve()}"
+
     def host_command(self, bind: str, token: str, more: str = "") -> str:
         """Return the shell command of the meeting place."""
         where = "" if "--bind" in self.host.split() else f'--bind "{bind}"{more} '
@@ -132,6 +148,7 @@ def job_files(run: Run, rank: int, addresses: Sequence[str]) -> dict[str, str]:
     machine, first = run.machines[rank], addresses[0]
     processes = machine.processes or run.processes
     files = {"setup.sh": run.setup, "env": export(run.environment(machine)) + PATH}
+    files |= {"owner": run.owner, "machine": machine.ssh}
     files[f"{run.job}.sh"] = _script(run.job, run.command(str(rank), processes, first))
     if run.members:
         token = ".thinwire/token"
@@ -140,7 +157,7 @@ def job_files(run: Run, rank: int, addresses: Sequence[str]) -> dict[str, str]:
         files["env"] += f'export THINWIRE_TOKEN_FILE="$PWD/{token}"\n'
         files["host.sh"] = _script("host", run.host_command(host_port(first, run.port), token))
     else:
-        files["env"] += _INTERFACE.format(addresses[rank])
+        files["env"] += interface(addresses[rank])
     return files
 
 
@@ -152,8 +169,12 @@ def export(variables: Mapping[str, str]) -> str:
 PATH = """export PYTHONUNBUFFERED=1
 [ ! -d .venv ] || export PATH="$PWD/.venv/bin:$PATH"
 """
-# gloo's default is the address of the host's name, often 127.0.1.1
-_INTERFACE = """at=$(ip -o addr show to {} 2>/dev/null | awk '{{print $2; exit}}')
+
+
+def interface(own: str) -> str:
+    """Return lines of a shell that let gloo use the interface with this address."""
+    # gloo's default is the address of the host's name, often 127.0.1.1
+    return f"""at=$(ip -o addr show to {own} 2>/dev/null | awk '{{print $2; exit}}')
 [ -n "$GLOO_SOCKET_IFNAME" ] || [ -z "$at" ] || export GLOO_SOCKET_IFNAME="$at"
 """
 
@@ -169,6 +190,18 @@ echo $status >.thinwire/{job}.status
 """
 
 
+def _plain_yaml(text: bytes) -> object:
+    """Read YAML without aliases, of little depth: what is short stays short."""
+    depth = 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent) or depth > _DEEPEST:
+            what = "it is nested too deeply" if depth > _DEEPEST else "it has an alias"
+            raise ValueError(f"{what}: write plain values, without aliases (*name)")
+    return yaml.safe_load(text)
+
+
 def _checked(kind: type[Any], where: str, document: object) -> dict[str, Any]:
     """Return the fields of a mapping by name; raise ValueError for unknown ones and other types."""
     if not isinstance(document, dict):
@@ -178,18 +211,21 @@ def _checked(kind: type[Any], where: str, document: object) -> dict[str, Any]:
         if name not in known:
             close = near(str(name), known)
             hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
-            raise ValueError(f"{where} has an unknown key {name!r}; {hint}")
+            raise ValueError(f"{where} has an unknown key {shown(name)}; {hint}")
         kinds = _KINDS.get(name, (str,))
         if not isinstance(value, kinds) or isinstance(value, bool):
             names = " or ".join(allowed.__name__ for allowed in kinds)
             raise ValueError(f"{where}: {name} must be {names}, got {shown(value)}")
-        if isinstance(value, int) and value < 1:
-            raise ValueError(f"{where}: {name} must be at least 1, got {value}")
+        if isinstance(value, int) and not 1 <= value <= _MOST[name]:
+            raise ValueError(f"{where}: {name} must be 1 to {_MOST[name]:,}, got {shown(value)}")
+        if isinstance(value, str) and name not in _SCRIPTS and not value.isprintable():
+            raise ValueError(f"{where}: {name} must be one line, got {shown(value)}")
     for key, value in document.get("env", {}).items():
-        if not str(key).isidentifier() or isinstance(value, bool | list | dict):
+        plain = value is None or type(value) in (str, int, float)
+        if not _VARIABLE.fullmatch(str(key)) or not plain:
             raise ValueError(
-                f"{where}: env has {key!r}: {shown(value)}; it must be a name, and text, a number "
-                "or null: quote true and false"
+                f"{where}: env has {shown(key)}: {shown(value)}; it must be a name, and text, a "
+                "number or null: quote true and false"
             )
     texts = {k: v if v is None else str(v) for k, v in document.get("env", {}).items()}
     return {**document, "env": texts}

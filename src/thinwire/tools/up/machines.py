@@ -1,28 +1,33 @@
 """The machines of a run, reached by the system's `ssh`, and their jobs, which outlive it."""
 
 import contextlib
+import gzip
 import io
 import os
 import queue
+import re
+import secrets
 import shlex
 import socket
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cached_property
 from pathlib import Path
-from typing import IO, NamedTuple, Self, TypeVar, cast, final
+from typing import IO, Any, NamedTuple, Self, TypeVar, cast, final
 
 from thinwire._version import __version__
 from thinwire.errors import ThinwireError
 from thinwire.tools.run.command import Speaker
-from thinwire.tools.up.config import Machine, Run, job_files
+from thinwire.tools.up.config import Machine, Run, export, job_files
 
 _AGAIN_S, _PATIENCE_S, _LAST_S = 3.0, 30.0, 3.0
+_SAY_S, _MB = 2.0, 1e6
 _LEFT_OUT = {".git", ".venv", "__pycache__", ".thinwire"}
 RUNNING = "running"
 _RECENT = -1
@@ -34,6 +39,16 @@ U = TypeVar("U")
 _CONTROL = Path(__file__).with_name("remote.sh")
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
 _CHUNK_BYTES = 1 << 16
+_ADVICE = {
+    r"Permission denied \(": "ssh has to get in without a question: ssh-copy-id copies your key, "
+    "and ssh-add unlocks one with a passphrase",
+    "IDENTIFICATION HAS CHANGED": "its key is not the one that is known here: if it was set up "
+    "anew, ssh-keygen -R removes the old one",
+    "Host key verification failed": "its key is not known here: run ssh {} once, and confirm it",
+    "python3?: .*not found": "install Python 3.11 or newer there, and let setup make .venv by it",
+    "No module named '?thinwire": "let setup install thinwire there, as docs/machines.md does",
+}
+"""What to do, by what `ssh` or a machine says."""
 LOST = 255
 """Exit status of `ssh` without a connection; jobs have no such status."""
 
@@ -46,27 +61,31 @@ class MachineError(ThinwireError):
 class Call:
     """A command that runs on a machine; `ssh` does not outlive the context."""
 
-    def __init__(self, run: Run, machine: Machine, *words: str) -> None:
+    def __init__(self, run: Run, machine: Machine, verb: str, *words: str) -> None:
         if machine.ssh != "localhost":
             options = [word for option in _OPTIONS for word in ("-o", option)]
             words = ("ssh", *run.ssh_options, *options, "--", machine.ssh, shlex.join(words))
-        self._machine = machine
+        self.verb, self._machine, self._ahead = verb, machine, b""
+        self._mark = f"{secrets.token_hex(16)} "
+        # a pipe stays open with the master of `ssh`
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 # closed by __exit__
         self._process = subprocess.Popen(
             words,
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE if verb != "copy" else subprocess.DEVNULL,  # nobody reads it
+            stderr=self._errors,
             cwd=run.file.parent,
             start_new_session=True,  # Ctrl-C is for the command, which then ends the jobs
         )
-        pipes = (self._process.stdin, self._process.stdout, self._process.stderr)
-        self.stdin, self.stdout, self._stderr = cast("tuple[IO[bytes], ...]", pipes)
+        pipes = (self._process.stdin, self._process.stdout)
+        self.stdin, self._stdout = cast("tuple[IO[bytes], ...]", pipes)
 
     @classmethod
     def control(cls, run: Run, machine: Machine, verb: str, job: str, offset: int = 0) -> Self:
         """Run a verb of `remote.sh`."""
-        call = cls(run, machine, "sh", "-s")
-        head = f"to={shlex.quote(run.to)} verb={verb} job={job} offset={offset}\n"
+        call = cls(run, machine, verb, "sh", "-s")
+        words = {"to": run.to, "owner": run.owner, "machine": machine.ssh, "mark": call._mark}
+        head = export({**words, "verb": verb, "job": job, "offset": str(offset)})
         with contextlib.suppress(BrokenPipeError), call.stdin:
             call.stdin.write(head.encode() + _CONTROL.read_bytes())
         return call
@@ -76,22 +95,45 @@ class Call:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(BrokenPipeError), self._errors:
             self._process.__exit__(None, None, None)
 
     def kill(self) -> None:
         """End `ssh`."""
         self._process.kill()
 
+    def begin(self) -> str | None:
+        """Wait for the answer; return the rest of its first line, or None where there is none."""
+        mark, text = self._mark.encode(), b""
+        while chunk := self._read():
+            # before the mark is what a login shell prints
+            before, marked, after = (text + chunk).partition(mark)
+            line, ended, self._ahead = after.partition(b"\n")
+            if ended:
+                return line.decode()
+            text = marked + after or before[-len(mark) :]
+        return None
+
     def chunks(self) -> Iterator[bytes]:
-        """Yield the output as it comes."""
-        while chunk := os.read(self.stdout.fileno(), _CHUNK_BYTES):
+        """Yield the answer as it comes."""
+        yield self._ahead
+        while chunk := self._read():
             yield chunk
 
+    def _read(self) -> bytes:
+        return os.read(self._stdout.fileno(), _CHUNK_BYTES)
+
     def end(self) -> tuple[int, str]:
-        """Wait for the end; return the exit status and the last line of errors."""
-        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
-        return self._process.wait(), lines[-1] if lines else ""
+        """Wait for the end; return the exit status and the last line of errors, with advice."""
+        status = self._process.wait()
+        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - _CHUNK_BYTES))
+        said = self._errors.read().decode(errors="replace").strip()
+        return status, self.advised(said.rpartition("\n")[2].strip(), said)
+
+    def advised(self, message: str, said: str) -> str:
+        """Return a message, and what to do about it."""
+        advice = [what for cause, what in _ADVICE.items() if re.search(cause, said)]
+        return " -> ".join([message, *advice[:1]]).replace("{}", self._machine.ssh)
 
     def require_end(self, otherwise: str) -> None:
         """Wait for the end; raise an error with its message, or `otherwise`, if it failed."""
@@ -125,17 +167,15 @@ class Machines:
     def __init__(self, run: Run) -> None:
         self.run = run
         if not all(machine.ssh for machine in run.machines):
-            raise ValueError(
-                f"{run.file}: machines is a number, which is for --print; to start them by ssh "
-                "list their names"
-            )
+            raise ValueError(f"{run.file}: machines has no names: a number of them is for --print")
         self.jobs = [Job(run.machines[0], "host")] * bool(run.members)
         self.jobs += [Job(machine, run.job) for machine in run.machines]
         self.over: set[Job] = set()
-        """Jobs whose end has been seen."""
+        """Jobs that are known not to run."""
         self._threads = ThreadPoolExecutor(3 * len(self.jobs))
         self._calls: set[Call] = set()
-        self._closed = threading.Event()
+        self._pending: list[Future[Any]] = []
+        self._abandoned, self._closed = threading.Event(), threading.Event()
         self._following: list[Future[None]] = []
         self._ended: queue.SimpleQueue[tuple[Job, int, str]] = queue.SimpleQueue()
         self._lost_s: dict[Job, float] = {}
@@ -152,6 +192,7 @@ class Machines:
     def at_once(self, work: Callable[[T], U], items: Iterable[T]) -> tuple[dict[T, U], list[str]]:
         """Run `work` for all items at once; return the results by item, and the errors."""
         futures = {item: self._threads.submit(work, item) for item in items}
+        self._pending += futures.values()
         done, failed = {}, []
         for item, future in futures.items():
             try:
@@ -159,6 +200,15 @@ class Machines:
             except MachineError as error:
                 failed.append(str(error))
         return done, failed
+
+    def abandon(self) -> None:
+        """End what `at_once` still does, after any start that is on its way."""
+        self._abandoned.set()
+        end_s = time.monotonic() + _PATIENCE_S
+        while wait(self._pending, 0.1).not_done and time.monotonic() < end_s:
+            for call in list(self._calls):
+                if call.verb != "start":
+                    call.kill()
 
     def states(self) -> tuple[dict[Job, State], list[str]]:
         """Return the jobs of machines that are reached, and an error for each other one."""
@@ -170,56 +220,76 @@ class Machines:
             for line in lines.splitlines():
                 name, *cells = line.split("\t")
                 states[Job(machine, name)] = State(*cells)
+        self.over |= {job for job, state in states.items() if state.word != RUNNING}
         return states, failed
 
     @cached_property
     def addresses(self) -> list[str]:
-        """Addresses of the machines, as numbers where names resolve here."""
-        return [_address(self.run, machine) for machine in self.run.machines]
+        """Addresses of the machines for each other, as numbers where names resolve here."""
+        found = [_address(self.run, machine) for machine in self.run.machines]
+        outer = [address for address in found if not _is_loopback(address)]
+        return [
+            _towards(outer[0], machine) if outer and _is_loopback(address) else address
+            for address, machine in zip(found, self.run.machines, strict=True)
+        ]
 
     def prepare(self, machine: Machine) -> None:
-        """Copy the folder, run the set-up there, and require thinwire of this version."""
-        to = shlex.quote(self.run.to)
-        make = f"mkdir -p {to}/.thinwire && chmod 700 {to}/.thinwire"
-        unpack = f"cd && {make} && cd {to} && tar -xzof -"
-        with self._held(Call(self.run, machine, "sh", "-c", unpack)) as call:
-            with (
-                contextlib.suppress(BrokenPipeError),  # its message says why
-                call.stdin as there,
-                tarfile.open(fileobj=there, mode="w|gz") as archive,
-            ):
-                self._pack(archive, machine)
-            call.require_end("the folder cannot be copied")
+        """Copy what differs of the folder, run the set-up there, and require our version."""
+        self._copy(machine)
         speaker = Speaker(machine.ssh, sys.stdout.buffer)
+        say(f"{machine.ssh}: setup")
         with self._control(machine, "setup") as call:
+            call.begin()
             for chunk in call.chunks():
                 speaker.hear(chunk)
             speaker.hear(b"")
-            call.require_end("; ".join(speaker.last))
-        if speaker.last[-1] != __version__:
+            status, message = call.end()
+            why = message if status == LOST else call.advised(speaker.reason, speaker.reason)
+        if status:
+            raise MachineError(f"{machine.ssh}: {why} (setup, status {status})")
+        version = self._ask(machine, "version").strip()
+        if version != __version__:
             raise MachineError(
-                f"{machine.ssh}: thinwire is {speaker.last[-1]} there and {__version__} here: "
+                f"{machine.ssh}: thinwire is {version} there and {__version__} here: "
                 "install one version on all machines"
             )
 
-    def _pack(self, archive: tarfile.TarFile, machine: Machine) -> None:
-        for name in _files(self.run.source):
-            archive.add(self.run.source / name, name)
-        rank = self.run.machines.index(machine)
-        for name, text in job_files(self.run, rank, self.addresses).items():
-            entry = tarfile.TarInfo(f".thinwire/{name}")
-            entry.size, entry.mode, entry.mtime = len(text.encode()), 0o600, time.time()
-            archive.addfile(entry, io.BytesIO(text.encode()))
+    def _copy(self, machine: Machine) -> None:
+        source, names = self.run.source, _files(self.run.source)
+        there = _states(self._ask(machine, "files", errors="surrogateescape"))
+        differing = [name for name in names if there.get(name) != _state(source / name)]
+        progress = _Progress(machine, sum((source / name).lstat().st_size for name in differing))
+        say(f"{machine.ssh}: {len(differing)} of {len(names)} files to copy, {progress.whole}")
+        to = shlex.quote(self.run.to)
+        unpack = f"mkdir -p {to}/.thinwire && chmod 700 {to}/.thinwire && cd {to} && tar -xzof -"
+        with self._held(Call(self.run, machine, "copy", "sh", "-c", f"cd && {unpack}")) as call:
+            with (
+                contextlib.suppress(BrokenPipeError),  # its message says why
+                call.stdin as pipe,
+                gzip.open(pipe, "wb", compresslevel=1) as packed,
+                tarfile.open(fileobj=packed, mode="w|") as archive,
+            ):
+                for name in differing:
+                    progress.add(archive, source / name, name)
+                rank = self.run.machines.index(machine)
+                for name, text in job_files(self.run, rank, self.addresses).items():
+                    entry = tarfile.TarInfo(f".thinwire/{name}")
+                    entry.size, entry.mode, entry.mtime = len(text.encode()), 0o600, time.time()
+                    archive.addfile(entry, io.BytesIO(text.encode()))
+            call.require_end("the folder cannot be copied")
 
     def start(self, job: Job) -> None:
         """Start a job; a host listens when this returns."""
-        self._ask(job.machine, "start", job.name)
-        if job.name == "host":
-            self._ask(job.machine, "listening", job.name)
+        for verb in ("start", "listening") if job.name == "host" else ("start",):
+            if not self._abandoned.is_set():
+                self.over.discard(job)
+                self._ask(job.machine, verb, job.name)
 
     def stop(self, job: Job) -> str:
         """End a job; return "ended", "killed", or nothing where it did not run."""
-        return self._ask(job.machine, "stop", job.name).strip()
+        word = self._ask(job.machine, "stop", job.name).strip()
+        self.over.add(job)
+        return word
 
     def follow(self, recent: Collection[Job]) -> Iterator[tuple[Job, int, str]]:
         """Pass logs on until all jobs but the host have ended; yield each with its status and
@@ -244,14 +314,14 @@ class Machines:
     def _follow_or_say(self, job: Job, offset: int) -> None:
         try:
             self._follow(job, offset)
-        except (OSError, ValueError) as error:  # such as output that nobody reads any more
+        except Exception as error:  # such as output that nobody reads any more
             self._ended.put((job, LOST, str(error)))
 
     def _follow(self, job: Job, offset: int) -> None:
         speaker, status = Speaker(str(job), sys.stdout.buffer), LOST
         while status == LOST:
             with self._control(job.machine, "follow", job.name, offset) as call:
-                if begin := call.stdout.readline():
+                if begin := call.begin():
                     offset = int(begin)
                     if self._lost_s.pop(job, None):
                         say(f"{job} is reached again")
@@ -262,7 +332,7 @@ class Machines:
             if status != LOST:
                 speaker.hear(b"")
                 self.over.add(job)
-                self._ended.put((job, status, " / ".join(speaker.last)))
+                self._ended.put((job, status, speaker.reason))
             elif self._gives_up(job, message):
                 self._ended.put((job, LOST, message))
                 return
@@ -281,6 +351,8 @@ class Machines:
     @contextlib.contextmanager
     def _held(self, call: Call) -> Iterator[Call]:
         self._calls.add(call)
+        if self._closed.is_set():  # whose calls have been ended
+            call.kill()
         try:
             with call:
                 yield call
@@ -292,9 +364,10 @@ class Machines:
     ) -> contextlib.AbstractContextManager[Call]:
         return self._held(Call.control(self.run, machine, verb, job, offset))
 
-    def _ask(self, machine: Machine, verb: str, job: str = "-") -> str:
+    def _ask(self, machine: Machine, verb: str, job: str = "-", *, errors: str = "replace") -> str:
         with self._control(machine, verb, job) as call:
-            answer = b"".join(call.chunks()).decode(errors="replace")
+            call.begin()
+            answer = b"".join(call.chunks()).decode(errors=errors)
             call.require_end(f"{job} has ended: {answer.strip()}")
         return answer
 
@@ -305,7 +378,7 @@ def say(line: str) -> None:
 
 
 def _address(run: Run, machine: Machine) -> str:
-    name = machine.address
+    name = machine.address or "127.0.0.1" * (machine.ssh == "localhost")
     if not name:
         command = ["ssh", *run.ssh_options, "-G", machine.ssh]
         printed = subprocess.check_output(command, text=True, cwd=run.file.parent)
@@ -317,8 +390,69 @@ def _address(run: Run, machine: Machine) -> str:
         return name
 
 
+def _is_loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
+
+
+def _towards(other: str, machine: Machine) -> str:
+    """Return the address from which this machine reaches another one."""
+    try:
+        family = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(*family[:2]) as probe:
+            probe.connect(family[4])  # which sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        name = machine.ssh
+        raise MachineError(
+            f"{name}: no address for the others ({error}): give {{ssh: {name}, address: ...}}"
+        ) from None
+
+
+@final
+class _Progress:
+    """Bytes of a copy to a machine, said every few seconds."""
+
+    def __init__(self, machine: Machine, whole_bytes: int) -> None:
+        self._name, self.whole = machine.ssh, f"{whole_bytes / _MB:.1f} MB"
+        self._bytes, self._said_s = 0, time.monotonic()
+
+    def add(self, archive: tarfile.TarFile, path: Path, name: str) -> None:
+        """Add a file to an archive."""
+        entry = archive.gettarinfo(path, name)
+        with path.open("rb") if entry.isreg() else io.BytesIO() as self._file:
+            archive.addfile(entry, self)
+
+    def read(self, size: int = -1, /) -> bytes:
+        """Read on in the file."""
+        chunk = self._file.read(size)
+        self._bytes += len(chunk)
+        if time.monotonic() - self._said_s > _SAY_S:
+            self._said_s = time.monotonic()
+            say(f"{self._name}: {self._bytes / _MB:.1f} of {self.whole} copied")
+        return chunk
+
+
+def _state(path: Path) -> object:
+    """Return what tells a file from an older one: where a link leads, or size, time and mode."""
+    if path.is_symlink():
+        return str(path.readlink())
+    found = path.stat()
+    return found.st_size, found.st_mtime, found.st_mode & 0o100
+
+
+def _states(listed: str) -> dict[str, object]:
+    """Return `_state` of the files that `remote.sh` lists, by name."""
+    states: dict[str, object] = {}
+    cells = listed.split("\0")
+    for head, target in zip(cells[::2], cells[1::2], strict=False):
+        kind, size, seconds, mode, name = head.split(" ", 4)
+        own = (int(size), float(seconds), int(mode, 8) & 0o100)
+        states[name] = target if kind == "l" else own
+    return states
+
+
 def _files(folder: Path) -> list[str]:
-    """Return the paths of a folder that machines get."""
+    """Return the paths of a folder that machines get; those of a repository in it too."""
     git = ["git", "-C", str(folder), "ls-files", "-coz", "--exclude-standard"]
     try:
         listed = subprocess.run(git, capture_output=True, check=True).stdout
@@ -328,4 +462,10 @@ def _files(folder: Path) -> list[str]:
         for at, below, files in os.walk(folder):
             below[:] = [name for name in below if name not in _LEFT_OUT]
             names |= {os.path.relpath(Path(at, name), folder) for name in files}
-    return sorted(name for name in names if os.path.lexists(folder / name))
+    kept = set()
+    for path in (folder / name for name in names):
+        if path.is_symlink() or path.is_file():
+            kept.add(os.path.relpath(path, folder))
+        elif (path / ".git").exists():
+            kept |= {os.path.relpath(path / name, folder) for name in _files(path)}
+    return sorted(kept)
