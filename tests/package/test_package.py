@@ -154,3 +154,25 @@ def test_mypy_sees_the_types(tmp_path: Path) -> None:
     assert "no issues" in run(*mypy, "right.py", cwd=tmp_path)
     said = run(*mypy, "wrong.py", cwd=tmp_path, expect=1)
     assert 'Argument "value_bits" to "DGC"' in said
+
+
+def test_setup_of_the_page_installs_this_wheel(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "machines.md").read_text("utf-8")
+    setups = re.findall(r"^setup: (.*)$", page, re.M)
+    own = re.findall(r"install (`.*wheels/.*\[cli\]\"`)", page)
+    assert len(setups) == len(own) == 1
+    (tmp_path / "wheels").mkdir()
+    shutil.copy(the("*.whl"), tmp_path / "wheels")
+    here = tmp_path / "here"  # what the page takes from an index, and not this package
+    here.mkdir()
+    for each in Path(sysconfig.get_path("purelib")).iterdir():
+        if "thinwire" not in each.name:
+            (here / each.name).symlink_to(each)
+    (tmp_path / "setup.sh").write_text(setups[0].replace("'.[cli]'", own[0].strip("`")))
+    env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PIP_NO_INDEX": "1"}
+    done = subprocess.run(
+        ["sh", "-e", "setup.sh"], cwd=tmp_path, env={**env, "PYTHONPATH": str(here)}, check=False
+    )
+    assert done.returncode == 0
+    asked = [tmp_path / ".venv" / "bin" / "thinwire", "--version"]
+    assert subprocess.check_output(asked, text=True, env=env).strip() == thinwire.__version__

@@ -1,6 +1,7 @@
 """`thinwire up`, `down` and `status`; torch is not imported."""
 
 import contextlib
+import functools
 import json
 import operator
 import re
@@ -148,7 +149,8 @@ def write(run: Run, system: str) -> tuple[Path, str]:
     )
     # docker and kubernetes read one as the beginning of a variable
     dollars = operator.methodcaller("replace", "$", "$$")
-    environment.filters |= {"q": shlex.quote, "json": _json, "export": export, "dollars": dollars}
+    as_json = functools.partial(json.dumps, ensure_ascii=False)
+    environment.filters |= {"q": shlex.quote, "json": as_json, "export": export, "dollars": dollars}
     source = files("thinwire.tools.up").joinpath(f"{system}.j2").read_text(encoding="utf-8")
     folder, token = str(run.source.resolve()), str(run.token_file.resolve())
     threads = plain.get("OMP_NUM_THREADS", "")
@@ -172,10 +174,6 @@ def write(run: Run, system: str) -> tuple[Path, str]:
     secrets = "".join(f" --secret {name}" for name in hidden)
     start = start.format(file=shlex.quote(str(file)), name=name, secrets=secrets, create=create)
     return file, start
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _work(run: Run, rank: str, address: str, token: str) -> str:

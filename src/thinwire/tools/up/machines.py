@@ -8,7 +8,6 @@ import queue
 import re
 import secrets
 import shlex
-import socket
 import subprocess
 import sys
 import tarfile
@@ -23,8 +22,9 @@ from typing import IO, Any, NamedTuple, Self, TypeVar, cast, final
 
 from thinwire._version import __version__
 from thinwire.errors import ThinwireError
+from thinwire.tools.doctor.interfaces import is_loopback, resolved, source_towards
 from thinwire.tools.run.command import Speaker
-from thinwire.tools.up.config import Machine, Run, export, job_files
+from thinwire.tools.up.config import Machine, Run, job_files
 
 _AGAIN_S, _PATIENCE_S, _LAST_S = 3.0, 30.0, 3.0
 _SAY_S, _MB = 2.0, 1e6
@@ -85,7 +85,8 @@ class Call:
         """Run a verb of `remote.sh`."""
         call = cls(run, machine, verb, "sh", "-s")
         words = {"to": run.to, "owner": run.owner, "machine": machine.ssh, "mark": call._mark}
-        head = export({**words, "verb": verb, "job": job, "offset": str(offset)})
+        words |= {"verb": verb, "job": job, "offset": str(offset)}
+        head = " ".join(f"{name}={shlex.quote(word)}" for name, word in words.items()) + "\n"
         with contextlib.suppress(BrokenPipeError), call.stdin:
             call.stdin.write(head.encode() + _CONTROL.read_bytes())
         return call
@@ -227,11 +228,13 @@ class Machines:
     def addresses(self) -> list[str]:
         """Addresses of the machines for each other, as numbers where names resolve here."""
         found = [_address(self.run, machine) for machine in self.run.machines]
-        outer = [address for address in found if not _is_loopback(address)]
-        return [
-            _towards(outer[0], machine) if outer and _is_loopback(address) else address
-            for address, machine in zip(found, self.run.machines, strict=True)
-        ]
+        outer = [address for address in found if not is_loopback(address)]
+        if outer and len(outer) < len(found):
+            own = source_towards(outer[0])
+            if not own:
+                raise MachineError(f"no way from here to {outer[0]}: give addresses in the file")
+            found = [own if is_loopback(address) else address for address in found]
+        return found
 
     def prepare(self, machine: Machine) -> None:
         """Copy what differs of the folder, run the set-up there, and require our version."""
@@ -384,28 +387,7 @@ def _address(run: Run, machine: Machine) -> str:
         printed = subprocess.check_output(command, text=True, cwd=run.file.parent)
         settings = dict(line.partition(" ")[::2] for line in printed.splitlines())
         name = settings.get("hostname", machine.ssh)
-    try:
-        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError:  # known to the machines alone
-        return name
-
-
-def _is_loopback(address: str) -> bool:
-    return address == "::1" or address.startswith("127.")
-
-
-def _towards(other: str, machine: Machine) -> str:
-    """Return the address from which this machine reaches another one."""
-    try:
-        family = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(*family[:2]) as probe:
-            probe.connect(family[4])  # which sends nothing
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        name = machine.ssh
-        raise MachineError(
-            f"{name}: no address for the others ({error}): give {{ssh: {name}, address: ...}}"
-        ) from None
+    return next(iter(resolved(name).addresses), name)  # known to the machines alone
 
 
 @final
@@ -446,8 +428,8 @@ def _states(listed: str) -> dict[str, object]:
     cells = listed.split("\0")
     for head, target in zip(cells[::2], cells[1::2], strict=False):
         kind, size, seconds, mode, name = head.split(" ", 4)
-        own = (int(size), float(seconds), int(mode, 8) & 0o100)
-        states[name] = target if kind == "l" else own
+        file = int(size), float(seconds), int(mode, 8) & 0o100
+        states[name] = target if kind == "l" else file
     return states
 
 
