@@ -96,7 +96,7 @@ def test_the_commands_of_a_page_are_taken(app: App, path: Path) -> None:
         check(app, words)
 
 
-def test_no_page_installs_what_no_index_has() -> None:
+def test_no_page_installs_thinwire_from_an_index() -> None:
     pages = "".join(page.read_text("utf-8") for page in PAGES if page.name != "README.md")
     assert not re.findall(r"pip install [^`\n]*[ ']thinwire\b[^`\n]*", pages)
 

@@ -97,7 +97,7 @@ START = {"slurm": "sbatch", "skypilot": "sky", "kubernetes": "kubectl", "docker"
 
 @pytest.mark.parametrize("text", [MEMBERS, TORCHRUN], ids=["members", "torchrun"])
 @pytest.mark.parametrize("system", ["slurm", "skypilot", "kubernetes", "docker"])
-def test_printed_file_is_what_its_system_reads(tmp_path: Path, text: str, system: str) -> None:
+def test_printed_file_is_read_by_its_system(tmp_path: Path, text: str, system: str) -> None:
     folder = tmp_path / "a b: $c"
     folder.mkdir()
     setup = "  echo first\necho $HOME; . it"

@@ -86,7 +86,7 @@ def test_interrupted_up_ends_all_machines_and_keeps_secrets_off_command_lines(tw
 DEAF = "trap : TERM; echo rank $4 of $2 by $SECRET; while :; do sleep 1; done"
 
 
-def test_second_interruption_names_what_still_runs_and_how_to_end_it(two: Sites) -> None:
+def test_second_interruption_names_running_jobs_and_their_end(two: Sites) -> None:
     file = two.file(TORCHRUN, DEAF)
     with two.thinwire("up", file) as up:
         lines_until(up, *ranks(two))
@@ -130,7 +130,7 @@ def test_every_line_of_a_job_is_shown_from_its_first_one(two: Sites) -> None:
 NOISE = "printf 'Welcome\\n0 \\377\\000 1'; seq 1 20000; echo \"You have mail\" >&2"
 
 
-def test_what_login_shells_print_is_no_answer(two: Sites) -> None:
+def test_output_of_login_shells_is_no_answer(two: Sites) -> None:
     (two.home(1) / ".bashrc").write_text(NOISE)
     file = two.file(TORCHRUN, ENDLESS)
     with two.thinwire("up", file) as up:
@@ -187,7 +187,7 @@ def test_one_machine_by_two_names_is_refused(two: Sites) -> None:
     assert marked(two) == []
 
 
-def test_only_what_differs_is_copied_and_its_progress_is_shown(tmp_path: Path) -> None:
+def test_copy_sends_changed_files_and_shows_progress(tmp_path: Path) -> None:
     with sites(tmp_path, "20mbit") as two:
         file = two.file(TORCHRUN, "cat text; cat link; [ ! -x run ] || echo runs")
         code = two.folder / "code"

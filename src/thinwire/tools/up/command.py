@@ -62,7 +62,7 @@ def up(
         written, start = write(run, printed)
         print(f"{written} is written; start it by\n{start}")
         return
-    with Machines(run) as machines, _saying_what_runs(machines):
+    with Machines(run) as machines, _reported(machines):
         known, lost = machines.states()
         running = _running(known)
         if lost and not running:
@@ -86,8 +86,8 @@ def up(
 
 
 @contextlib.contextmanager
-def _saying_what_runs(machines: Machines) -> Iterator[None]:
-    """Say what still runs where the block is interrupted."""
+def _reported(machines: Machines) -> Iterator[None]:
+    """Name the jobs that may still run where the block is interrupted."""
     try:
         yield
     except KeyboardInterrupt:
@@ -102,7 +102,7 @@ def down(file: Path, /) -> None:
     Args:
         file: The file of up.
     """
-    with Machines(Run.read(file)) as machines, _saying_what_runs(machines):
+    with Machines(Run.read(file)) as machines, _reported(machines):
         known, lost = machines.states()
         running = _running(known)
         _stop(machines, known)
@@ -118,7 +118,7 @@ def status(file: Path, /) -> None:
     Args:
         file: The file of up.
     """
-    with Machines(Run.read(file)) as machines, _saying_what_runs(machines):
+    with Machines(Run.read(file)) as machines, _reported(machines):
         known, lost = machines.states()
     rows = [("process", *State("state", "since", "last line"))]
     rows += [(str(job), *known.get(job, State("not reached"))) for job in machines.jobs]
@@ -151,20 +151,18 @@ def write(run: Run, system: str) -> tuple[Path, str]:
     dollars = operator.methodcaller("replace", "$", "$$")
     as_json = functools.partial(json.dumps, ensure_ascii=False)
     environment.filters |= {"q": shlex.quote, "json": as_json, "export": export, "dollars": dollars}
-    source = files("thinwire.tools.up").joinpath(f"{system}.j2").read_text(encoding="utf-8")
-    folder, token = str(run.source.resolve()), str(run.token_file.resolve())
+    template = files("thinwire.tools.up").joinpath(f"{system}.j2").read_text(encoding="utf-8")
     threads = plain.get("OMP_NUM_THREADS", "")
-    text = environment.from_string(source).render(
-        run=run,
-        hidden=hidden,
-        plain=plain,
-        dashed=dashed,
-        work=_work,
-        folder=folder,
-        token=token,
-        path=PATH,
-        interface=interface,
-        cpus=run.processes * int(threads if threads.isdecimal() else _THREADS),
+    values = {
+        "folder": str(run.source.resolve()),
+        "token": str(run.token_file.resolve()),
+        "cpus": run.processes * int(threads if threads.isdecimal() else _THREADS),
+        "path": PATH,
+        "work": _work,
+        "interface": interface,
+    }
+    text = environment.from_string(template).render(
+        run=run, hidden=hidden, plain=plain, dashed=dashed, **values
     )
     file.write_text(text.rstrip() + "\n", encoding="utf-8")
     # from a pipe of the shell: others see the words of a command

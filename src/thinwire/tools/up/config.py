@@ -86,8 +86,8 @@ class Run:
         if bool(values.get("members")) == bool(values.get("torchrun")):
             raise ValueError("give one of members (a command) and torchrun (a script, arguments)")
         name = values.pop("name", file.stem)
-        place = hashlib.blake2b(os.fsencode(file.parent.resolve()), digest_size=4).hexdigest()
-        values["to"] = values.get("to", f"thinwire/{name}-{place}").removeprefix("~/")
+        ident = hashlib.blake2b(os.fsencode(file.parent.resolve()), digest_size=4).hexdigest()
+        values["to"] = values.get("to", f"thinwire/{name}-{ident}").removeprefix("~/")
         run = cls(file=file, machines=machines, name=name, **values)
         if not run.source.is_dir():
             raise ValueError(f"folder: {run.source} is not a folder")
@@ -196,9 +196,10 @@ def _plain_yaml(text: bytes) -> object:
     for event in yaml.parse(text, yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
-        if isinstance(event, yaml.AliasEvent) or depth > _DEEPEST:
-            what = "it is nested too deeply" if depth > _DEEPEST else "it has an alias"
-            raise ValueError(f"{what}: write plain values, without aliases (*name)")
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError("it has an alias (*name): write the value out")
+        if depth > _DEEPEST:
+            raise ValueError("it is nested too deeply")
     return yaml.safe_load(text)
 
 

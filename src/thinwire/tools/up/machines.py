@@ -128,12 +128,12 @@ class Call:
         """Wait for the end; return the exit status and the last line of errors, with advice."""
         status = self._process.wait()
         self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - _CHUNK_BYTES))
-        said = self._errors.read().decode(errors="replace").strip()
-        return status, self.advised(said.rpartition("\n")[2].strip(), said)
+        text = self._errors.read().decode(errors="replace").strip()
+        return status, self.advised(text.rpartition("\n")[2].strip(), text)
 
-    def advised(self, message: str, said: str) -> str:
-        """Return a message, and what to do about it."""
-        advice = [what for cause, what in _ADVICE.items() if re.search(cause, said)]
+    def advised(self, message: str, text: str) -> str:
+        """Return a message, and the advice for a text."""
+        advice = [line for cause, line in _ADVICE.items() if re.search(cause, text)]
         return " -> ".join([message, *advice[:1]]).replace("{}", self._machine.ssh)
 
     def require_end(self, otherwise: str) -> None:
@@ -392,11 +392,11 @@ def _address(run: Run, machine: Machine) -> str:
 
 @final
 class _Progress:
-    """Bytes of a copy to a machine, said every few seconds."""
+    """Bytes of a copy to a machine, reported every few seconds."""
 
     def __init__(self, machine: Machine, whole_bytes: int) -> None:
         self._name, self.whole = machine.ssh, f"{whole_bytes / _MB:.1f} MB"
-        self._bytes, self._said_s = 0, time.monotonic()
+        self._bytes, self._reported_s = 0, time.monotonic()
 
     def add(self, archive: tarfile.TarFile, path: Path, name: str) -> None:
         """Add a file to an archive."""
@@ -408,8 +408,8 @@ class _Progress:
         """Read on in the file."""
         chunk = self._file.read(size)
         self._bytes += len(chunk)
-        if time.monotonic() - self._said_s > _SAY_S:
-            self._said_s = time.monotonic()
+        if time.monotonic() - self._reported_s > _SAY_S:
+            self._reported_s = time.monotonic()
             say(f"{self._name}: {self._bytes / _MB:.1f} of {self.whole} copied")
         return chunk
 
