@@ -65,7 +65,8 @@ class Call:
         if machine.ssh != "localhost":
             options = [word for option in _OPTIONS for word in ("-o", option)]
             words = ("ssh", *run.ssh_options, *options, "--", machine.ssh, shlex.join(words))
-        self.verb, self._machine, self._ahead = verb, machine, b""
+        self.verb, self._machine = verb, machine
+        self._ahead, self._begun = b"", False
         self._mark = f"{secrets.token_hex(16)} "
         # a pipe stays open with the master of `ssh`
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 # closed by __exit__
@@ -103,9 +104,9 @@ class Call:
         """End `ssh`."""
         self._process.kill()
 
-    def begin(self) -> str | None:
-        """Wait for the answer; return the rest of its first line, or None where there is none."""
-        mark, text = self._mark.encode(), b""
+    def begin(self) -> str:
+        """Wait for the answer; return the rest of its first line, empty where there is none."""
+        mark, text, self._begun = self._mark.encode(), b"", True
         while chunk := self._read():
             # before the mark is what a login shell prints
             before, marked, after = (text + chunk).partition(mark)
@@ -113,10 +114,12 @@ class Call:
             if ended:
                 return line.decode()
             text = marked + after or before[-len(mark) :]
-        return None
+        return ""
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield the answer as it comes."""
+        """Yield the answer behind its first line as it comes."""
+        if not self._begun:
+            self.begin()
         yield self._ahead
         while chunk := self._read():
             yield chunk
@@ -242,7 +245,6 @@ class Machines:
         speaker = Speaker(machine.ssh, sys.stdout.buffer)
         say(f"{machine.ssh}: setup")
         with self._control(machine, "setup") as call:
-            call.begin()
             for chunk in call.chunks():
                 speaker.hear(chunk)
             speaker.hear(b"")
@@ -301,7 +303,7 @@ class Machines:
         Those in `recent` begin with their last lines.
         """
         self._following = [
-            self._threads.submit(self._follow_or_say, job, _RECENT if job in recent else 0)
+            self._threads.submit(self._follow, job, _RECENT if job in recent else 0)
             for job in self.jobs
         ]
         left = {job for job in self.jobs if job.name != "host"}
@@ -314,31 +316,28 @@ class Machines:
         """Pass on what ended jobs have written last."""
         wait(self._following, timeout=_LAST_S)
 
-    def _follow_or_say(self, job: Job, offset: int) -> None:
-        try:
-            self._follow(job, offset)
-        except Exception as error:  # such as output that nobody reads any more
-            self._ended.put((job, LOST, str(error)))
-
     def _follow(self, job: Job, offset: int) -> None:
         speaker, status = Speaker(str(job), sys.stdout.buffer), LOST
-        while status == LOST:
-            with self._control(job.machine, "follow", job.name, offset) as call:
-                if begin := call.begin():
-                    offset = int(begin)
-                    if self._lost_s.pop(job, None):
-                        say(f"{job} is reached again")
-                for chunk in call.chunks():
-                    offset += len(chunk)
-                    speaker.hear(chunk)
-                status, message = call.end()
-            if status != LOST:
-                speaker.hear(b"")
-                self.over.add(job)
-                self._ended.put((job, status, speaker.reason))
-            elif self._gives_up(job, message):
-                self._ended.put((job, LOST, message))
-                return
+        try:
+            while status == LOST:
+                with self._control(job.machine, "follow", job.name, offset) as call:
+                    if begin := call.begin():
+                        offset = int(begin)
+                        if self._lost_s.pop(job, None):
+                            say(f"{job} is reached again")
+                    for chunk in call.chunks():
+                        offset += len(chunk)
+                        speaker.hear(chunk)
+                    status, why = call.end()
+                if status == LOST and self._gives_up(job, why):
+                    break
+                if status != LOST:
+                    speaker.hear(b"")
+                    self.over.add(job)
+                    why = speaker.reason
+        except Exception as error:  # such as output that nobody reads any more
+            status, why = LOST, str(error)
+        self._ended.put((job, status, why))
 
     def _gives_up(self, job: Job, message: str) -> bool:
         """Return True for a lost machine without which others have ended, or must end."""
@@ -369,7 +368,6 @@ class Machines:
 
     def _ask(self, machine: Machine, verb: str, job: str = "-", *, errors: str = "replace") -> str:
         with self._control(machine, verb, job) as call:
-            call.begin()
             answer = b"".join(call.chunks()).decode(errors=errors)
             call.require_end(f"{job} has ended: {answer.strip()}")
         return answer
