@@ -26,6 +26,7 @@ NAMES = {
     "größe": "",
     "a.b": "slurm skypilot",
     "x" * 60: "slurm skypilot docker",
+    "a_": "slurm docker",
     "../two": "",
 }
 """By name, the systems that take it."""

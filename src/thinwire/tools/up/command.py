@@ -30,7 +30,7 @@ _THREADS = 4
 """Of a process, if the file does not set OMP_NUM_THREADS."""
 _SYSTEMS = {
     "slurm": ("sbatch", "sbatch {file}", r"[A-Za-z0-9][\w.-]*"),
-    "skypilot": ("sky.yaml", "sky launch -c {name} {file}{secrets}", r"[A-Za-z]([\w.-]*\w)?"),
+    "skypilot": ("sky.yaml", "sky launch -c {name} {file}{secrets}", r"(?i)[a-z]([\w.-]*[a-z\d])?"),
     "kubernetes": ("k8s.yaml", "{create}kubectl apply -f {file}", "[a-z]([a-z0-9-]{,48}[a-z0-9])?"),
     "docker": ("compose.yaml", "docker compose -f {file} up", "[a-z0-9][a-z0-9-]*"),
 }

@@ -285,6 +285,7 @@ class Machines:
 
     def start(self, job: Job) -> None:
         """Start a job; a host listens when this returns."""
+        say(f"{job}: start")
         for verb in ("start", "listening") if job.name == "host" else ("start",):
             if not self._abandoned.is_set():
                 self.over.discard(job)
