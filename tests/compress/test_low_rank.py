@@ -138,7 +138,7 @@ def in_ten_buckets(engine: Any) -> None:
     parts = engine._parts
     parts.overlap.remove()
     parts.overlap = Overlap(parts.params, parts.exchange, bucket_bytes=2000, first_bytes=2000)
-    parts.handles.append(parts.overlap)
+    parts.undo.callback(parts.overlap.remove)
     assert len(parts.gradients.buckets) >= 10
 
 
