@@ -14,8 +14,8 @@ _NAMES = {
     "thinwire._names": "named_parameters names_matches=matches plain_name plain_names",
     "thinwire._wording": "near shown",
     "thinwire.checkpoint": (
-        "combine export files load plan random_state save saving set_random_state tensor_file "
-        "write_rank_file"
+        "combine export files load plan random_state read_rank_file save saving set_random_state "
+        "tensor_file write_rank_file"
     ),
     "thinwire.checkpoint.combine": "Rule",
     "thinwire.checkpoint.files": "on_all_ranks",

@@ -109,6 +109,12 @@ def through_rank_0(rank: int, size: int, folder: str, what: str) -> list[str]:
         engine = make_engine(("dgc",), plain=True)
         train(engine, (), 0, 4)
         state, fresh = engine.state_dict(), make_engine(("dgc",), plain=True).load_state_dict
+    elif what != "local":  # the optimizer of an engine
+        engine = make_engine((what,), plain=True)
+        train(engine, (), 0, 5)
+        state = engine.optimizer.state_dict()
+        other = make_engine((what,), plain=True)
+        fresh = other.optimizer.load_state_dict
     else:
         model, optimizer = made()[0], None
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -131,7 +137,9 @@ def through_rank_0(rank: int, size: int, folder: str, what: str) -> list[str]:
     return told(fresh, loaded)
 
 
-@pytest.mark.parametrize("what", ["optimizer", "engine", "local"])
+@pytest.mark.parametrize(
+    "what", ["optimizer", "engine", "local", "dgc", "localsgd", "adaptive_localsgd"]
+)
 def test_the_state_of_rank_0_is_not_that_of_others(ranks: Pool, tmp_path: Path, what: str) -> None:
     first, second = ranks.run(through_rank_0, str(tmp_path), what)
     assert first == []

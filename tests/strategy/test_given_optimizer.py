@@ -70,6 +70,7 @@ def test_it_is_the_object_that_was_given(case: str) -> None:
     assert optimizer.state_dict()["state"]
     assert str(optimizer.state_dict()) == str(engine.optimizer.state_dict())
     saved, given = engine.state_dict(), optimizer.state_dict()
+    given.pop("provenance", None)  # where ranks differ
     residuals = saved["exchange"].get("residuals", {})
     compressed = [tuple(residual.shape) for residual in residuals.values()]
     for key, entries in given["state"].items() if "SGD" in case else ():

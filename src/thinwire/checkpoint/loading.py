@@ -1,16 +1,15 @@
 """Finds the newest checkpoint that is whole on all ranks, and reads the parts that a rank needs."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from thinwire._validate import integer
 from thinwire._wording import warn_user
-from thinwire.checkpoint.combine import Rule, combine, require_rules
+from thinwire.checkpoint.combine import Rules, combine
 from thinwire.checkpoint.files import LATE, on_all_ranks
 from thinwire.checkpoint.manifest import (
     MANIFEST,
@@ -84,7 +83,7 @@ class CheckpointReader:
         """Verify every byte of the files that this rank needs, and parse the plain ones."""
         self.trees = [self._tree(rank) for rank in self._sources]
 
-    def read(self, rules: Mapping[str, Rule]) -> Any:
+    def read(self, rules: Rules) -> Any:
         """Return the state for this rank, its own or the combined one. Call `verify` first."""
         with TensorReader(self.path) as reader:
             if self._is_own:
@@ -162,7 +161,7 @@ def load(
     *,
     group: Group,
     part: int = 0,
-    rules: Mapping[str, Rule] | None = None,
+    rules: Rules = None,
     combined: bool = False,
     sharding: Callable[[Any], Sharding | None] | None = None,
     step: int | None = None,
@@ -183,8 +182,7 @@ def load(
 
     Communication: three small rounds, and one more for every skipped checkpoint.
     """
-    part, root = integer("part", part, at_least=0), Path(directory)
-    rules = require_rules(rules)
+    root = Path(directory)
     entries: dict[str, Found] = {}
     surveys = on_all_ranks(
         group, "looking for checkpoints", partial(_survey_directory, root, part, entries)
@@ -286,7 +284,7 @@ def _verify(
     return None
 
 
-def _read(group: Group, reader: CheckpointReader, rules: Mapping[str, Rule]) -> Loaded:
+def _read(group: Group, reader: CheckpointReader, rules: Rules) -> Loaded:
     states: list[Any] = []
     on_all_ranks(group, "reading a checkpoint", lambda: states.append(reader.read(rules)))
     return Loaded(

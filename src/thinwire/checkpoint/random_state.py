@@ -46,7 +46,8 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     if not is_random_state(state):
         raise TypeError(f"state must come from random_state(), got {type(state).__name__}")
     random.setstate(state["python"])
-    np.random.set_state(with_tensors(state["numpy"], _words_of))
+    words = with_tensors(state["numpy"], lambda t: t.cpu().numpy().view(f"u{t.itemsize}"))
+    np.random.set_state(words)
     torch.set_rng_state(state["torch"].cpu())
     here = torch.cuda.device_count() if state["cuda"] else 0
     for device, entry in enumerate(state["cuda"][:here]):
@@ -91,7 +92,3 @@ def _from_numpy(value: Any) -> Any:
         return value
     # torch 2.13 pickles tensors of unsigned 32-bit words but cannot read them back
     return torch.from_numpy(value.view(f"i{value.itemsize}").copy())
-
-
-def _words_of(tensor: Tensor) -> Any:
-    return tensor.cpu().numpy().view(f"u{tensor.itemsize}")

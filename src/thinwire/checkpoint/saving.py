@@ -54,7 +54,6 @@ def save(
     Communication: eight rounds, and one for each older checkpoint that is read. Together they carry
     about 120 bytes for every tensor of the state.
     """
-    step, part = integer("step", step, at_least=0), integer("part", part, at_least=0)
     keep = None if keep is None else integer("keep", keep, at_least=1)
     root = Path(directory)
     writer = RankWriter(root, group.rank, secrets.token_hex(8))
@@ -116,12 +115,12 @@ def prune(group: Group, plan: SaveLayout, keep: int | None) -> list[str]:
         if whole == keep:
             gone.add(key)
             continue
-        problem = _first(
-            row[key]["problem"] if key in row else _NOT_ON_ALL_RANKS for row in leaders
-        )
+        found_here = (row[key]["problem"] if key in row else _NOT_ON_ALL_RANKS for row in leaders)
+        problem = next(filter(None, found_here), None)
         if problem is None and not verified:
             damage = partial(_damage, older.get(key))
-            problem = _first(on_all_ranks(group, "reading an older checkpoint", damage))
+            damages = on_all_ranks(group, "reading an older checkpoint", damage)
+            problem = next(filter(None, damages), None)
             verified = problem is None
         if problem is None:
             whole += 1
@@ -131,10 +130,6 @@ def prune(group: Group, plan: SaveLayout, keep: int | None) -> list[str]:
     superfluous = [entry for key, entry in older.items() if key in gone]
     delete = partial(_delete, plan, superfluous)
     return failed_deletions + on_all_ranks(group, "deleting older checkpoints", delete)[group.rank]
-
-
-def _first(problems: Iterable[str | None]) -> str | None:
-    return next((problem for problem in problems if problem is not None), None)
 
 
 def _survey_directory(plan: SaveLayout, older: _Older) -> dict[str, Any]:
@@ -191,7 +186,7 @@ def _damage(entry: Found | None) -> str | None:
     ]
     names = [name for directory in here for name in directory]
     damages = ((name, damage_of(entry.path / name, *manifest.files[name])) for name in names)
-    return _first(damage and f"{name} {damage}" for name, damage in damages)
+    return next((f"{name} {damage}" for name, damage in damages if damage), None)
 
 
 def _directories(manifest: Manifest) -> list[list[str]]:

@@ -34,9 +34,9 @@ from thinwire.checkpoint.tree import (
     parsed_table,
     table_entry,
 )
-from thinwire.errors import CheckpointCorrupt
+from thinwire.errors import CheckpointCorrupt, CheckpointError
 
-_HASHED_BYTES, _READ_BYTES = 64 << 20, 1 << 20
+_HASHED_BYTES, _READ_BYTES = 16 << 20, 1 << 20
 _READERS = 4
 """Number of threads; the SHA-256 of one tensor keeps a core busy."""
 PREFIX = struct.Struct("<Q")
@@ -65,12 +65,32 @@ def write_tensors(
     digests: Mapping[str, bytes] | None = None,
 ) -> tuple[int, str]:
     """Write a new safetensors file and force it to the disk, with at most one tensor on the
-    CPU at a time; return its size in bytes, and with digests its `checksum`.
+    CPU at a time; return its size in bytes, and with digests its `checksum`. Raise
+    `CheckpointError` if the bytes of a tensor are not those of its digest.
     """
-    pieces = pieces_of(tensors, metadata)
-    header = bytes(next(pieces))
-    size = write_pieces(path, chain([header], pieces))
-    return size, "" if digests is None else _combined(header, map(digests.__getitem__, tensors))
+    if digests is None:
+        return write_pieces(path, pieces_of(tensors, metadata)), ""
+    header = _header(tensors, metadata)
+    size = write_pieces(path, chain([header], _compared(tensors, digests)))
+    return size, _combined(header, map(digests.__getitem__, tensors))
+
+
+def _compared(tensors: Mapping[str, Tensor], digests: Mapping[str, bytes]) -> Iterator[bytes]:
+    """Yield the bytes of each tensor; raise if they are not those of its digest."""
+    with ThreadPool(1) as pool:  # hashes beside the disk
+        for name, tensor in tensors.items():
+            hasher, content = hashlib.sha256(), _memory(tensor)
+            for start in range(0, len(content), _HASHED_BYTES):
+                # a copy: another thread may change the tensor between its hash and the disk
+                piece = bytes(content[start : start + _HASHED_BYTES])
+                hashed = pool.apply_async(hasher.update, (piece,))
+                yield piece
+                hashed.wait()
+            if hasher.digest() != digests[name]:
+                raise CheckpointError(
+                    f"{name} was changed during the save, so it failed: stop the thread that "
+                    "changes it, or save with wait=False, which copies everything first"
+                )
 
 
 def pieces_of(
@@ -241,7 +261,7 @@ def write_rank_file(path: Path, state: Any) -> str:
         metadata = {"tree": json.dumps(tree), "tensors": json.dumps(table)}
         _, sha256 = write_tensors(aside, tensors, metadata, digests_of(tensors))
         aside.replace(path)
-    except OSError:
+    except (OSError, CheckpointError):
         aside.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)

@@ -25,7 +25,6 @@ from thinwire.strategy.saving import (
     OF_OTHER_RANKS,
     OF_USER,
     SAME_EVERYWHERE,
-    Restored,
     compared,
     copy_values_,
     load_all,
@@ -51,7 +50,7 @@ def save(
 ) -> Callable[[Group], Path]:
     """Return a function that writes a checkpoint of the current state; see `Engine.save`.
 
-    Without `copy` it must write before anything changes.
+    Without `copy` parameters, buffers and state of the optimizer must not change until then.
     """
     content: Any
     to_save, facts = on_host if copy else Tensor.detach, parts.facts
@@ -69,7 +68,7 @@ def save(
     )
 
 
-def load(directory: str | Path, parts: Parts, step: int | None) -> tuple[Path, Restored]:
+def load(directory: str | Path, parts: Parts, step: int | None) -> tuple[Path, dict[str, Any]]:
     """Load the newest whole checkpoint, or that of a step; see `Engine.load`."""
     loaded = _found(directory, parts, step=step)
     if ONLY in loaded.facts:
@@ -131,8 +130,7 @@ def load_parameters(directory: str | Path, parts: Parts) -> Path:
         except ValueError as error:
             raise CheckpointMismatch(f"{loaded.path}: {error}") from error
 
-    action = "taking over the parameters of a checkpoint"
-    left = frozenset().union(*on_all_ranks(parts.savers, action, fits))
+    left = frozenset().union(*on_all_ranks(parts.savers, "taking over parameters", fits))
     copy_values_(loaded.state, parts, left)
     discard_pending(parts, alike=not left)
     return loaded.path

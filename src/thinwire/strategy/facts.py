@@ -1,6 +1,5 @@
 """Values that must be equal on all ranks, or between a checkpoint and the engine that loads it."""
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from fnmatch import fnmatchcase
@@ -68,12 +67,17 @@ class Change(NamedTuple):
         return any(fnmatchcase(self.name, pattern) for pattern in _FREE)
 
 
+def compared_settings(strategy: Fields) -> dict[str, Any]:
+    """Return the strategy in plain values, without settings that change no bit."""
+    settings = to_dict(strategy)
+    for config in settings.values():
+        config.pop("state_device", None)
+    return settings
+
+
 def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """Return the settings that differ between two strategies in plain values."""
-    # a missing setting had its default; one of another version, or written by hand, is compared
-    # as it is
-    with contextlib.suppress(TypeError, ValueError):
-        before = to_dict(from_dict(Fields, before))
+    before = compared_settings(from_dict(Fields, before))  # a missing setting had its default
     return list(_differences("", before, now))
 
 
@@ -118,7 +122,7 @@ def checkpoint_facts(
 ) -> dict[str, Any]:
     """Return the facts that a checkpoint records of its engine."""
     return {
-        "strategy": to_dict(strategy),
+        "strategy": compared_settings(strategy),
         "optimizer": kinds_of(optimizer),
         "parameters": [f"{name} {shape_text(p)}" for name, p in named_parameters(model)],
         "state_dict": _names_by_key(model),

@@ -44,10 +44,9 @@ from thinwire.pipeline.split import split_model
 from thinwire.step.forwarding import Autocast
 from thinwire.step.recompute import matches, recompute
 from thinwire.strategy.clipping import require_clip_of_one, require_one_clip, take_clip_
-from thinwire.strategy.documents import to_dict
 from thinwire.strategy.engine import Engine
 from thinwire.strategy.engine_checks import MovingBuffers
-from thinwire.strategy.facts import checkpoint_facts, model_facts
+from thinwire.strategy.facts import checkpoint_facts, compared_settings, model_facts
 from thinwire.strategy.fields import Fields
 from thinwire.strategy.ownership import (
     OwnershipGuard,
@@ -70,6 +69,7 @@ from thinwire.strategy.requirements import (
     require_split_works,
     warn_of_low_rank,
 )
+from thinwire.strategy.saving import mark_states
 from thinwire.wire.message import WIRE_VERSION
 
 _log = logging.getLogger("thinwire")
@@ -132,7 +132,7 @@ def _form_groups_(setup: Setup) -> None:
     strategy, group, members = setup.strategy, setup.group, setup.members
     facts = {
         "wire version": WIRE_VERSION,
-        "strategy": to_dict(strategy),
+        "strategy": compared_settings(strategy),
         "dp_degree": strategy.expected_replicas,
         "digest_every": setup.digest_every,
         **setup.ranks.facts,
@@ -317,6 +317,7 @@ def _assemble(setup: Setup, parts: Parts, undo: ExitStack) -> None:
         if isinstance(single, CommonOptimizer):
             single.call_params({p: name for name, p in named_parameters(model)})
     parts.facts = checkpoint_facts(strategy, model, optimizer)
+    mark_states(parts)
 
 
 def _scaler(setup: Setup) -> LossScaler | None:

@@ -200,7 +200,7 @@ def _replacement_of(optimizer: torch.optim.Optimizer, config: LARS | LAMB) -> _R
         own["eps"] = config.epsilon
         made = _Replacement("lars", Lars, keys, unused.split(), (), patterns, own)
     else:
-        keys = {"betas": _floats, "weight_decay": float}
+        keys = {"betas": lambda betas: tuple(map(float, betas)), "weight_decay": float}
         unused = "eps amsgrad capturable differentiable fused decoupled_weight_decay"
         state = ("step", "exp_avg", "exp_avg_sq")
         own = {"weight_decay": config.lamb_weight_decay}
@@ -380,10 +380,6 @@ def _decide_decay_(
         f"the optimizer's weight_decay={own} and {method}_weight_decay={decay} both apply to "
         f"the same parameters: set {method}_weight_decay={own} and omit it in the optimizer"
     ]
-
-
-def _floats(betas: Any) -> tuple[float, ...]:
-    return tuple(float(beta) for beta in betas)
 
 
 def _lost_state(optimizer: torch.optim.Optimizer, replacement: _Replacement) -> Iterator[str]:

@@ -21,7 +21,7 @@ from thinwire.checkpoint.combine import Rule
 from thinwire.checkpoint.tree import with_tensors
 from thinwire.comm import Group, rank_and_size_in
 from thinwire.compress import KEPT, OTHER_RANKS
-from thinwire.core.provenance import PROVENANCE, Provenance, checksum_of
+from thinwire.core.provenance import PROVENANCE, Provenance, checksum_of, without_provenance
 from thinwire.core.several import all_of, kinds_of
 from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
 from thinwire.exchange.synchronizer import COUNTED
@@ -41,8 +41,6 @@ from thinwire.strategy.user_state import (
 )
 
 _log = logging.getLogger("thinwire")
-Restored = dict[str, Any]
-"""State of the engine itself: counters, and the user's `extra`."""
 
 _OF_MODULES = "module_state"
 """Key of the extra state of modules, if there is any."""
@@ -103,12 +101,14 @@ def saved(
     to_save: Callable[[Tensor], Tensor] = torch.clone,
 ) -> dict[str, Any]:
     """Return everything that a later step depends on, with tensors as `to_save` returns them."""
+    # threads of the user may change it
+    of_user = to_save if to_save is torch.clone else on_host
     _require_dense_state(parts)
-    of_modules = _held(saved_modules(parts.model), to_save, sharded=True)
-    exchange, optimizer = parts.saved_exchange(), parts.optimizer.state_dict()
+    of_modules = _held(saved_modules(parts.model), of_user, sharded=True)
+    optimizer = without_provenance(parts.optimizer.state_dict())
+    exchange = parts.saved_exchange()
     rest = {
         "optimizer": {**optimizer, "state": _without_kept(optimizer["state"], exchange)},
-        "schedulers": saved_schedulers(parts.optimizer, extra),
         "exchange": exchange,
         "merge": parts.merge.state_dict(),
     }
@@ -116,10 +116,11 @@ def saved(
         "counters": dict(counters),
         **saved_model(parts, frozen=frozen, to_save=to_save),
         **_held(rest, to_save),
+        "schedulers": _held(saved_schedulers(parts.optimizer, extra), of_user),
         "optimizer_names": _names(parts),
         "loss_scale": None if parts.scaler is None else parts.scaler.state_dict(),
         "random": random_state(),
-        "extra": _held(plain(extra), to_save, sharded=True),
+        "extra": _held(plain(extra), of_user, sharded=True),
         **({_OF_MODULES: of_modules} if of_modules else {}),
     }
 
@@ -145,7 +146,23 @@ def state_dict(parts: Parts, counters: Mapping[str, float]) -> dict[str, Any]:
     return {**state, "facts": _held(parts.facts), PROVENANCE: provenance.packed()}
 
 
-def load(state: Mapping[str, Any], parts: Parts) -> Restored:
+def mark_states(parts: Parts) -> None:
+    """Let the state of optimizers that differs by rank say whose it is; warn of another's."""
+    own = Provenance(*rank_and_size_in(), 0, 0)
+
+    def compare(_: object, state: Mapping[str, Any]) -> None:
+        found = Provenance.read(state.get(PROVENANCE))
+        problem = found and found.problem(own.rank, own.ranks, 0)
+        if problem and checksum_of(state["state"]):
+            warn_user(f"thinwire: {problem}")
+
+    for single in all_of(parts.optimizer) if parts.folds or parts.sync else ():
+        mark = single.register_state_dict_post_hook(lambda _, s: {**s, PROVENANCE: own.packed()})
+        for handle in (mark, single.register_load_state_dict_pre_hook(compare)):
+            parts.undo.callback(handle.remove)
+
+
+def load(state: Mapping[str, Any], parts: Parts) -> dict[str, Any]:
     """Restore everything or nothing, and return the state of the engine itself."""
     check.instance("state", state, Mapping, advice="pass what engine.state_dict() returned")
     if "facts" not in state:
@@ -166,10 +183,9 @@ def load(state: Mapping[str, Any], parts: Parts) -> Restored:
         own, parts, keep=settings_in_groups(changes), agreed=lambda problem, left: left
     )
     log_changes("the state", changes)
-    if provenance is not None:
-        problem = provenance.problem(*rank_and_size_in(), checksum_of(_of_ranks(rest)))
-        if problem is not None:
-            warn_user(f"thinwire: {problem}")
+    own = *rank_and_size_in(), checksum_of(_of_ranks(rest))
+    if provenance is not None and (problem := provenance.problem(*own)) is not None:
+        warn_user(f"thinwire: {problem}")
     return restored
 
 
@@ -185,7 +201,7 @@ def load_all(
     *,
     keep: Collection[str],
     agreed: Callable[[Exception | None, frozenset[str]], frozenset[str]],
-) -> Restored:
+) -> dict[str, Any]:
     """Run `load` with the agreement of several ranks: `agreed` gets this rank's error or
     None, and the buffers that it must not load, before parameters change.
     """
@@ -212,7 +228,7 @@ def load_all(
         if problem is not None:
             raise problem
         parts.load_exchange(
-            _without(left, state["exchange"], _buffers(parts))
+            _without(left, state["exchange"], dict(named_buffers(parts.model)))
         )  # it checks everything before it changes anything
         undo.pop_all()
     copy_values_(state, parts, left)
@@ -257,7 +273,7 @@ def require_shapes(state: Mapping[str, Any], parts: Parts, advice: str) -> froze
     left = _left(state, parts)
     theirs, ours = (
         {name: buffer for name, buffer in buffers.items() if name not in left}
-        for buffers in (state["buffers"], _buffers(parts))
+        for buffers in (state["buffers"], dict(named_buffers(parts.model)))
     )
     check.same_shapes("buffers", theirs, ours, advice=advice)
     return left
@@ -291,7 +307,7 @@ def _require_frozen(
 
 def _left(state: Mapping[str, Any], parts: Parts) -> frozenset[str]:
     """Return the buffers with persistent=False that one side lacks or has in another shape."""
-    theirs, ours = state["buffers"], _buffers(parts)
+    theirs, ours = state["buffers"], dict(named_buffers(parts.model))
     saved_only = set(state.get(_NON_PERSISTENT, ())) - ours.keys()
     return frozenset(
         name
@@ -325,11 +341,14 @@ def _without(
 
 def copy_values_(state: Mapping[str, Any], parts: Parts, left: frozenset[str]) -> None:
     """Set parameters and buffers of the model to those of a state, except what is `left`."""
-    for kind, tensors in (("parameters", _parameters(parts)), ("buffers", _buffers(parts))):
+    for kind, tensors in (
+        ("parameters", _parameters(parts)),
+        ("buffers", dict(named_buffers(parts.model))),
+    ):
         for name, tensor in tensors.items():
             if name in state[kind] and name not in (left if kind == "buffers" else ()):
                 tensor.copy_(state[kind][name])
-    kept = sorted(left & {*state["buffers"], *_buffers(parts)})
+    kept = sorted(left & {*state["buffers"], *dict(named_buffers(parts.model))})
     if kept:
         _log.warning(
             "%s: non-persistent buffers that are missing in the state or the model, or have "
@@ -429,10 +448,6 @@ def _parameters(parts: Parts) -> dict[str, Tensor]:
     if any(map(is_sharded, parts.params.values())):
         reshard_(parts.model)
     return {name: shard_of(param) for name, param in named_parameters(parts.model)}
-
-
-def _buffers(parts: Parts) -> dict[str, Tensor]:
-    return dict(named_buffers(parts.model))
 
 
 def _names(parts: Parts) -> list[list[str]] | None:

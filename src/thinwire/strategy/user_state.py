@@ -29,8 +29,7 @@ def plain(value: Any, path: str = "extra", *, objects: bool = True) -> Any:
         return value
     if isinstance(value, Mapping):
         return {
-            _key(key, path): plain(entry, f"{path}[{key!r}]", objects=objects)
-            for key, entry in value.items()
+            key: plain(entry, f"{path}[{key!r}]", objects=objects) for key, entry in value.items()
         }
     if isinstance(value, list | tuple):
         entries = [plain(entry, f"{path}[{i}]", objects=objects) for i, entry in enumerate(value)]
@@ -47,14 +46,6 @@ def plain(value: Any, path: str = "extra", *, objects: bool = True) -> Any:
         "str, bytes, tensors, dicts, lists and tuples of "
         f"these{', and objects with a state_dict' if objects else ''}: {advice}"
     )
-
-
-def _key(key: object, path: str) -> int | str:
-    if isinstance(key, bool) or not isinstance(key, int | str):
-        raise TypeError(
-            f"{path} has the key {key!r} of type {type(key).__name__}; keys are str or int"
-        )
-    return key
 
 
 def saved_modules(model: nn.Module) -> dict[str, Any]:
@@ -173,14 +164,9 @@ def restore_schedulers_(
             undo.callback(vars(one).clear)
         scheduler.load_state_dict(copy.deepcopy(dict(state)))
         for one, attributes in before:
-            _keep_kinds(one, attributes)
-
-
-def _keep_kinds(scheduler: LRScheduler, before: Mapping[str, Any]) -> None:
-    """Restore Counters, in which a scheduler may keep its milestones; a file has none."""
-    for key, value in vars(scheduler).items():
-        if isinstance(before.get(key), Counter) and not isinstance(value, Counter):
-            vars(scheduler)[key] = Counter(value)
+            for key, value in vars(one).items():  # milestones; a file has no Counter
+                if isinstance(attributes.get(key), Counter):
+                    vars(one)[key] = Counter(value)
 
 
 def _outermost(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
