@@ -1,6 +1,7 @@
 """State of local updates in host memory: the same bits, and little else on the device."""
 
 import itertools
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -141,53 +142,49 @@ def test_ranks_with_state_on_a_host_get_bits_of_cpu(ranks: Pool, name: str, opti
     assert len({text for both in found for text in both}) == 1
 
 
-def engines(rank: int, size: int, name: str) -> list[str]:
-    """Bits of an engine on the second device with state on the host, and of one on the CPU."""
-    found = []
-    for device, state_device in (("second", "cpu"), ("cpu", None)):
-        config = tw.LocalSGD(
-            4, compression=COMPRESSIONS[name], state_device=state_device, delay=1, **OUTER
-        )
-        with Held():
-            trained = Trained(device, config, rank)
-            engine = engine_of(trained.model, None, optimizer=trained.optimizer, localsgd=config)
-            for step in range(13):
-                x = place(torch.full((60, 40), 0.01 * (rank + step)), device)
-                engine.minimize((trained.params[0] * x).square().sum())
-            engine.close()
-        found.append(trained.bits())
-    return found
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_engine_with_state_on_the_host_trains_to_bits_of_a_cpu(ranks: Pool, name: str) -> None:
-    for found in ranks.run(engines, name, size=2):
-        assert len(set(found)) == 1
-
-
-def members(rank: int, size: int, address: str, name: str, flag: str) -> dict[int, str]:
-    """Bits after averagings of a member, and of one that joins it."""
+def members(
+    rank: int, size: int, address: str, name: str, flag: str, device: str, engine: bool
+) -> dict[int, str]:
+    """Bits after averagings of a member, and of one that joins it with state on the host."""
     wait_for(flag if rank else "")
-    config = tw.LocalSGD(4, 0, compression=COMPRESSIONS[name], state_device="cpu", **OUTER)
+    kind = tw.AdaptiveLocalSGD if engine else tw.LocalSGD
+    own = "cpu" if rank or device == "second" else None
+    config = kind(4, 0, compression=COMPRESSIONS[name], state_device=own, **OUTER)
     found: dict[int, str] = {}
-    with Held(), tw.join(address, run="test", timeout=TIMEOUT_S) as joined:
-        trained = Trained("second", config, rank, members=joined)
-        with trained.sync as sync:
-            while sync.step < 24:
-                trained.step()
-                if sync.synced:
-                    found[sync.step] = trained.bits()
-                if not rank and sync.step == 4:
-                    Path(flag).touch()
-                    until(joined._membership.waiting_joiners, "the joiner")
-                if not rank and sync.step == 14:
-                    until(joined._membership.ready_joiners, "the joiner")
+    with Held(), tw.join(address, run="test", timeout=TIMEOUT_S) as joined, ExitStack() as stack:
+        told: Any = {"members": joined}
+        trained = Trained(device, config, rank, **({} if engine else told))
+        if engine:
+            fields: Any = {"optimizer": trained.optimizer, "adaptive_localsgd": config}
+            made = stack.enter_context(closing(engine_of(trained.model, None, told=told, **fields)))
+            made.follow_steps(lambda: torch.ones(()))
+            sync: Any = made._parts.sync
+        else:
+            sync = stack.enter_context(trained.sync)
+        while sync.step < 24:
+            trained.step()
+            if sync.synced:
+                found[sync.step] = trained.bits()
+            if not rank and sync.step == 4:
+                Path(flag).touch()
+                until(joined._membership.waiting_joiners, "the joiner")
+            if not rank and sync.step == 14:
+                until(joined._membership.ready_joiners, "the joiner")
     return found
 
 
-@pytest.mark.parametrize("name", COMPRESSIONS)
-def test_joiner_with_state_on_the_host_gets_bits(ranks: Pool, name: str, tmp_path: Path) -> None:
-    member, joiner = met(ranks, members, name, str(tmp_path / "go"), size=2)
+@pytest.mark.parametrize(
+    ("name", "device", "engine"),
+    [
+        *((name, "second", False) for name in COMPRESSIONS),
+        ("1 bit", "cpu", False),
+        ("1 bit", "cpu", True),
+    ],
+)
+def test_joiner_with_state_on_the_host_gets_bits(
+    ranks: Pool, name: str, device: str, engine: bool, tmp_path: Path
+) -> None:
+    member, joiner = met(ranks, members, name, str(tmp_path / "go"), device, engine, size=2)
     assert len(joiner) > 1
     assert joiner.items() <= member.items()
 
@@ -225,49 +222,11 @@ def test_averaging_holds_a_byte_a_parameter_and_a_tensor_on_device(ranks: Pool, 
         assert after <= NUMEL // 10
 
 
-def saved_and_loaded(rank: int, size: int) -> list[str]:
-    """Bits of runs that were saved with one place of the state and go on with another."""
-    found = []
-    for first, second in itertools.product((None, "cpu"), repeat=2):
-        config = tw.LocalSGD(4, compression=tw.Quantized(1), delay=2, **OUTER)
-        with Held():
-            trained = Trained("second", tw.LocalSGD(**vars(config) | {"state_device": first}))
-            with trained.sync as sync:
-                for _ in range(10):
-                    trained.step()
-                state, optimizer = sync.state_dict(), trained.optimizer.state_dict()
-                params = [back(param).clone() for param in trained.params]
-            other = Trained("second", tw.LocalSGD(**vars(config) | {"state_device": second}))
-            with other.sync as sync, torch.no_grad():
-                for param, value in zip(other.params, params, strict=True):
-                    param.copy_(value)
-                other.optimizer.load_state_dict(optimizer)
-                sync.load_state_dict(state)
-                other._steps = itertools.count(30)
-                for _ in range(8):
-                    other.step()
-            found.append(other.bits())
-    return found
-
-
-def test_a_saved_state_loads_wherever_state_is_kept(ranks: Pool) -> None:
-    [found] = ranks.run(saved_and_loaded, size=0)
-    assert len(set(found)) == 1
-
-
 @pytest.mark.parametrize("kind", [tw.LocalSGD, tw.AdaptiveLocalSGD])
 def test_another_state_device_is_refused_by_name(kind: Any) -> None:
     for wrong in ("cuda", "cpu:0", 0, torch.device("cpu")):
         with pytest.raises(ValueError, match=r"state_device must be one of .'cpu'., got"):
             kind(4, state_device=wrong)
-
-
-def test_a_strategy_file_has_the_state_device() -> None:
-    for fields in ({"localsgd": tw.LocalSGD(4, state_device="cpu")},):
-        strategy = tw.DistributedStrategy(**fields)
-        assert strategy.to_dict()["localsgd"]["state_device"] == "cpu"
-        assert tw.DistributedStrategy.from_dict(strategy.to_dict()) == strategy
-    assert "state_device" not in tw.DistributedStrategy(localsgd=tw.LocalSGD(4)).to_dict()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

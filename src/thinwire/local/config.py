@@ -86,7 +86,7 @@ class LocalSGD(_Common):
             node first average densely among themselves and count as one source. 1 is off. None:
             torchrun's LOCAL_WORLD_SIZE if changes are compressed and ranks fill two nodes or more.
         state_device: "cpu" keeps anchors, outer momentum and residuals in host memory; the same
-            bits. None: the device of the parameters. Ranks may differ in it.
+            bits. None: that of the parameters. It may differ between ranks, a save and a load.
         round_seconds: Seconds after which a rank averages, or `k_steps` steps if they are done
             earlier. Slow ranks make fewer steps in a round, and fast ranks do not wait for them.
             Each change is weighted by the rank's steps, or by its tokens if `observe(tokens=)`
