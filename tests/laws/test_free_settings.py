@@ -30,7 +30,7 @@ def docstrings() -> Iterator[str]:
         yield from (inspect.getdoc(one) or "" for one in (thing, *public) if callable(one))
 
 
-def test_settings_said_to_change_no_bit_are_tried() -> None:
+def test_free_settings_of_docstrings_are_known() -> None:
     entries = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
     found = (entry for text in docstrings() for entry in entries.findall(text))
     assert {name for name, text in found if CLAIM.search(" ".join(text.split()))} == set(VALUES)

@@ -183,8 +183,8 @@ def load(state: Mapping[str, Any], parts: Parts) -> dict[str, Any]:
         own, parts, keep=settings_in_groups(changes), agreed=lambda problem, left: left
     )
     log_changes("the state", changes)
-    own = *rank_and_size_in(), checksum_of(_of_ranks(rest))
-    if provenance is not None and (problem := provenance.problem(*own)) is not None:
+    this = *rank_and_size_in(), checksum_of(_of_ranks(rest))
+    if provenance is not None and (problem := provenance.problem(*this)) is not None:
         warn_user(f"thinwire: {problem}")
     return restored
 
