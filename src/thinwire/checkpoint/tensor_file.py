@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import chain
+from itertools import chain, cycle
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +36,7 @@ from thinwire.checkpoint.tree import (
 )
 from thinwire.errors import CheckpointCorrupt, CheckpointError
 
-_HASHED_BYTES, _READ_BYTES = 16 << 20, 1 << 20
+_HASHED_BYTES, _COPIED_BYTES, _READ_BYTES = 16 << 20, 4 << 20, 1 << 20
 _READERS = 4
 """Number of threads; the SHA-256 of one tensor keeps a core busy."""
 PREFIX = struct.Struct("<Q")
@@ -75,16 +75,23 @@ def write_tensors(
     return size, _combined(header, map(digests.__getitem__, tensors))
 
 
-def _compared(tensors: Mapping[str, Tensor], digests: Mapping[str, bytes]) -> Iterator[bytes]:
+def _compared(tensors: Mapping[str, Tensor], digests: Mapping[str, bytes]) -> Iterator[memoryview]:
     """Yield the bytes of each tensor; raise if they are not those of its digest."""
+    # copies: another thread may change the tensor between its hash and the disk
+    buffers = cycle([bytearray(_COPIED_BYTES), bytearray(_COPIED_BYTES)])
     with ThreadPool(1) as pool:  # hashes beside the disk
         for name, tensor in tensors.items():
             hasher, content = hashlib.sha256(), _memory(tensor)
-            for start in range(0, len(content), _HASHED_BYTES):
-                # a copy: another thread may change the tensor between its hash and the disk
-                piece = bytes(content[start : start + _HASHED_BYTES])
-                hashed = pool.apply_async(hasher.update, (piece,))
-                yield piece
+            hashing = []
+            for start in range(0, len(content), _COPIED_BYTES):
+                piece = content[start : start + _COPIED_BYTES]
+                copied = memoryview(next(buffers))[: len(piece)]
+                copied[:] = piece
+                hashing.append(pool.apply_async(hasher.update, (copied,)))
+                yield copied
+                if len(hashing) > 1:  # the other buffer is filled next
+                    hashing.pop(0).wait()
+            for hashed in hashing:
                 hashed.wait()
             if hasher.digest() != digests[name]:
                 raise CheckpointError(

@@ -29,7 +29,8 @@ def plain(value: Any, path: str = "extra", *, objects: bool = True) -> Any:
         return value
     if isinstance(value, Mapping):
         return {
-            key: plain(entry, f"{path}[{key!r}]", objects=objects) for key, entry in value.items()
+            _key(key, path): plain(entry, f"{path}[{key!r}]", objects=objects)
+            for key, entry in value.items()
         }
     if isinstance(value, list | tuple):
         entries = [plain(entry, f"{path}[{i}]", objects=objects) for i, entry in enumerate(value)]
@@ -46,6 +47,14 @@ def plain(value: Any, path: str = "extra", *, objects: bool = True) -> Any:
         "str, bytes, tensors, dicts, lists and tuples of "
         f"these{', and objects with a state_dict' if objects else ''}: {advice}"
     )
+
+
+def _key(key: object, path: str) -> int | str:
+    if isinstance(key, bool) or not isinstance(key, int | str):
+        raise TypeError(
+            f"{path} has the key {key!r} of type {type(key).__name__}; keys are str or int"
+        )
+    return key
 
 
 def saved_modules(model: nn.Module) -> dict[str, Any]:
