@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 _SEPARATOR = re.compile(r"[-_.]")
 _MOST_WORDS = 3
-_PASSED = ("thinwire.", "torch.", "contextlib", "functools")
+PASSED = ("thinwire.", "torch.", "contextlib", "functools")
 _MOST_CHARACTERS = 120
 
 
@@ -27,7 +27,7 @@ def shown(value: object) -> str:
 def warn_user(text: str) -> None:
     """Warn at the line of the user's code that called the library, through torch's hooks too."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PASSED):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(PASSED):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, UserWarning, level)
 

@@ -246,7 +246,7 @@ def refused_group(rank: int, size: int) -> None:
         )
 
     # the moment in which a peer dies while gloo connects cannot be hit from outside
-    with patch.object(dist, "new_group", broken):
+    with patch.object(dist.distributed_c10d, "_new_process_group_helper", broken):
         Group()
 
 

@@ -1,7 +1,11 @@
 """Large messages over several connections: the same bits, and the same errors."""
 
 import os
+import resource
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +122,45 @@ def differing(rank: int, size: int) -> None:
 
 def test_ranks_with_other_numbers_of_streams_are_refused(ranks: Pool) -> None:
     ranks.raise_alike(Mismatch.__name__, "streams", differing)
+
+
+@contextmanager
+def files_left(count: int | None) -> Iterator[None]:
+    """Let this process open so many further files, or as many as before."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = {int(entry.name) for entry in Path("/proc/self/fd").iterdir()}
+    free = (number for number in range(soft) if number not in used)
+    limit = soft if count is None else next(islice(free, count, None))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def with_few_files(rank: int, size: int, streams: int | None, left: list[int | None]) -> str:
+    with files_left(left[rank]):
+        return trained(rank, size, streams, None, 0)
+
+
+@pytest.mark.parametrize("streams", [None, 30])
+@pytest.mark.parametrize("left", [[60, 60], [None, 40], [34, None], [60, None, 50]], ids=str)
+def test_few_open_files_leave_fewer_connections(
+    ranks: Pool, left: list[int | None], streams: int | None
+) -> None:
+    size = len(left)
+    whole = ranks.run(trained, 1, None, 0, size=size)
+    assert ranks.run(with_few_files, streams, left, size=size) == whole
+
+
+def without_files(rank: int, size: int) -> None:
+    with files_left(2):
+        Group(timeout=LIMIT_S)
+
+
+@pytest.mark.fault("a rank may open no file")
+def test_a_limit_of_open_files_is_named(ranks: Pool) -> None:
+    ranks.raise_alike("ThinwireError", ["may open", "files", "ulimit -n"], without_files)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True])

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import queue
 import re
 import threading
@@ -10,19 +11,19 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch._C._distributed_c10d import Store
 
 from thinwire.comm.sockets import Connection, connections, shut_down
-from thinwire.comm.waiting import activity, idle_s
-from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
+from thinwire.comm.waiting import Awaited, activity, idle_s, launches, note_call
+from thinwire.errors import Mismatch, PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
 
 _KEY_PREFIX = "thinwire/alive"
+_MISMATCH = "mismatch: "
 _SHORTEST_S, _LONGEST_S = 0.5, 5.0
 _QUICK_S = 0.2
 """Time limit for a quick answer, beside the slack in `ask`."""
@@ -38,10 +39,20 @@ class Heartbeat:
     age_s: float
     interval_s: float
     action: str
-    waiting: bool
+    awaited: Awaited | None
     since_s: float
+    call: str
+    """Call of the script, once it has waited for a second."""
+    launched: dict[str, list[int]]
+    """Exchanges that it has launched, by group: of data, and of control messages."""
     failed: str
     idle_s: float | None
+
+    def lacks(self, other: "Heartbeat") -> bool:
+        """Return True if the other rank waits for an exchange that this one has not launched."""
+        group, control, number = other.awaited or ("", False, 0)
+        counts = self.launched.get(group)
+        return bool(other.call) and counts is not None and counts[control] < number
 
     @property
     def silent(self) -> bool:
@@ -51,7 +62,7 @@ class Heartbeat:
     @property
     def takes_part(self) -> bool:
         """True if its exchange has failed too, or it waits in one."""
-        return bool(self.failed) or (self.waiting and not self.silent)
+        return bool(self.failed) or (self.awaited is not None and not self.silent)
 
 
 class HeartbeatThread:
@@ -61,13 +72,14 @@ class HeartbeatThread:
     # connection of its own, and `ask` gives up by closing it. A thread inside a call at exit would
     # abort the interpreter
 
-    def __init__(self, store: "Store", rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
         self._rank, self._size = rank, size
         self._began_s = time.monotonic()
         self.interval_s = min(max(timeout_s / 10, _SHORTEST_S), _LONGEST_S)
         self._failed = ""
         self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
-        self._host = _host_of(store)
+        inner: Any = getattr(store, "_underlying_non_prefix_store", store)
+        self._host: int | None = getattr(inner, "port", None)
         self._other_connections: set[Connection] = set()
         self._own_connections: set[Connection] | None = None
         self._stopped = threading.Event()
@@ -78,7 +90,7 @@ class HeartbeatThread:
         self._thread.start()
 
     def ask(self, failed: str, wait_s: float) -> Sequence[Heartbeat | None] | None:
-        """Report a failure here, or "", and return the heartbeats of all ranks; see `Heartbeat`."""
+        """Report a failure here, or "", and return all heartbeats; stop if none come in time."""
         if not self._thread.is_alive():
             return None
         answer: Future[list[Heartbeat | None]] = Future()
@@ -86,21 +98,33 @@ class HeartbeatThread:
         try:
             return answer.result(wait_s + 0.4)
         except TimeoutError:
-            self.stop()
+            if wait_s > 0:
+                self.stop()
             return None
+
+    def mismatch(self) -> str | None:
+        """Return, and report, that this rank and another one wait for each other; else None."""
+        # neither has launched what the other one waits for, nor can it; slow ranks get there
+        note_call()
+        found = dict(enumerate(self.ask("", 0.0) or ()))
+        own = found.pop(self._rank, None)
+        for rank, other in found.items():
+            if own is not None and other is not None and own.lacks(other) and other.lacks(own):
+                calls = sorted([(self._rank, own.call), (rank, other.call)])
+                first, second = (f"rank {rank} is in {call}" for rank, call in calls)
+                text = f"{first}, and {second}: all ranks must make the same calls, equally often"
+                self.ask(_MISMATCH + text, 0.0)
+                return text
+        return None
 
     def extension_s(self, timeout_s: float) -> float:
         """Return the seconds for which missing ranks, all of them busy, may be waited for."""
         latest = self.ask("", _QUICK_S)
         if latest is None or latest[self._rank] is None:
             return 0.0
-        missing = [
-            heartbeat
-            for rank, heartbeat in enumerate(latest)
-            if rank != self._rank
-            and (heartbeat is None or not heartbeat.waiting or heartbeat.silent)
-        ]
-        idle = [math.inf if s is None or s.idle_s is None else s.idle_s for s in missing]
+        others = [heartbeat for rank, heartbeat in enumerate(latest) if rank != self._rank]
+        missing = [s for s in others if s is None or not s.takes_part]
+        idle = [math.inf if s is None or s.idle_s is None else s.age_s + s.idle_s for s in missing]
         return timeout_s - max(idle, default=math.inf)
 
     def stop(self) -> None:
@@ -116,7 +140,7 @@ class HeartbeatThread:
         with contextlib.suppress(ValueError):
             _heartbeat_threads.remove(self)
 
-    def _run(self, store: "Store") -> None:
+    def _run(self, store: Store) -> None:
         # errors of the store are ignored: heartbeats only make a message clearer. The clone's
         # connection is the new one to the store's port, so only one thread at a time may connect
         with contextlib.suppress(Exception):
@@ -137,11 +161,12 @@ class HeartbeatThread:
                         answer.set_result(self._read_until(own, until_s))
 
     def _own_heartbeat(self) -> str:
-        (action, waiting, since), now = activity(), time.monotonic()
-        fields = now - self._began_s, action, waiting, now - since, self._failed, idle_s()
-        return json.dumps(fields)
+        # counts are read last: then a message that they lack was not there when the wait was
+        (action, awaited, since, call), now = activity(), time.monotonic()
+        fields = now - self._began_s, action, awaited, now - since, call, dict(launches)
+        return json.dumps((*fields, self._failed, idle_s()))
 
-    def _read_until(self, store: "Store", until_s: float) -> list[Heartbeat | None]:
+    def _read_until(self, store: Store, until_s: float) -> list[Heartbeat | None]:
         """Return all heartbeats; after a failure wait until all ranks have reported one."""
         while True:
             latest = self._read_all(store)
@@ -150,7 +175,7 @@ class HeartbeatThread:
                 return latest
             time.sleep(0.02)
 
-    def _read_all(self, store: "Store") -> list[Heartbeat | None]:
+    def _read_all(self, store: Store) -> list[Heartbeat | None]:
         keys = [f"{_KEY_PREFIX}/{rank}" for rank in range(self._size)]
         if store.check(keys):
             return [self._parse_heartbeat(answer) for answer in store.multi_get(keys)]
@@ -159,10 +184,9 @@ class HeartbeatThread:
         ]
 
     def _parse_heartbeat(self, answer: bytes) -> Heartbeat:
-        at, action, waiting, since_s, failed, idle = json.loads(answer)
+        at, *fields = json.loads(answer)
         age_s = max(time.monotonic() - self._began_s - at, 0.0)
-        idle = None if idle is None else idle + age_s
-        return Heartbeat(age_s, self.interval_s, action, waiting, since_s, failed, idle)
+        return Heartbeat(age_s, self.interval_s, *fields)
 
     def _disconnect(self) -> None:
         """Close the connection, which ends a call that waits for it or for an answer."""
@@ -182,13 +206,6 @@ def stop_all() -> None:
         heartbeats.stop()
 
 
-def _host_of(store: "Store") -> int | None:
-    """Return the port of the store's host, or None if the store has no server."""
-    inner: Any = getattr(store, "_underlying_non_prefix_store", store)
-    port = getattr(inner, "port", None)
-    return port if isinstance(port, int) else None
-
-
 def _connections_to(port: int | None) -> set[Connection]:
     return {connection for connection in connections() if connection.remote[1] == port}
 
@@ -206,26 +223,21 @@ _LOST = re.compile(
 )
 
 
-class _StateText(threading.local):
-    state = "Nothing of this exchange was applied"
-
-
-_state_text = _StateText()
+_state = ContextVar("state", default="Nothing of this exchange was applied")
 
 
 @contextmanager
 def state_in_errors(state: str) -> Iterator[None]:
     """Let errors of exchanges inside the block describe the state of this rank, in a sentence."""
-    before, _state_text.state = _state_text.state, state
+    before = _state.set(state)
     try:
         yield
     finally:
-        _state_text.state = before
+        _state.reset(before)
 
 
-def state_after_failure() -> str:
-    """Return the state after an exchange that fails now, as a sentence without its full stop."""
-    return _state_text.state
+state_after_failure = _state.get
+"""Returns the state after an exchange that fails now, as a sentence without its full stop."""
 
 
 RESTART = "; restart from the last checkpoint"
@@ -245,26 +257,30 @@ def explain_failure(
     text = str(error).partition("\n")[0]  # torch's own trace follows
     stalled, lost = _STALLED.search(text), _LOST.search(text)
     where = f"rank {rank} of {size}, {action}"
+    if "Too many open files" in text:
+        return ThinwireError(
+            f"{where}: this process may open {os.sysconf('SC_OPEN_MAX')} files, and has reached "
+            "that limit: raise it with `ulimit -n` where the ranks are started, or pass streams=1"
+        )
     if not (stalled or lost):
         return ThinwireError(f"{where} failed: {text}")
-    latest = None
-    if heartbeats is not None:
-        latest = heartbeats.ask("stalled" if stalled else "lost", _REPORT_WAIT_S)
+    kind = "stalled" if stalled else "lost"
+    latest = None if heartbeats is None else heartbeats.ask(kind, _REPORT_WAIT_S)
     others = None if latest is None else {r: h for r, h in enumerate(latest) if r != rank}
     failed = {h.failed: r for r, h in (others or {}).items() if h is not None}
+    if found := next((text for text in failed if text.startswith(_MISMATCH)), None):
+        return Mismatch(f"{found.removeprefix(_MISMATCH)}. {state_after_failure()}")
     if "damaged" in failed:
         cause = f"rank {failed['damaged']} received a damaged message and ended the exchanges"
         return PayloadCorrupt(f"{where}: {cause}. {state_after_failure()}. {text}")
     # a rank that stalled closes its connections, which the others see as a lost rank
     if stalled or "stalled" in failed:
-        cause = _stalled_text(others, within, action, known=heartbeats is not None)
+        cause = _stalled_text(others, within, known=heartbeats is not None)
         return PeerStalled(f"{where}: {cause} ({text})")
     return PeerLost(f"{where}: {_lost_text(others)}{advice}. ({text})")
 
 
-def _stalled_text(
-    others: dict[int, Heartbeat | None] | None, within: str, action: str, *, known: bool
-) -> str:
+def _stalled_text(others: dict[int, Heartbeat | None] | None, within: str, *, known: bool) -> str:
     end = f"{state_after_failure()}."
     if others is None:
         why = (
@@ -273,18 +289,16 @@ def _stalled_text(
         )
         return f"another rank did not take part within {within}. {why if known else ''}{end}"
     absent = {r: h for r, h in others.items() if h is None or not h.takes_part}
+    shown = (absent or others).items()
+    described = "; ".join(f"rank {r} {_activity_text(h)}" for r, h in shown)
     if absent:
-        described = "; ".join(f"rank {r} {_activity_text(h)}" for r, h in absent.items())
-        at_work = any(h is not None and not (h.silent or h.waiting) for h in absent.values())
+        at_work = any(h is not None and h.awaited is None and not h.silent for h in absent.values())
         advice = f"{_AT_WORK} " if at_work else ""
         names = ", ".join(map(str, absent))
         return f"rank {names} did not take part within {within}: {described}. {advice}{end}"
-    other_calls = {r: h for r, h in others.items() if h is not None and h.action != action}
-    shown = other_calls or others
-    described = "; ".join(f"rank {r} {_activity_text(h)}" for r, h in shown.items())
     return (
         f"the exchange did not complete within {within}, though all ranks are alive: {described}. "
-        f"The network between them is down, or they make different calls. {end}"
+        f"The network between them is down. {end}"
     )
 
 
@@ -305,7 +319,7 @@ def _activity_text(heartbeat: Heartbeat | None) -> str:
         return "has never sent a heartbeat"
     if not heartbeat.action:
         where = "before its first exchange"
-    elif heartbeat.waiting:
+    elif heartbeat.awaited is not None:
         where = f"waiting {heartbeat.since_s:.0f} s for others in {heartbeat.action!r}"
     else:
         where = f"busy with other work for {heartbeat.since_s:.0f} s after {heartbeat.action!r}"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from math import ceil
+from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -33,13 +34,15 @@ from thinwire.comm.private import (
     timeout_s_of,
 )
 from thinwire.comm.waiting import Limit, Progress, one_deadline, seconds_of, set_activity, whole_s
-from thinwire.errors import PayloadCorrupt, ThinwireError
+from thinwire.errors import Mismatch, PayloadCorrupt, ThinwireError
 from thinwire.layout.traffic import STREAMS, streams_between
 
 _SHORT_BYTES = 1024
 """Longest control message that goes to all ranks at once."""
 _HEAD = struct.Struct("<I8s8s")
 """Length of a string, its digest, and that of what ranks of all parts have in common."""
+_FILES_OF_STREAM = 3
+"""Descriptors of a group of gloo, beside one for each rank."""
 _CHECKSUM = struct.Struct("<I")
 """CRC-32 at the end of each control message."""
 _T_co = TypeVar("_T_co", covariant=True)
@@ -145,29 +148,24 @@ class Group:
         assert parent is not None
         if self.size > 1:
             require_linux("training on several ranks")
-            self._shared = private_group(parent, self.timeout_s, gloo=gloo)
+            ranks, name = dist.get_process_group_ranks(parent), "gloo" if gloo else "all"
+            self._shared = private_group(parent, name, self.timeout_s, ranks, gloo=gloo)
 
     @classmethod
-    def alone(cls, timeout_s: float) -> "Group":
-        """Return a group of this rank only, whatever process groups there are."""
+    def over_private(cls, private: Private | None, timeout_s: float) -> "Group":
+        """Return a group over a process group of the library; None: of this rank only."""
         group = cls.__new__(cls)
         group._begin(timeout_s)
-        return group
-
-    @classmethod
-    def over_private(cls, private: Private, timeout_s: float) -> "Group":
-        """Return a group over a process group that already belongs to the library."""
-        assert private.group is not None, "made just now"
-        group = cls.alone(timeout_s)
-        group.rank, group.size = private.group.rank(), private.group.size()
-        group._shared = private
+        if private is not None:
+            assert private.group is not None, "made just now"
+            group.rank, group.size = private.group.rank(), private.group.size()
+            group._shared = private
         return group
 
     def detached(self) -> "Group":
         """Return a group for one other thread; see `Private.detached`."""
-        if self._shared is None:
-            return Group.alone(self.timeout_s)
-        return Group.over_private(self._shared.detached(self.timeout_s), self.timeout_s)
+        own = self._shared and self._shared.detached(self.timeout_s)
+        return Group.over_private(own, self.timeout_s)
 
     def _begin(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -238,7 +236,7 @@ class Group:
         """Refuse all further traffic over these ranks: it would mix with exchanges in flight."""
         if self._shared is not None:
             self._shared.abandoned = kind, reason
-            if kind is PayloadCorrupt:  # other ranks wait in other exchanges
+            if kind in (PayloadCorrupt, Mismatch):  # other ranks wait in other exchanges
                 self._shared.disconnect()
 
     @property
@@ -457,7 +455,9 @@ class Group:
         works, groups = [], [shared.control if control else group]
         if len(launches) > 1 and by_gloo:
             count = self.streams or streams_between(self.size)
-            groups = shared.streams(min(count, len(launches)), self.timeout_s)
+            groups = self._carriers(shared, min(count, len(launches)))
+        shared.launched[control] += 1
+        awaited = shared.name, control, shared.launched[control]
         for launch, carrier in zip(launches, cycle(groups), strict=False):
             try:
                 work = launch(group=carrier, async_op=True)
@@ -467,7 +467,7 @@ class Group:
             works.append(work)
 
         def finish() -> Tensor:
-            set_activity(action, waiting=True)
+            set_activity(action, awaited)
             begin_s = time.perf_counter()
             try:
                 self._wait_for_all(works, action, held, by_gloo=by_gloo)
@@ -475,10 +475,24 @@ class Group:
                 self._rate.ended(nbytes, launched_s, begin_s, time.perf_counter())
             finally:
                 self.wait_s += time.perf_counter() - begin_s
-                set_activity(action, waiting=False)
+                set_activity(action, None)
             return result()
 
         return Pending(finish)
+
+    def _carriers(self, shared: Private, count: int) -> list[dist.ProcessGroup]:
+        """Return up to `count` groups for pieces of a message, as many as all ranks can open."""
+        if count > 1 and not shared.most_streams:
+            # who makes connections waits for the others without an end: first ranks meet here
+            free = os.sysconf("SC_OPEN_MAX") - len(list(Path("/proc/self/fd").iterdir()))
+            own = 1 + max(free, 0) // (self.size + _FILES_OF_STREAM)
+            with self.uncounted():
+                answers = self.gather_now(own.to_bytes(4), "opening connections")
+            shared.most_streams = min(map(int.from_bytes, answers))
+        # by default half of what is free is left to the script
+        count = min(count, shared.most_streams // (1 if self.streams else 2))
+        shared.add_streams(count - 1, self.timeout_s)
+        return [self._private, *shared.more][: max(count, 1)]
 
     def _wait_for_all(
         self, works: Sequence[dist.Work], action: str, held: Sequence[Tensor], *, by_gloo: bool
@@ -486,7 +500,7 @@ class Group:
         nbytes = sum(tensor.nbytes for tensor in held) if len(works) > 1 else 0
         progress = Progress(action, nbytes) if len(works) > 1 else None
         for work in works:
-            limit = Limit(self.timeout_s, self._ask_before_s, self._extension_s)
+            limit = Limit(self.timeout_s, self._ask_before_s, self._extension_s, self._look)
             try:
                 limit.wait(work, in_slices=by_gloo)
             except RuntimeError as error:
@@ -501,16 +515,25 @@ class Group:
         heartbeats = self._shared and self._shared.heartbeats
         return heartbeats.extension_s(whole_s(self.timeout_s)) if heartbeats else 0.0
 
+    def _look(self, waited_s: float) -> None:
+        """Raise `Mismatch` if this rank and another one wait for each other, in different calls."""
+        heartbeats, due = self._shared and self._shared.heartbeats, int(waited_s).bit_count() == 1
+        if due and heartbeats and (text := heartbeats.mismatch()):
+            self.abandon(text, Mismatch)
+            raise Mismatch(f"{text}. {state_after_failure()}")
+
     def _explained(self, error: RuntimeError, action: str, within: str) -> ThinwireError:
         if isinstance(error, ThinwireError):
             return error
-        assert self._shared is not None, "something was launched"
-        heartbeats, ranks = self._shared.heartbeats, {"rank": self.rank, "size": self.size}
-        explained = explain_failure(
-            error, action=action, within=within, heartbeats=heartbeats, advice=self._advice, **ranks
-        )
+        explained = self.explained(error, action, within)
         self.abandon(str(explained), type(explained))
         return explained
+
+    def explained(self, error: RuntimeError, action: str, within: str) -> ThinwireError:
+        """Return the error to raise for a failed exchange of these ranks."""
+        how: dict[str, Any] = {"action": action, "within": within, "advice": self._advice}
+        how["heartbeats"] = self._shared and self._shared.heartbeats
+        return explain_failure(error, rank=self.rank, size=self.size, **how)
 
 
 def _digest(content: bytes) -> bytes:
@@ -540,9 +563,9 @@ def collective_calls() -> int:
 
 def require_process_group(value: object) -> None:
     """Raise `TypeError` unless `value` is a process group or None (all ranks)."""
-    if value is None or (dist.is_available() and isinstance(value, dist.ProcessGroup)):
+    if value is None or isinstance(value, dist.ProcessGroup):
         return
-    if dist.is_available() and value is dist.GroupMember.NON_GROUP_MEMBER:
+    if value is dist.GroupMember.NON_GROUP_MEMBER:
         return  # the ranks of the group check it
     raise TypeError(
         "process_group must be a torch.distributed.ProcessGroup or None for all ranks, got "

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from functools import cache
 from typing import Any, TypeVar
 
 from thinwire._wording import warn_user
@@ -16,8 +17,6 @@ from thinwire.errors import Mismatch, ThinwireError
 
 _SAME_SCRIPT = "All ranks must run the same script with the same settings"
 _CALL, _VERSIONS = "call", "versions"
-_warned: set[str] = set()
-"""Warnings that this process has given."""
 
 
 def require_agreement(
@@ -57,23 +56,26 @@ def require_agreement(
 
 def _warn_of_versions(rows: Sequence[Mapping[str, Any]]) -> None:
     """Warn of different builds that share a wire format: they may round differently."""
-    for key in dict.fromkeys(key for row in rows for key in row):
-        for rank, row in enumerate(rows):
-            if row.get(key) != rows[0].get(key):
-                text = (
-                    f"{key} is {rows[0].get(key)} on rank 0 and {row.get(key)} on rank {rank}. "
-                    "They train together; where builds round differently replicas part, which is "
-                    "then an error. The same build everywhere is safest"
-                )
-                if text not in _warned:
-                    _warned.add(text)
-                    warn_user(text)
-                break
+    for key, first in rows[0].items():
+        others = {row.get(key): rank for rank, row in enumerate(rows) if row.get(key) != first}
+        for other, rank in list(others.items())[:1]:
+            _warn_once(
+                f"{key} is {first} on rank 0 and {other} on rank {rank}. They train together; "
+                "where builds round differently replicas part, which is then an error. The same "
+                "build everywhere is safest"
+            )
+
+
+_warn_once = cache(warn_user)
 
 
 def wrong_call_site(action: str, rank: int, answer: bytes | Mapping[str, Any] = b"") -> Mismatch:
     """Return the error for a rank whose answer belongs to another call than `action`."""
-    call = (mapping_of(answer) if isinstance(answer, bytes) else answer).get(_CALL)
+    facts = mapping_of(answer) if isinstance(answer, bytes) else answer
+    key, value = next(iter(facts.items()), ("", ""))
+    call = value if isinstance(value, str) else key
+    if "phase" in facts:
+        call = f"agreeing on step {facts['step']}"
     which = f", {call}" if call else ""
     return Mismatch(
         f"{action}: rank {rank} is in another exchange of this library{which}. All ranks must make "

@@ -61,6 +61,7 @@ class MemberGroups:
         self._connections: list[Connection] = []
         self._clients: list[RelayClient] = []
         self.more: list[ProcessGroup] = []
+        self.name, self.launched, self.most_streams = "", [0, 0], 0
         self._listening: tuple[Any, Endpoint] | tuple[None, None] = None, None
         if endpoint.own_address is not None:
             self._listening = listening_device(endpoint.own_address)
@@ -81,14 +82,11 @@ class MemberGroups:
         self.copies = max(len(self._direct), 1) if self.relayed else size - 1
         released_at_exit(self)
 
-    def streams(self, count: int, timeout_s: float) -> list[ProcessGroup]:
-        """Return `count` groups for data; missing ones are made, on all ranks."""
-        assert self.group is not None, "not released"
-        while len(self.more) < count - 1:
-            name = f"stream {len(self.more)}"
-            make = partial(self._connect, name, [Kind.DATA], timeout_s)
+    def add_streams(self, count: int, timeout_s: float) -> None:
+        """Make further groups for data, up to `count`, on all ranks."""
+        for number in range(len(self.more), count):
+            make = partial(self._connect, f"stream {number}", [Kind.DATA], timeout_s)
             self.more += self._made(make, timeout_s)
-        return [self.group, *self.more][:count]
 
     def _made(self, make: Callable[[], list[ProcessGroup]], timeout_s: float) -> list[ProcessGroup]:
         began_s = time.monotonic()

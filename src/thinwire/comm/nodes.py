@@ -5,7 +5,6 @@ A site holds a whole model in shards, a pipeline holds it in stages.
 
 import datetime
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,10 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.comm.failures import explain_failure
-from thinwire.comm.group import Group, Pending
-from thinwire.comm.private import Private, is_alone, timeout_s_of
-from thinwire.comm.waiting import seconds_of
+from thinwire.comm.group import Group, Pending, time_limit_s
+from thinwire.comm.private import is_alone, private_group
 from thinwire.errors import StrategyError, ThinwireError
 
 DIMENSIONS = ("replicate", "shard")
@@ -83,13 +80,20 @@ class Nodes:
         self.node_size = node_size
         self.rank, index = divmod(all_ranks.rank, node_size)
         self.size = all_ranks.size // node_size
-        node, leaders = _groups_of(self)
-        self.node = Group.over_private(node, all_ranks.timeout_s)
+        ranks, first, shared = all_ranks.global_ranks, self.rank * node_size, all_ranks._shared
+        parent = shared and shared.parent and shared.parent()
+        assert shared is not None and isinstance(parent, dist.ProcessGroup), "it was made"
+        name, limit_s = f"{shared.name}, nodes of {node_size}", all_ranks.timeout_s
+        own = ranks[first : first + node_size]
+        node = private_group(parent, f"{name}, {first}", limit_s, own)
+        self.node = Group.over_private(node, limit_s)
         self.leaders: Group | None = None
         if index == 0:
-            self.leaders = Group.alone(all_ranks.timeout_s)
-            if leaders is not None:
-                self.leaders = Group.over_private(leaders, all_ranks.timeout_s)
+            between, own = None, ranks[::node_size]
+            if self.size > 1:  # by gloo, unless the user named a group, whose backend counts
+                gloo = parent is dist.group.WORLD
+                between = private_group(parent, f"{name}, leaders", limit_s, own, gloo=gloo)
+            self.leaders = Group.over_private(between, limit_s)
             self.leaders.streams = all_ranks.streams
         self.groups = [g for g in (self.leaders, all_ranks, self.node) if g is not None]
 
@@ -158,9 +162,7 @@ def sources_of(group: Group, node_size: int) -> Sources:
 
 def _launched_size(ranks: Sequence[int]) -> tuple[int, str]:
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not (
-        local_world_size.isascii() and local_world_size.isdigit() and int(local_world_size) > 1
-    ):
+    if not local_world_size.isdecimal() or int(local_world_size) < 2:
         return 1, "LOCAL_WORLD_SIZE, which torchrun sets, names no second rank of a machine"
     local = int(local_world_size)
     size = f"LOCAL_WORLD_SIZE={local}"
@@ -175,39 +177,6 @@ def _launched_size(ranks: Sequence[int]) -> tuple[int, str]:
     if not whole or len(set.union(*blocks)) < len(blocks):
         return 1, f"the ranks that exchange are not whole machines of {size} consecutive ranks"
     return local, f"{size} and {len(blocks)} machines"
-
-
-_Groups = tuple[Private, Private | None]
-_shared: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, _Groups]]" = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def groups_once(parent: dist.ProcessGroup, key: object, make: Callable[[], _Groups]) -> _Groups:
-    """Return two process groups of ranks of `parent`, made once for each key."""
-    groups = _shared.setdefault(parent, {})
-    if key not in groups:
-        groups[key] = make()
-    return groups[key]
-
-
-def _groups_of(nodes: Nodes) -> _Groups:
-    """Return the process groups of this node and, on leaders, of the leaders; made once."""
-    all_ranks, width = nodes.all_ranks, nodes.node_size
-
-    def make() -> _Groups:
-        ranks, first = all_ranks.global_ranks, nodes.rank * width
-        assert all_ranks._shared is not None
-        parent = all_ranks._shared.parent and all_ranks._shared.parent()
-        assert parent is not None, "a group over ranks of it was made"
-        own, its = (parent, all_ranks.timeout_s), f"nodes of {width}"
-        node = Private(*own, ranks[first : first + width], f"{its}, {first}")
-        if nodes.size == 1 or all_ranks.rank != first:
-            return node, None
-        gloo = parent is dist.group.WORLD  # else the user named a group, whose backend counts
-        return node, Private(*own, ranks[::width], f"{its}, leaders", gloo=gloo)
-
-    return groups_once(all_ranks._private, width, make)
 
 
 class Grid:
@@ -227,38 +196,32 @@ class Grid:
             )
         self.stages, self.replicas = stages, size // stages
         self.replica, self.stage = divmod(rank, stages)
-        self._groups = self._connect(seconds_of(timeout)) if joined else None
+        world, limit_s = dist.group.WORLD if joined else None, time_limit_s(None, timeout)
+        grid, first = f"{stages} stages, {limit_s} s", rank - self.stage
+        ranks = {
+            f"{grid}, replica {self.replica}": list(range(first, first + stages)),
+            f"{grid}, stage {self.stage}": list(range(self.stage, size, stages)),
+        }
+        # torch makes the transfers between stages, so the backend must enforce the time-out
+        self._groups = [
+            Group.over_private(private_group(world, name, limit_s, own, timed=True), limit_s)
+            for name, own in ranks.items()
+            if world is not None
+        ]
         self.peers = Group(self.stage_group, timeout)
         self.job = Group(None, timeout)
         self.job.replicas = Group(self.replica_group, timeout)
         self.job.parts = [rank % stages for rank in range(size)] if stages > 1 else ()
 
-    def _connect(self, own_s: float | None) -> tuple[Private, Private | None]:
-        world = dist.group.WORLD
-        assert world is not None
-        timeout_s = timeout_s_of(world) if own_s is None else own_s
-
-        def make() -> tuple[Private, Private]:
-            first, every = self.replica * self.stages, range(self.replicas)
-            stages = list(range(first, first + self.stages))
-            replicas = [replica * self.stages + self.stage for replica in every]
-            # torch makes the transfers between stages, so the backend must enforce the time-out
-            return (
-                Private(world, timeout_s, stages, f"replica {self.replica}", timed=True),
-                Private(world, timeout_s, replicas, f"stage {self.stage}", timed=True),
-            )
-
-        return groups_once(world, (self.stages, timeout_s), make)
-
     @property
     def stage_group(self) -> dist.ProcessGroup | None:
         """Ranks of this replica's pipeline in the order of the stages; None without ranks."""
-        return self._group(0)
+        return self._groups[0]._private if self._groups else None
 
     @property
     def replica_group(self) -> dist.ProcessGroup | None:
         """Ranks that hold this stage in the order of the replicas; None without ranks."""
-        return self._group(1)
+        return self._groups[1]._private if self._groups else None
 
     def transfer(
         self, leaving: Sequence[Tensor], to: int, arriving: Sequence[Tensor] = (), source: int = 0
@@ -281,20 +244,4 @@ class Grid:
 
     def explain(self, error: RuntimeError, *, action: str) -> ThinwireError:
         """Return the error for a failed transfer between stages; ranks count within the replica."""
-        peers, shared = self.peers, self.peers._shared
-        within, beats = f"{peers.timeout_s:g} s", None if shared is None else shared.heartbeats
-        rank, size = peers.rank, peers.size
-        return explain_failure(
-            error, action=action, rank=rank, size=size, within=within, heartbeats=beats
-        )
-
-    def _group(self, which: int) -> dist.ProcessGroup | None:
-        if self._groups is None:
-            return None
-        private = self._groups[which]
-        group = None if private is None else private.group
-        if group is None:
-            raise ThinwireError(
-                "the pipeline's process groups have been released: nothing can be exchanged at exit"
-            )
-        return group
+        return self.peers.explained(error, action, f"{self.peers.timeout_s:g} s")

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import product
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from thinwire._watchdog import Late, within
 from thinwire._wording import warn_user
 from thinwire.comm.direct import gloo_group
 from thinwire.comm.failures import HeartbeatThread, explain_failure, stop_all
-from thinwire.comm.waiting import left_s, one_deadline, waited
+from thinwire.comm.waiting import launches, left_s, one_deadline, waited
 from thinwire.errors import ThinwireError
 
 _T = TypeVar("_T")
@@ -31,14 +31,9 @@ _Pending = tuple[ProcessGroup, dist.Work, Sequence[Tensor]]
 _Make = Callable[[float], ProcessGroup]
 
 
-class _Released(Protocol):
-    def release(self) -> None: ...
-
-
 _NEVER = datetime.timedelta(days=30)
 _EXIT_PATIENCE_S = 0.5
 _SMALL_BYTES = 64 << 10
-_NOTHING_SENT = 1  # a tag
 _SLACK_S = 1.6
 """Slack for waits at the store, which end up to a second late."""
 _RESTART_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -67,15 +62,21 @@ class Private:
         self.ranks = ranks
         self.parent: Callable[[], ProcessGroup | None] | None = weakref.ref(parent)
         self._here = ranks.index(dist.get_rank()), len(ranks)
-        self._store = PrefixStore(f"thinwire/{name}", parent.get_group_store())
+        self.name = f"thinwire/{parent.group_name}/{name}"
+        """The same on its ranks, whatever other groups they have made."""
+        self.launched = launches[self.name] = [0, 0]
+        self._store = PrefixStore(self.name, parent.get_group_store())
         self.more: list[ProcessGroup] = []
-        """Further groups for data, of `streams`."""
+        """Further groups for data, of `add_streams`."""
+        self.most_streams = 0
+        """Most groups for data that all ranks can open; 0 until they have agreed on it."""
         self.abandoned: tuple[type[ThinwireError], str] | None = None
         self.heartbeats: HeartbeatThread | None = None
         data = self._gloo("data", timeout_s) if gloo else self._like(parent, timeout_s)
         self.group: ProcessGroup | None = data
         """None after `release`."""
-        backends = _gloo_backends(data)
+        found = {device.type: data._get_backend(device) for device in data._device_types}
+        backends: dict[str, Any] = {k: one for k, one in found.items() if one.name() == "gloo"}
         self.watched = "cpu" in backends and not timed
         """True if data travels by gloo, from the host's memory."""
         self.control = data if timed else self._gloo("control", timeout_s)
@@ -95,14 +96,18 @@ class Private:
 
     def _like(self, parent: ProcessGroup, timeout_s: float) -> ProcessGroup:
         """Return a group with the backend of the parent."""
-        backend = None if parent is dist.group.WORLD else dist.get_backend(parent)
+        torch_groups: Any = dist.distributed_c10d
+        backend, world = dist.get_backend(parent), torch_groups._get_default_group()
 
         def make(limit_s: float) -> ProcessGroup:
-            timeout = datetime.timedelta(seconds=limit_s)
-            group: ProcessGroup = dist.new_group(
-                self.ranks, timeout, backend, use_local_synchronization=True
+            # as `new_group` does, whose names depend on the groups that this rank has made before
+            made: tuple[ProcessGroup, Any] = torch_groups._new_process_group_helper(
+                *(len(self.ranks), self._here[0], self.ranks, backend, self._store, self.name),
+                timeout=datetime.timedelta(seconds=limit_s),
+                device_id=world.bound_device_id,
             )
-            return group
+            torch_groups._world.pg_group_ranks[made[0]] = {r: i for i, r in enumerate(self.ranks)}
+            return made[0]
 
         own = torch.device("cpu") in parent._device_types  # nccl stays on the thread of its device
         return self._limited(timeout_s, make, own_thread=own)
@@ -126,17 +131,16 @@ class Private:
         new, parent = copy.copy(self), self.group
         assert parent is not None, "an exchange has just succeeded"
         new.group = new.control = self._gloo(f"detached/{next_identity(parent)}", timeout_s)
+        new.name, new.launched = "", [0, 0]  # heartbeats tell what the other threads wait for
         new.more, new.abandoned = [], None
         new.watched, new.parent = True, None
         released_at_exit(new)
         return new
 
-    def streams(self, count: int, timeout_s: float) -> list[ProcessGroup]:
-        """Return up to `count` groups over the same ranks; missing ones are made, on all ranks."""
-        assert self.group is not None, "not released"
-        while len(self.more) < count - 1:
-            self.more.append(self._gloo(f"stream/{len(self.more)}", timeout_s))
-        return [self.group, *self.more][:count]
+    def add_streams(self, count: int, timeout_s: float) -> None:
+        """Make further groups for data, up to `count`, on all ranks."""
+        for number in range(len(self.more), count):
+            self.more.append(self._gloo(f"stream/{number}", timeout_s))
 
     def disconnect(self) -> None:
         """Close the connections of gloo, which ends every wait for this rank at once."""
@@ -147,7 +151,7 @@ class Private:
         for group, peer in product(groups, others):
             # gloo closes all connections of a group when a receive of it runs out
             with contextlib.suppress(RuntimeError):
-                work = group.recv([torch.empty(1, device="cpu")], peer, _NOTHING_SENT)
+                work = group.recv([torch.empty(1, device="cpu")], peer, tag=1)
                 work.wait(datetime.timedelta(milliseconds=1))
 
     @property
@@ -174,25 +178,24 @@ class Private:
                     dist.destroy_process_group(group)
 
 
-_made: list[weakref.ref[_Released]] = []
-_shared: "weakref.WeakKeyDictionary[ProcessGroup, dict[bool, Private]]" = (
-    weakref.WeakKeyDictionary()
-)
+_made: list[weakref.ref[Any]] = []
+_shared: "weakref.WeakKeyDictionary[ProcessGroup, dict[str, Private]]" = weakref.WeakKeyDictionary()
 _pending: dict[int, _Pending] = {}
 
 
-def private_group(parent: ProcessGroup, timeout_s: float, *, gloo: bool = False) -> Private:
-    """Return the library's own group over the ranks of `parent`, made once within `timeout_s`."""
+def private_group(
+    parent: ProcessGroup, name: str, timeout_s: float, ranks: list[int], **how: bool
+) -> Private:
+    """Return the library's own group of this name over ranks of `parent`, made once."""
     made = _shared.setdefault(parent, {})
-    if gloo not in made:
+    if name not in made:
         warn_of_restarts()
-        ranks, name = dist.get_process_group_ranks(parent), "gloo" if gloo else "all"
         with one_deadline(timeout_s):
-            made[gloo] = Private(parent, timeout_s, ranks, name, gloo=gloo)
-    return made[gloo]
+            made[name] = Private(parent, timeout_s, ranks, name, **how)
+    return made[name]
 
 
-def released_at_exit(groups: _Released) -> None:
+def released_at_exit(groups: Any) -> None:
     """Register groups for `_release_all`, which frees them before the interpreter ends."""
     _made[:] = [made for made in _made if made() is not None]
     _made.append(weakref.ref(groups))
@@ -251,11 +254,6 @@ def timeout_s_of(group: ProcessGroup) -> float:
     return timeout.total_seconds() if timeout is not None else UNKNOWN_S
 
 
-def _gloo_backends(group: ProcessGroup) -> dict[str, Any]:
-    backends = {device.type: group._get_backend(device) for device in group._device_types}
-    return {kind: backend for kind, backend in backends.items() if backend.name() == "gloo"}
-
-
 def made_within(limit_s: float, make: Callable[[], _T]) -> _T:
     """Return the result of `make`, which waits for other ranks for `limit_s` seconds by itself."""
     try:
@@ -283,7 +281,7 @@ _numbered: "weakref.WeakKeyDictionary[ProcessGroup, int]" = weakref.WeakKeyDicti
 
 def is_alone() -> bool:
     """Return True if this process has no process group, so that no other rank waits for it."""
-    return not (dist.is_available() and dist.is_initialized())
+    return not dist.is_initialized()
 
 
 def next_identity(process_group: ProcessGroup | None = None) -> int:

@@ -2,23 +2,33 @@
 
 import datetime
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from traceback import walk_stack
 
 from torch.distributed import Work
 
 from thinwire import _validate as check
+from thinwire._wording import PASSED
 
 _LONG_S = 10.0
 _SLICE_S = 1.0
 """Interval at which a wait checks the clock and lets signals in."""
 _LOG_EVERY_S = 5.0
 _log = logging.getLogger("thinwire")
-_activity: list[tuple[str, bool, float]] = [("", False, time.monotonic())]
-"""Last exchange of this process, whether it is waited for, and since when; replaced as a whole."""
+Awaited = tuple[str, bool, int]
+"""Exchange that is waited for: name of its group, True for a control message, and number."""
+_activity: list[tuple[str, Awaited | None, float, str]] = [("", None, time.monotonic(), "")]
+"""Last exchange of this process, whether it is waited for, since when, and the call of a long wait;
+replaced as a whole."""
+launches: dict[str, list[int]] = {}
+"""Exchanges that this process has launched over each group: of data, and of control messages."""
 _busy_until: list[float | None] = [None]
 """Time until which this process has announced work of its own; None: never announced."""
 
@@ -34,27 +44,20 @@ _call = _Call()
 
 
 @contextmanager
-def one_deadline(timeout_s: float) -> Iterator[None]:
-    """Count the time blocked in the outermost such block, without own work, as one time-out."""
-    if _call.left_s is not None:
+def one_deadline(timeout_s: float | None) -> Iterator[None]:
+    """Count the time blocked in the outermost such block as one time-out; None: of each wait."""
+    outer = _call.timeout_s, _call.left_s
+    if timeout_s is not None and _call.left_s is not None:
         yield
         return
     _call.timeout_s = _call.left_s = timeout_s
     try:
         yield
     finally:
-        _call.timeout_s = _call.left_s = None
-
-
-@contextmanager
-def own_deadlines() -> Iterator[None]:
-    """Give every wait inside the block the whole time-out, for work that is known to progress."""
-    outer = _call.timeout_s, _call.left_s
-    _call.timeout_s = _call.left_s = None
-    try:
-        yield
-    finally:
         _call.timeout_s, _call.left_s = outer
+
+
+own_deadlines = partial(one_deadline, None)
 
 
 def left_s(timeout_s: float) -> float:
@@ -85,6 +88,7 @@ class Limit:
     timeout_s: float
     ask_before_s: float
     extension_s: Callable[[], float]
+    look: Callable[[float], None]
     limit_s: float = 0.0
 
     def wait(self, work: Work, *, in_slices: bool) -> None:
@@ -102,6 +106,7 @@ class Limit:
                     work.wait()
                 break
             except RuntimeError:
+                self.look(time.monotonic() - began_s)
                 if work.is_completed():
                     if ended:
                         raise
@@ -175,9 +180,21 @@ def long_waits_logged(action: str, wait_s: Callable[[], float]) -> Iterator[None
             _log.info("%s: waited %.1f s for other ranks", action, seconds)
 
 
-def set_activity(action: str, *, waiting: bool) -> None:
+def set_activity(action: str, awaited: Awaited | None) -> None:
     """Record the exchange in which this process waits, or which it has left for work of its own."""
-    _activity[0] = action, waiting, time.monotonic()
+    _activity[0] = action, awaited, time.monotonic(), ""
+
+
+def note_call() -> None:
+    """Record the call of this library in which this thread waits, and the line of the script."""
+    for frame, _ in walk_stack(sys._getframe()):
+        name = str(frame.f_globals.get("__name__"))
+        if name.startswith("thinwire."):
+            call = frame.f_code.co_qualname
+        if not name.startswith(PASSED):
+            break
+    line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    _activity[0] = *_activity[0][:3], f"{call} at {line}"
 
 
 @contextmanager
@@ -216,6 +233,6 @@ def idle_s() -> float | None:
     return None if _busy_until[0] is None else max(time.monotonic() - _busy_until[0], 0.0)
 
 
-def activity() -> tuple[str, bool, float]:
-    """Return the current or last exchange, True if this process waits there, and since when."""
+def activity() -> tuple[str, Awaited | None, float, str]:
+    """Return the current or last exchange, which one it waits for, since when, and the call."""
     return _activity[0]

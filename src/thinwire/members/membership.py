@@ -416,7 +416,7 @@ class Watcher:
     def _beat(self) -> None:
         """Write a heartbeat. Its number grows, so that a replayed one is recognized."""
         self._beat_count += 1
-        heartbeat = {"beat": self._beat_count, "idle": idle_s(), "waits": activity()[1]}
+        heartbeat = {"beat": self._beat_count, "idle": idle_s(), "waits": activity()[1] is not None}
         self.kv.put(f"hb/{self.own_id}", heartbeat)
 
     def extension_s(self, timeout_s: float) -> float:

@@ -117,7 +117,7 @@ class DistributedStrategy(Fields):
                 shards. Works with dgc, localsgd, adaptive_localsgd, gradient_merge, amp and
                 recompute. With members: the mesh given to `thinwire.join`, of this site alone.
             streams: Connections to each other rank for large messages, >= 1, the same on all ranks;
-                None: by the number of ranks, at most 16. Fills lines that lose packets. Same bits.
+                None: by their number, at most 32. Fewer if a rank may open few files. Same bits.
 
         Raises:
             StrategyError: The strategy does not go with this model, optimizer or number of ranks;

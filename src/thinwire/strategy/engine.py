@@ -366,7 +366,7 @@ class Engine:
             loss = engine.mean_loss(engine.evaluate(inputs, targets))
 
         Raises:
-            Mismatch, PeerStalled: Ranks have made unequal numbers of steps.
+            Mismatch: Ranks have made unequal numbers of steps.
             ThinwireError: The exchange failed.
         """
         self._require_open()
