@@ -465,7 +465,7 @@ def regret(found: Iterable[Gap]) -> list[str]:
             planned = _planned(numel, workers, ratio, tuple(gap_of))
             if len(planned) < _FEWEST_INTERVALS:
                 continue
-            chosen = min(planned, key=lambda k: planned[k].time_to_dense_loss)
+            chosen = min(planned, key=lambda k: planned[k].time_at_worst)
             seconds = {
                 k: row.step_seconds[1] * steps_to_dense_loss(gap_of[k], numel)
                 for k, row in planned.items()

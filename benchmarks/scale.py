@@ -78,7 +78,6 @@ def measure(sizes: tuple[int, ...]) -> dict[str, Any]:
                         "method": name,
                         "step_s": outcome.step_s,
                         "line_bytes": float(outcome.sent.max()) / outcome.steps,
-                        "given_bytes": int(outcome.given.max()) / outcome.steps,
                         "error": outcome.error,
                         "took_s": round(time.perf_counter() - begin_s, 2),
                     }

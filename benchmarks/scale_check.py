@@ -213,8 +213,8 @@ def rows(ranks: int, link: Link, repeats: int) -> list[dict[str, Any]]:
                 "measured_s": min(slowest),
                 "all_s": slowest,
                 "alone_s": whole_s,
-                "bytes": int(outcome.given.max()),
-                "bytes_equal": all(report == outcome.given.tolist() for report in sent),
+                "bytes": int(outcome.sent.max()),
+                "bytes_equal": all(report == outcome.sent.tolist() for report in sent),
             }
         )
     return made

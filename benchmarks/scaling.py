@@ -96,7 +96,7 @@ def row(ranks: int, way: tuple[str, int], layout: Layout, found: list[Any]) -> d
     counted = messages(layout, exchange, sources)
     leaders = found[::node_size]
     for source, (sent, received) in enumerate(leaders):
-        as_counted = counted.sent(source), counted.received(source, sources)
+        as_counted = counted.sent(source, sources), counted.received(source, sources)
         assert (sent, received) == as_counted, (way, source)
     assert all(answer is None for rank, answer in enumerate(found) if rank % node_size)
     most = max(sent + received for sent, received in leaders)
@@ -126,8 +126,8 @@ def busiest(layout: Layout, sources: int, exchange: str) -> dict[str, int]:
         entries = Messages((), _entries(layout))
         received = entries.received(owner, sources)
     return {
-        "entries": entries.sent(owner) + received,
-        "bytes": sizes.sent(owner) + sizes.received(owner, sources),
+        "entries": entries.sent(owner, sources) + received,
+        "bytes": sizes.sent(owner, sources) + sizes.received(owner, sources),
     }
 
 

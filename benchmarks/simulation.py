@@ -179,16 +179,14 @@ class Outcome:
     Attributes:
         steps: Steps that all ranks made, with those after a last delay.
         seconds: Seconds until the last rank made them, or raised its error.
-        given: Bytes that each rank gave to exchanges and votes, as `stats()["bytes_sent"]` counts
-            them, shape (W,).
-        sent: Bytes that each rank put on its line, shape (W,).
+        sent: Bytes that each rank put on its line, as `stats()["bytes_sent"]` counts them, shape
+            (W,).
         waited_s: Seconds that each rank waited for exchanges, shape (W,).
         error: Error that the remaining ranks raise; None for none.
     """
 
     steps: int
     seconds: float
-    given: Ranks
     sent: Times
     waited_s: Times
     error: str | None = None
@@ -263,7 +261,6 @@ class _Run:
             self._step_s[rank] *= times
         self._now = np.zeros(lines.ranks)
         self._waited = np.zeros(lines.ranks)
-        self._given = np.zeros(lines.ranks, np.int64)
         self._sent = np.zeros(lines.ranks)
         self._error: str | None = None
         self._ahead = 0
@@ -278,7 +275,6 @@ class _Run:
         return Outcome(
             self.steps + self._ahead,
             float(self._now.max()),
-            self._given,
             self._sent,
             self._waited,
             self._error,
@@ -343,19 +339,15 @@ class _Run:
         if self._method.node_size == 1:
             return begin
         results = _results(collective, size)
-        largest = Broadcast(int(results.max()))
-        over = self._timed(largest, nodes, begin)
-        self._given[nodes[:, 0]] += results
-        self._sent[nodes.ravel()] += np.tile(largest.sent(nodes.shape[1]), size)
-        return over
+        self._sent[nodes] += np.outer(results, Broadcast(1).sent(nodes.shape[1]))
+        return self._timed(Broadcast(int(results.max())), nodes, begin)
 
     def _over(
         self, collective: Collective, members: Ranks, begin: Times, idle_s: float = 0.0
     ) -> Times:
-        """Return the end times by rank, and count bytes given and sent."""
+        """Return the end times by rank, and count bytes."""
         groups, size = members.shape
-        self._given[members.ravel()] += np.tile(collective.given(size), groups)
-        self._sent[members.ravel()] += np.tile(collective.sent(size), groups)
+        self._sent[members.ravel()] += np.tile(np.rint(collective.sent(size)), groups)
         return self._timed(collective, members, begin, idle_s)
 
     def _timed(

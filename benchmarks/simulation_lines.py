@@ -6,7 +6,7 @@ from math import ceil, inf, log2
 import numpy as np
 from numpy.typing import NDArray
 
-from thinwire.layout.traffic import ring_bytes
+from thinwire.layout.traffic import children, ring_bytes
 from thinwire.tools.planning.network import Network, crowding, reduce_pairs
 
 Times = NDArray[np.float64]
@@ -142,10 +142,6 @@ class Gather:
 
     nbytes: int
 
-    def given(self, size: int) -> Ranks:
-        """Return the bytes that each of `size` ranks sends, as `stats()` counts them."""
-        return np.full(size, self.nbytes)
-
     def sent(self, size: int) -> Times:
         """Return the bytes that each of `size` ranks puts on its line; a ring forwards too."""
         return np.full(size, (size - 1) * self.nbytes, np.float64)
@@ -157,9 +153,6 @@ class Reduce:
 
     nbytes: int
 
-    def given(self, size: int) -> Ranks:
-        return np.full(size, self.nbytes)
-
     def sent(self, size: int) -> Times:
         return np.full(size, ring_bytes(size, self.nbytes))
 
@@ -170,13 +163,10 @@ class Deal:
 
     lengths: tuple[int, ...]
 
-    def given(self, size: int) -> Ranks:
+    def sent(self, size: int) -> Times:
         """See `Gather`; a rank's message to itself is not counted."""
         total = sum(self.lengths)
-        return np.array([total - length for length in self.lengths], np.int64)
-
-    def sent(self, size: int) -> Times:
-        return self.given(size).astype(np.float64)
+        return np.array([total - length for length in self.lengths], np.float64)
 
 
 @dataclass(frozen=True)
@@ -185,15 +175,8 @@ class Broadcast:
 
     nbytes: int
 
-    def given(self, size: int) -> Ranks:
-        return np.array([self.nbytes] + [0] * (size - 1), np.int64)
-
     def sent(self, size: int) -> Times:
-        rounds, positions = _depth(size), np.arange(size)
-        children = [
-            sum(r < 2**i and r + 2**i < size for i in range(rounds)) for r in positions.tolist()
-        ]
-        return self.nbytes * np.array(children, np.float64)
+        return self.nbytes * np.array([children(rank, size) for rank in range(size)], np.float64)
 
 
 @dataclass(frozen=True)
@@ -269,7 +252,7 @@ def _closed_s(collective: Collective, lines: Lines, members: Ranks, idle_s: floa
         return network.all_reduce_s(collective.nbytes, idle_s)
     if len(set(collective.lengths)) > 1 or bool((lines.up_bit_s != lines.down_bit_s).any()):
         return None
-    return network.all_to_all_s(float(collective.given(network.ranks)[0]), idle_s)
+    return network.all_to_all_s(float(collective.sent(network.ranks)[0]), idle_s)
 
 
 def _ring(

@@ -140,7 +140,7 @@ _NAMES = {
     "thinwire.tools.planning": "command",
     "thinwire.tools.planning.grid": "Candidate LEFT_OUT candidates",
     "thinwire.tools.planning.loss": "MEASURED law law_beta=beta loss_gap steps_to_dense_loss",
-    "thinwire.tools.planning.methods": "MOST_PARAMS cost_by_number cost_of grown",
+    "thinwire.tools.planning.methods": "cost_of",
     "thinwire.tools.planning.network": "FRAMES crowding network_Network=Network reduce_pairs",
     "thinwire.tools.planning.command": "plan_page=render",
     "thinwire.tools.planning.plan": "Plan",

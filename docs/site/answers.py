@@ -1,9 +1,8 @@
 """Table of the method chooser: what `thinwire plan` recommends, as Markdown."""
 
+import re
 from collections.abc import Iterable
-from dataclasses import fields, is_dataclass
 from itertools import product
-from typing import Any
 
 import thinwire as tw
 from benchmarks.common import markdown
@@ -35,35 +34,21 @@ WORTH = 1.05
 """Smallest speed-up for which an answer is not DDP, as in the planner."""
 
 
-def code(config: Any) -> str:
-    """Expression of a config, without the fields that have their defaults."""
-    if not is_dataclass(config):
-        return repr(config)
-    if isinstance(config, tw.Quantized) and config == tw.Quantized(config.value_bits):
-        return f"tw.Quantized({config.value_bits})"
-    changed = [f.name for f in fields(config) if getattr(config, f.name) != f.default]
-    changed.sort(key=lambda name: name != "k_steps")
-    inside = [
-        ("" if name == "k_steps" else f"{name}=") + code(getattr(config, name)) for name in changed
-    ]
-    return f"tw.{type(config).__name__}({', '.join(inside)})"
-
-
 def soonest(rows: Iterable[Row], plan: Plan) -> Row:
-    """First row, or dense where that is hardly slower."""
-    row = min(rows, key=lambda row: row.time_to_dense_loss)
-    return row if row.time_to_dense_loss * WORTH <= 1 else plan["dense"]
+    """Best row at the pessimistic end, or dense where that is hardly slower."""
+    row, dense = min(rows, key=lambda row: row.time_at_worst), plan["dense"]
+    return row if row.time_at_worst * WORTH <= dense.time_at_worst else dense
 
 
 def offered(row: Row, optimizer: str) -> bool:
-    """Whether a row is for an optimizer, with settings that were measured."""
-    return (row.optimizer is None or optimizer == MUON) and row.measured
+    """Whether a row is for an optimizer."""
+    return row.reaches_dense_loss and (row.optimizer is None or optimizer == MUON)
 
 
 def answer(row: Row) -> str:
     """Method of a row as code, and its speed-up, as a cell of a table."""
     if row.document:
-        method = f"`{code(tw.DistributedStrategy.from_dict(row.document).localsgd)}`"
+        method = "`" + re.sub(r"\b(?=[A-Z][A-Za-z]*\()", "tw.", row.python) + "`"
     else:
         method = {"dense": "DDP", "fp16": "DDP with `fp16_compress_hook`"}[row.strategy]
     return f"{method}: {row.times_sooner} x"

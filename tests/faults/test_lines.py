@@ -4,12 +4,15 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 
 import thinwire as tw
-from tests.api import Link
+from tests.api import Link, cost_of
 from tests.api import netns_Network as Network
+from tests.api import network_Network as Line
+from tests.api import work_Work as Work
 from tests.faults.lines import TIMEOUT_S, blackhole, over_lines, state, trained, wide
 from tests.faults.training import Seen, said_nothing_moved
 from tests.lab.namespaces import needs_netns
@@ -96,6 +99,46 @@ def test_halves_that_part_in_a_step_both_stop(ranks: Pool, tmp_path: Path, later
         assert not said_nothing_moved(one.text) or one.before == one.after
     assert max(one.updates for one in seen) - min(one.updates for one in seen) <= 1
     assert len({one.common for one in seen}) <= 2
+
+
+_UNPLANNED = "local low rank"
+WAYS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "low_rank": {"low_rank": tw.LowRank(4, begin_step=1)},
+    "dgc gather": {"dgc": tw.DGC(sparsity=(0.9,), exchange="gather")},
+    "dgc split": {"dgc": tw.DGC(sparsity=(0.9,), exchange="split")},
+    "dgc nodes": {"dgc": tw.DGC(sparsity=(0.9,), node_size=2)},
+    **{
+        f"local {change}": {"localsgd": tw.LocalSGD(1, begin_step=0, compression=change)}
+        for change in (None, tw.Quantized(1), tw.Quantized(4, exchange="split"), tw.Sparse(0.9))
+    },
+    _UNPLANNED: {"localsgd": tw.LocalSGD(1, begin_step=0, compression=tw.LowRank(4, begin_step=0))},
+}
+
+
+def of_all_ways(rank: int, size: int, folder: str, names: list[str]) -> list[tuple[int, int]]:
+    """For each way, bytes counted and sent in four steps, after two."""
+    found = []
+    for name in names:
+        rows = wide(rank, size, folder, WAYS[name], 6)[2:]
+        found.append((sum(row[0] for row in rows), sum(row[1] for row in rows)))
+    return found
+
+
+@pytest.mark.fault("copies on the wire")
+@needs_netns
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6])
+def test_every_copy_on_the_wire_is_counted(ranks: Pool, tmp_path: Path, size: int) -> None:
+    """By each rank's interface, whose counters have headers and acknowledgements; and planned."""
+    names = [name for name in WAYS if size in (4, 6) or name != "dgc nodes"]
+    every = over_lines(ranks, of_all_ways, names, folder=tmp_path, size=size, link=FAST)
+    work = Work(2**20 + 1536, ((512, 1024), (512,), (1024, 512), (1024,)), 0.1)
+    for name, *found in zip(names, *every, strict=True):
+        assert all(counted <= sent <= 1.25 * counted for counted, sent in found), (name, found)
+        document = tw.DistributedStrategy(**WAYS[name]).to_dict()
+        planned = cost_of(document, "", work, Line(1e9, 0.0, size)).bytes
+        counted = max(counted for counted, _ in found) / 4
+        assert counted == pytest.approx(planned, rel=0.01, abs=256 * size) or name == _UNPLANNED
 
 
 @pytest.mark.slow

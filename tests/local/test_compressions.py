@@ -184,12 +184,12 @@ def test_stats_count_the_message_and_the_scalars_that_ride_along(ranks: Pool) ->
     """Two agreements of 24 bytes; 64 float32 for the share, none at decay 1 with all ranks."""
     for compression, riders in [
         (tw.Quantized(4), 0),
-        (tw.Quantized(4, decay=0.9), 4 * api.SKETCH_NUMEL),
-        (tw.Sparse(0.5), 4 * api.SKETCH_NUMEL),
+        (tw.Quantized(4, decay=0.9), 4 * api.SKETCH_NUMEL + api.CHECKSUM_BYTES),
+        (tw.Sparse(0.5), 4 * api.SKETCH_NUMEL + api.CHECKSUM_BYTES),
         (tw.Sparse(0.5, decay=1.0, mean_over="all"), 0),
     ]:
-        [sent] = ranks.run(counted, compression, size=1)
-        assert sent == compression.sent_bytes(5, SIZES) + riders + 2 * 24, compression
+        each = compression.sent_bytes(5, SIZES, 3) + 2 * (riders + 2 * 24)
+        assert ranks.run(counted, compression, size=3) == [each] * 3, compression
 
 
 # ---- the mean over those who sent

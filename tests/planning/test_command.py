@@ -30,12 +30,33 @@ def test_a_reader_that_leaves_early_gets_the_files(more: list[str], tmp_path: Pa
     assert (tmp_path / "plan.html").exists()
 
 
+@pytest.mark.parametrize("workers", [2, 4, 17])
+def test_the_first_line_is_python_of_the_recommended_row(
+    workers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"params": "124M", "step_seconds": 0.35, "workers": workers, "link": "20mbit"}
+    made = tw.plan(**given)  # type: ignore[arg-type]
+    command.plan(**given)  # type: ignore[arg-type]
+    config, _, optimizer = capsys.readouterr().out.splitlines()[0].partition("  # optimizer: ")
+    assert (config, optimizer) == (made[made.recommended].python, "thinwire.optim.Muon")
+    names = {name: getattr(tw, name) for name in tw.__all__}
+    for row in made.strategies:
+        if row.document is not None:
+            ((tag, _),) = row.document.items() or [("", None)]
+            config = eval(row.python, names)
+            strategy = tw.DistributedStrategy(**{tag: config}) if tag else config
+            assert strategy.to_dict() == tw.DistributedStrategy.from_dict(row.document).to_dict()
+        else:
+            assert "register_comm_hook" in row.python
+
+
 def test_a_link_so_fast_that_nothing_helps_says_so_and_why(tmp_path: Path) -> None:
     words = ["--params", "1M", "--step-seconds", "0.5", "--link", "400gbit", "--out", "best.yaml"]
     said = ran([*PLAN, *words], cwd=tmp_path)
     assert said.returncode == 0
     text = " ".join(said.stdout.split())
-    assert text.startswith("use dense: its step of 0.501 s waits for the network 0 % of the time")
+    begin = "DistributedStrategy() use dense: its step of 0.501 s waits for the network 0 % of the"
+    assert text.startswith(begin)
     assert "strategy file of dense: best.yaml" in text
     assert not tw.DistributedStrategy.load(tmp_path / "best.yaml").on
 

@@ -107,23 +107,45 @@ def test_the_rate_follows_workers_and_steps(workers: int, twice_from: int) -> No
     assert all(factor == (2 if steps >= twice_from else 1) for factor, steps in found)
 
 
-@pytest.mark.parametrize("params", ["1M", "124M", "1B"])
-@pytest.mark.parametrize("workers", [2, 4, 8, 16, 32])
-def test_an_unmeasured_setting_is_never_first(params: str, workers: int) -> None:
-    for step_seconds in (0.05, 3.0):
+@pytest.mark.parametrize("params", ["1M", "124M", "8B"])
+@pytest.mark.parametrize("workers", [2, 4, 8, 16, 17, 64, 512])
+def test_the_best_at_its_pessimistic_end_is_recommended(params: str, workers: int) -> None:
+    """Whatever was measured: on a slow line no count of workers makes dense training better."""
+    for step_seconds, link in ((0.05, "50mbit"), (3.0, "50mbit"), (10.0, "1gbit")):
         plan = tw.plan(
-            params=params, step_seconds=step_seconds, workers=workers, link="50mbit", latency="20ms"
+            params=params, step_seconds=step_seconds, workers=workers, link=link, latency="20ms"
         )
-        assert plan[plan.recommended].measured
-        assert plan[plan.strategies[0].name].measured
+        best, dense = plan[plan.recommended], plan["dense"]
+        reaching = [row for row in plan.strategies if row.reaches_dense_loss]
+        assert dense.loss_gap[1] == 0
+        assert dense.measured == (dense.loss_gap == (0, 0, 0)) == (workers <= 16)
+        assert best.time_at_worst <= 1.05 * min(row.time_at_worst for row in reaching)
+        assert best is not dense or dense.waiting_share < 0.5
+        unmeasured = best.loss_gap_source.partition("not measured: ")[2]
+        assert bool(unmeasured) == (not best.measured)
+        assert unmeasured in plan.reason
         for row in plan.strategies:
             own = (row.document or {}).get("localsgd")
+            if row.optimizer is None:  # times are over dense's with the same optimizer
+                steps = steps_to_dense_loss(row.loss_gap[2], plan.model["parameters"])
+                late_s = row.step_seconds[2] * steps
+                assert row.time_at_worst == pytest.approx(late_s / dense.step_seconds[1]), row.name
             if own is not None and row.measured:
                 assert workers <= 16
                 assert 4 <= own["k_steps"] <= 32
                 assert own.keys().isdisjoint({"delay", "fragments"})
-            elif own is not None:
-                assert "; not measured: " in row.loss_gap_source
+            assert row.measured or "; not measured: " in row.loss_gap_source
+
+
+@pytest.mark.parametrize("workers", [4, 8, 16, 24, 64])
+def test_an_unmeasured_setting_has_a_wider_interval(workers: int) -> None:
+    plan = tw.plan(**NUMBERS, workers=workers, link="50mbit")
+    for other in ("muon-local k16 d4", "muon-local k16 b1 split", "muon-local k32"):
+        low, mid, high = plan[other].loss_gap
+        own_low, own_mid, own_high = plan["muon-local"].loss_gap
+        assert not plan[other].measured
+        assert mid / low > 1.4 * own_mid / own_low
+        assert high / mid > 1.4 * own_high / own_mid
 
 
 def test_steps_to_close_a_gap_by_hand() -> None:
@@ -137,13 +159,13 @@ def test_steps_to_close_a_gap_by_hand() -> None:
 def test_every_row_has_a_gap_its_source_and_a_finite_time(workers: int) -> None:
     made = tw.plan(**NUMBERS, workers=workers, link="20mbit").to_dict()
     json.dumps(made, allow_nan=False)
-    ranks = [(not row["measured"], row["time_to_dense_loss"]) for row in made["strategies"]]
-    assert ranks == sorted(ranks)
+    times = [row["time_at_worst"] for row in made["strategies"] if row["progress"] >= 1 / 4]
+    assert times == sorted(times)
     for row in made["strategies"]:
         low, mid, high = row["loss_gap"]
         assert low <= mid <= high
         assert row["loss_gap_source"]
-        assert (row["loss_gap"] == [0, 0, 0]) == (row["name"] == "dense")
+        assert (mid == 0) == (row["name"] in ("dense", "fp16"))
 
 
 def test_gap_that_cannot_close_is_never_and_after_dense() -> None:
@@ -153,7 +175,9 @@ def test_gap_that_cannot_close_is_never_and_after_dense() -> None:
     for row in plan.strategies:
         if row.times_sooner == "never":
             assert row.time_to_dense_loss > 4
-    assert plan["low-rank r4"].loss_gap_source.startswith("a guess: rank=4 was not measured")
+    assert plan["low-rank r4"].loss_gap_source.endswith(
+        "not measured: rank=4, 8 workers, more than 4"
+    )
 
 
 def test_more_workers_and_longer_intervals_cost_more_loss_and_larger_models_less() -> None:

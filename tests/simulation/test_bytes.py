@@ -55,4 +55,4 @@ def test_real_ranks_send_the_simulated_bytes(
     """Every rank's own count; the first step says more in its agreement."""
     found = ranks.run(sent_by_gradients, options, 3, size=size)
     outcome = simulate(method, switch(size, 1e8, 1e-3), step_s=0.1, steps=1)
-    assert outcome.given.tolist() == [counts[2] - counts[1] for counts in found]
+    assert outcome.sent.tolist() == [counts[2] - counts[1] for counts in found]

@@ -138,7 +138,7 @@ def count(rank: int, size: int, exchange: str, width: int) -> list[tuple[int, ..
     one_round.finish()
     layout = api.Layout(tuple(api.Slot(n, k) for n, k in zip(NUMELS, COUNTS, strict=True)), 1)
     each = api.messages(layout, exchange, size // width)
-    expected = each.sent(source), each.received(source, size // width)
+    expected = each.sent(source, size // width), each.received(source, size // width)
     owned = each.to_owners[source] if exchange == "split" else 0
     passed_on = size // width * (owned + each.to_all)
     inside = (passed_on, 0) if rank % width == 0 else (0, passed_on)

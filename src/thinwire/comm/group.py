@@ -35,7 +35,7 @@ from thinwire.comm.private import (
 )
 from thinwire.comm.waiting import Limit, Progress, one_deadline, seconds_of, set_activity, whole_s
 from thinwire.errors import Mismatch, PayloadCorrupt, ThinwireError
-from thinwire.layout.traffic import STREAMS, streams_between
+from thinwire.layout.traffic import STREAMS, children, streams_between
 
 _SHORT_BYTES = 1024
 """Longest control message that goes to all ranks at once."""
@@ -87,10 +87,10 @@ class Group:
     # a private process group carries the traffic: collectives of the user cannot interleave.
     # Making it is collective. After a failure all exchanges over these ranks are refused
 
-    on_the_wire: ClassVar[float] = 0.0
-    """Bytes of all groups of this process, without TCP and IP headers: a gathered message W-1 times
-    (`bytes_sent`: once), a reduced one 2(W-1)/W times."""
-    within_sites: ClassVar[float] = 0.0
+    on_the_wire: ClassVar[int] = 0
+    """`bytes_sent` of all groups of this process: a gathered message W-1 times, a reduced one
+    2(W-1)/W times, without TCP and IP headers."""
+    within_sites: ClassVar[int] = 0
     """The part of `on_the_wire` between ranks of one site, which shard a model."""
     one_site = False
     """True if these ranks are those of one site."""
@@ -259,8 +259,6 @@ class Group:
 
     def _gather(self, message: Tensor, action: str, *, control: bool) -> Pending[Tensor]:
         """Gather as `all_gather` does; `control` messages use a process group of their own."""
-        self.bytes_sent += message.numel()
-        self.bytes_received += (self.size - 1) * message.numel()
         if self.size == 1:
             return Pending(lambda: message.unsqueeze(0))
         out = message.new_empty(self.size * message.numel())
@@ -278,9 +276,10 @@ class Group:
             launches = [
                 partial(dist.all_gather, [row[cut] for row in rows], message[cut]) for cut in cuts
             ]
-        wire = (self.copies if self.relayed else self.size - 1) * message.numel()
+        received = (self.size - 1) * message.numel()
+        wire = self.copies * message.numel() if self.relayed else received
         return self._launched(
-            launches, lambda: rows, action, held, wire_bytes=wire, control=control
+            launches, lambda: rows, action, held, wire=(wire, received), control=control
         )
 
     def all_to_all(self, parts: Tensor, lengths: Sequence[int], *, action: str) -> Pending[Tensor]:
@@ -296,8 +295,6 @@ class Group:
         # `lengths` by sender, then by receiver; the result has the strings one after the other
         given, taken = lengths[self.rank], [row[self.rank] for row in lengths]
         own = given[self.rank]
-        self.bytes_sent += parts.numel() - own
-        self.bytes_received += sum(taken) - own
         if self.size == 1:
             return Pending(lambda: parts)
         device, parts = parts.device, parts.to(self._carrier(parts.device))
@@ -319,9 +316,8 @@ class Group:
             whole = [piece for source in zip(*split, strict=True) for piece in source]
             return (outs[0] if len(outs) == 1 else torch.cat(whole)).to(device)
 
-        return self._launched(
-            launches, joined, action, [*outs, *pieces], wire_bytes=parts.numel() - own
-        )
+        wire = parts.numel() - own, sum(taken) - own
+        return self._launched(launches, joined, action, [*outs, *pieces], wire=wire)
 
     def _carrier(self, device: torch.device) -> torch.device:
         """Device from which this group's backend sends a tensor: gloo sends from the host."""
@@ -343,28 +339,26 @@ class Group:
 
     def all_reduce_(self, buffer: Tensor, *, action: str) -> Pending[Tensor]:
         """Launch an all-reduce: `buffer` becomes its sum over the ranks, bit-identical on all."""
-        self.bytes_sent += buffer.nbytes
         if self.size == 1:
             return Pending(lambda: buffer)
-        self.bytes_received += buffer.nbytes
         carried, pieces = self._carried(buffer)
         launches = [partial(dist.all_reduce, piece) for piece in pieces]
-        wire = (self.copies if self.relayed else 2 * (self.size - 1) / self.size) * buffer.nbytes
-        return self._launched(
-            launches, lambda: buffer.copy_(carried), action, [carried], wire_bytes=wire
-        )
+        wire = (round(2 * (self.size - 1) / self.size * buffer.nbytes),) * 2  # of a ring
+        if self.relayed:
+            wire = self.copies * buffer.nbytes, (self.size - 1) * buffer.nbytes
+        return self._launched(launches, lambda: buffer.copy_(carried), action, [carried], wire=wire)
 
     def broadcast_(self, buffer: Tensor, *, action: str, source: int = 0) -> Pending[Tensor]:
-        """Launch a broadcast of rank `source`'s `buffer`; only that rank counts its bytes."""
+        """Launch a broadcast of rank `source`'s `buffer`, which gloo's ranks pass on in a tree."""
         if self.size == 1:
             return Pending(lambda: buffer)
-        self.bytes_sent += buffer.nbytes if self.rank == source else 0
-        self.bytes_received += 0 if self.rank == source else buffer.nbytes
         carried, pieces = self._carried(buffer)
         launches = [partial(dist.broadcast, piece, group_src=source) for piece in pieces]
-        share = (self.size - 1) / self.size * buffer.nbytes  # the mean over the ranks
+        after = (self.rank - source) % self.size
+        copies = self.copies * (not after) if self.relayed else children(after, self.size)
+        wire = copies * buffer.nbytes, buffer.nbytes if after else 0
         held, done = [carried], partial(buffer.copy_, carried)
-        return self._launched(launches, done, action, held, wire_bytes=share, rated=False)
+        return self._launched(launches, done, action, held, wire=wire, rated=False)
 
     def take_regroup_s(self) -> float:
         """Return the seconds spent on forming new generations since the last call."""
@@ -442,15 +436,18 @@ class Group:
         action: str,
         held: Sequence[Tensor],
         *,
-        wire_bytes: float,
+        wire: tuple[int, int],
         rated: bool = True,
         control: bool = False,
     ) -> Pending[Tensor]:
-        """Launch all pieces. `held` is kept until they end; `wire_bytes` counts for the rate."""
+        """Launch all pieces. `held` is kept until they end; `wire`: bytes sent and received."""
         group, launched_s, shared = self._private, time.perf_counter(), self._shared
         assert shared is not None, "there are other ranks"
-        Group.on_the_wire += wire_bytes
-        Group.within_sites += wire_bytes * self.one_site
+        sent, received = wire
+        self.bytes_sent += sent
+        self.bytes_received += received
+        Group.on_the_wire += sent
+        Group.within_sites += sent * self.one_site
         by_gloo = control or (shared.watched and held[0].is_cpu)
         works, groups = [], [shared.control if control else group]
         if len(launches) > 1 and by_gloo:
@@ -471,7 +468,7 @@ class Group:
             begin_s = time.perf_counter()
             try:
                 self._wait_for_all(works, action, held, by_gloo=by_gloo)
-                nbytes = wire_bytes if rated and not control else 0.0
+                nbytes = sent if rated and not control else 0
                 self._rate.ended(nbytes, launched_s, begin_s, time.perf_counter())
             finally:
                 self.wait_s += time.perf_counter() - begin_s

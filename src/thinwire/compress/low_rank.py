@@ -48,7 +48,7 @@ from thinwire.core.arithmetic import products_are_exact
 from thinwire.core.checksum import checked_mean_
 from thinwire.core.tensors import state_dtype
 from thinwire.layout.message import factor_numels
-from thinwire.layout.traffic import TWO_ROUND_BUCKETS
+from thinwire.layout.traffic import TWO_ROUND_BUCKETS, ring_bytes
 
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -116,7 +116,7 @@ class LowRank(Compression, ChangeCompression):
 
     def sent_bytes(self, step: int, shapes: Shapes, sources: int = 2, source: int = 0) -> int:
         """Return the bytes of both factors, which have no headers."""
-        return sum(4 * sum(factor_numels(shape, self.rank)) for shape in shapes)
+        return round(ring_bytes(sources, 4 * sum(sum(factor_numels(s, self.rank)) for s in shapes)))
 
     def begin(self, anchor: Tensor) -> dict[str, Tensor]:
         factor = _drawn(self.rank, _sides(anchor)[1], anchor.numel())

@@ -211,9 +211,9 @@ class Config(ABC):
         raise NotImplementedError(f"{type(self).__name__} must define layout or sent_bytes")
 
     def sent_bytes(self, step: int, shapes: Shapes, sources: int = 2, source: int = 0) -> int:
-        """Return the bytes that rank `source` sends of these tensors at a step, with headers."""
+        """Return the bytes that `source` sends of these tensors at a step: headers, each copy."""
         layout = self.layout(step, [shape.numel() for shape in shapes])
-        return messages(layout, self.exchange, sources).sent(source)
+        return messages(layout, self.exchange, sources).sent(source, sources)
 
 
 class Compression(Config):

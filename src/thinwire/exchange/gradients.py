@@ -318,8 +318,7 @@ class GradientExchange(Synchronizer):
             answers = self._verified(early, phase, grads, unchanged, **facts)
         # the DDP model around this one has sent these bytes as well
         if self.duplicates.averaged_before:
-            sizes = (grad.numel() * grad.element_size() for grad in grads.values())
-            self.bytes_of_others += sum(sizes)
+            self.bytes_of_others += sum(g.numel() * g.element_size() for g in grads.values())
         if (verdict := verdict_of(answers)) is not StepDecision.APPLY:
             return self._dropped(verdict, step, answers)
         # the vote above carried no messages, or some rank's launched messages were wrong

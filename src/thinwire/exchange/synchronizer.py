@@ -124,8 +124,7 @@ class Ranks:
 
     def compare(self, facts: Mapping[str, Any], purpose: str) -> None:
         """Compare facts over all ranks; see `require_agreement`."""
-        group = self.group
-        require_agreement(group, facts, action=purpose, cures=_CURES, versions=versions())
+        require_agreement(self.group, facts, action=purpose, cures=_CURES, versions=versions())
 
     def sources(self, node_size: int | None, *, compared: bool = False) -> Sources:
         """Return the units that count as one source each; `compared`: ranks agree on their size."""
@@ -189,7 +188,7 @@ class Synchronizer:
         self.same: SameState | None = None
         """Check of the replicated state. None if nothing is compared."""
         self.bytes_of_others = 0
-        """Bytes that a DistributedDataParallel model has sent since it was found to average too."""
+        """Bytes that a DistributedDataParallel model has summed since it was found to do so too."""
         self._before: dict[str, float] = dict.fromkeys(COUNTED, 0)
         if not isinstance(sources, Nodes):
             self._before["bytes_between_nodes"] = self._totals()["bytes_between_nodes"]
@@ -230,7 +229,8 @@ class Synchronizer:
         else:
             between = 0 if sources.size == 1 else sources.bytes_sent
         return {
-            "bytes_sent": sum(group.bytes_sent for group in self._groups) + self.bytes_of_others,
+            "bytes_sent": sum(group.bytes_sent for group in self._groups)
+            + round(2 * (1 - 1 / self.group.size) * self.bytes_of_others),  # by rings
             "bytes_received": sum(group.bytes_received for group in self._groups),
             "bytes_between_nodes": between,
             "wait_s": self.waited_s,

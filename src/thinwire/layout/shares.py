@@ -28,7 +28,7 @@ class Piece(NamedTuple):
     """Number of positions."""
 
 
-Form = TypeVar("Form", Layout, WholeLayout)
+Form = TypeVar("Form", bound=Layout | WholeLayout)
 
 
 @dataclass(frozen=True)

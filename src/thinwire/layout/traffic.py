@@ -1,6 +1,6 @@
 """Bytes that an exchange moves, computed from message layouts before anything is sent."""
 
-from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple, cast
 
 from thinwire.layout.message import CHECKSUM_BYTES, Layout, WholeLayout
@@ -47,17 +47,23 @@ def ring_bytes(ranks: int, nbytes: float) -> float:
     return 2 * (ranks - 1) / ranks * nbytes
 
 
+def children(rank: int, ranks: int) -> int:
+    """Return how many ranks get a broadcast of rank 0 from this one, by a tree."""
+    # Source: gloo/broadcast.cc
+    return sum(rank + 2**i < ranks for i in range(rank.bit_length(), ranks.bit_length()))
+
+
 class Messages(NamedTuple):
-    """Bytes that one source sends in an exchange, without agreements and dense tensors."""
+    """Lengths of the messages of one source, without agreements and dense tensors."""
 
     to_owners: tuple[int, ...]
     """Bytes for each owner of sums; empty if messages are gathered."""
     to_all: int
-    """Bytes for all others, counted once, whatever the route."""
+    """Bytes for all others; sources pass them on in a ring."""
 
-    def sent(self, source: int) -> int:
-        """Return the bytes that a source sends. Its own part does not count."""
-        return sum(self.to_owners) - self._own(source) + self.to_all
+    def sent(self, source: int, sources: int) -> int:
+        """Return the bytes that a source sends, each copy. Its own part does not count."""
+        return sum(self.to_owners) - self._own(source) + (sources - 1) * self.to_all
 
     def received(self, source: int, sources: int) -> int:
         """Return the bytes that it receives from the others."""
@@ -69,7 +75,7 @@ class Messages(NamedTuple):
 
 def messages(layout: Layout | WholeLayout, exchange: str, sources: int) -> Messages:
     """Return the bytes that each of `sources` sends in messages of this layout."""
-    plan = _plan(exchange, layout, sources)
+    plan = chosen_split(exchange, layout, sources)
     if plan is None:
         return Messages((), layout.nbytes)
     return Messages(tuple(part.nbytes for part in plan.first), plan.row_bytes)
@@ -77,22 +83,15 @@ def messages(layout: Layout | WholeLayout, exchange: str, sources: int) -> Messa
 
 def chosen_split(exchange: str, layout: Form, sources: int) -> SplitLayout[Form] | None:
     """Return the plan by which messages of this layout are split; None if they are gathered."""
-    return cast("SplitLayout[Form] | None", _plan(exchange, layout, sources))
-
-
-@lru_cache(maxsize=256)
-def _plan(
-    exchange: str, layout: Layout | WholeLayout, sources: int
-) -> SplitLayout[Layout] | SplitLayout[WholeLayout] | None:
     if sources == 1 or exchange == GATHER:
         return None
-    plan: SplitLayout[Layout] | SplitLayout[WholeLayout] | None
     whole = isinstance(layout, WholeLayout)
-    plan = whole_split(layout, sources) if whole else split_plan(layout, sources)
+    found = whole_split(layout, sources) if whole else split_plan(layout, sources)
+    plan = cast("SplitLayout[Form] | None", found)
     if plan is None or exchange == SPLIT:
         return plan
-    dealt = [part.nbytes for part in plan.first]
-    # sent plus received bytes of the busiest source
+    dealt = [*map(attrgetter("nbytes"), plan.first)]
+    # bytes sent and received of the busiest source, where a message to all counts as sent once
     moved = sum(dealt) + sources * plan.row_bytes + (sources - 2) * max(dealt)
     return plan if sources * layout.nbytes >= _WORTH * moved else None
 

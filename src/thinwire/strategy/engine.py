@@ -446,7 +446,7 @@ class Engine:
           over those of their first round.
         - `sparsity`: fraction of the next exchange that is not sent; `applied_share`: as in
           `LocalUpdates.stats`.
-        - `bytes_sent`: message bytes of exchanges, headers and agreements included, of which
+        - `bytes_sent`: put on the wire, each copy, headers and agreements included, of which
           `bytes_between_nodes`; `bytes_received`; `bytes_between_stages`: of a pipeline, in no
           other sum.
         - `bytes_dense`: 4 bytes per trainable element and update; `ratio`: bytes_dense /

@@ -241,6 +241,9 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
     table = Table("", *titles, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", True
+    best = made[made.recommended]
+    optimizer = f"  # optimizer: {best.optimizer.partition(' for ')[0]}" if best.optimizer else ""
+    print(f"{best.python}{optimizer}")
     for row in rows:
         short = (text.replace(" to ", "-") for text in cells(row))
         table.add_row(f"{row.name}{'' if row.measured else ' *'}", *short)

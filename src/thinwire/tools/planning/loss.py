@@ -1,6 +1,7 @@
 """Loss of a method above dense training (docs/law.md), and the cost of closing the gap."""
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 _LAW = {"muon": (0.465, -0.198), "adamw": (0.413, -0.165)}
@@ -29,7 +30,7 @@ _GRADIENTS = {
 }
 """Gaps by workers, from the same runs; below 0.01 they are chance."""
 _CHANCE = 0.01
-_LAW_WORKERS, _MEASURED_STEPS, _FEW = 16, 32, 4
+_MOST_WORKERS, _INTERVALS, _FEW = 16, (4, 32), 4
 MEASURED: Mapping[tuple[str, float, int], tuple[int, int]] = {
     ("muon", 1.0, 1): (4, 16),
     ("adamw", 1.0, 4): (16, 16),
@@ -38,8 +39,10 @@ MEASURED: Mapping[tuple[str, float, int], tuple[int, int]] = {
 }
 """Shortest and longest measured interval, by inner optimizer, share of the entries and bits: with
 three seeds of one setting."""
-_DOUBT = 2.5
-"""Ratio of high to mid and of mid to low; docs/law.md says how it was chosen and checked."""
+_DOUBT, _BEYOND = 2.5, 1.5
+"""Ratio of high to mid and of mid to low; docs/law.md says how it was chosen and checked. It counts
+once more for a setting without runs, and `_BEYOND` for a longer interval or more workers.
+"""
 MOST_STEPS = 4.0
 """Multiple of dense's steps beyond which a strategy is said never to reach dense's loss."""
 
@@ -51,8 +54,8 @@ class LossGap(NamedTuple):
     mid: float
     high: float
     source: str
-    measured: bool = True
-    """False: the setting is outside of what was measured."""
+    unmeasured: str = ""
+    """What is outside of what was measured."""
 
 
 def beta(optimizer: str, numel: int) -> float:
@@ -71,48 +74,53 @@ def loss_gap(
     method: str, document: Mapping[str, Any], optimizer: str | None, numel: int, workers: int
 ) -> LossGap:
     """Return the gap of a strategy of `thinwire compare` with these settings."""
-    if method == "dense":
-        return LossGap(0.0, 0.0, 0.0, "by definition")
     if "localsgd" in document:
         return _of_local(document["localsgd"], optimizer or "adamw", numel, workers)
-    if method in _GRADIENTS:
-        return _of_gradients(method, document, workers)
-    return LossGap(0.0, 0.25, 1.0, f"a guess: no run of {method} was measured", False)
+    if method == "dense":
+        # no run had so large a batch: as far off as the law goes on between them
+        off = law("adamw", numel, max(workers, _MOST_WORKERS)) - law("adamw", numel, _MOST_WORKERS)
+        return LossGap(0.0 - off, 0.0, off, "by definition", _too_many(workers, _MOST_WORKERS))
+    return _of_gradients(method, document, workers)
+
+
+def _too_many(workers: int, most: int) -> str:
+    return f"{workers} workers, more than {most}" if workers > most else ""
 
 
 def _of_local(own: Mapping[str, Any], optimizer: str, numel: int, workers: int) -> LossGap:
     factor = local_factor(own, optimizer)
     mid = law(optimizer, numel, workers) * factor
     coefficient, power = _LAW[optimizer]
-    doubt = _DOUBT * 1.5 ** ((workers > _LAW_WORKERS) + (own["k_steps"] > _MEASURED_STEPS))
     outside = unmeasured(own, optimizer, workers)
+    doubt = _DOUBT * prod(outside.values())
     return LossGap(
         mid / doubt,
         mid,
         mid * doubt,
         f"{workers}^beta - 1, beta = {coefficient:g} N^{power:g} (fitted to arXiv 2505.23725), "
         f"times {factor:.2g} for interval and bits (benchmarks/results/evidence.jsonl, 2 and 4 "
-        f"workers); for 90 averagings and more; low is mid / {doubt:g}, high is mid x {doubt:g}"
-        + (f"; not measured: {', '.join(outside)}" if outside else ""),
-        not outside,
+        f"workers); for 90 averagings and more; low is mid / {doubt:.3g}, high mid x {doubt:.3g}",
+        ", ".join(outside),
     )
 
 
-def unmeasured(own: Mapping[str, Any], optimizer: str, workers: int) -> list[str]:
-    """Name the settings of local updates that are outside of what the law was fitted to."""
+def unmeasured(own: Mapping[str, Any], optimizer: str, workers: int) -> dict[str, float]:
+    """Name the settings of local updates outside of what the law was fitted to, each with the
+    factor by which it widens the interval.
+    """
     values: Mapping[str, Any] = next(iter((own.get("compression") or {}).values()), {})
     bits, share = values.get("value_bits", 32), round(1 - values.get("sparsity", 0.0), 6)
-    interval = MEASURED.get((optimizer, share, bits))
-    k_steps, way = own["k_steps"], values.get("exchange", "auto")
-    found = {
-        f"{workers} workers, more than {_LAW_WORKERS}": workers > _LAW_WORKERS,
-        f"{bits} bits" + (f" of {share:.0%}" if share < 1 else ""): interval is None,
-        f"an interval of {k_steps} steps": interval and not interval[0] <= k_steps <= interval[1],
-        f"a delay of {own.get('delay')}": own.get("delay", 0) > 0,
-        f"{own.get('fragments')} fragments": own.get("fragments", 1) > 1,
-        f"exchange={way}": way == "split",
-    }
-    return [words for words, outside in found.items() if outside]
+    key, k_steps, way = (optimizer, share, bits), own["k_steps"], values.get("exchange", "auto")
+    shortest, longest = MEASURED.get(key, _INTERVALS)
+    found = [
+        (_too_many(workers, _MOST_WORKERS), workers > _MOST_WORKERS, _BEYOND),
+        (f"an interval of {k_steps} steps", not shortest <= k_steps <= longest, _BEYOND),
+        (f"{bits} bits" + f" of {share:.0%}" * (share < 1), key not in MEASURED, _DOUBT),
+        (f"a delay of {own.get('delay')}", own.get("delay", 0) > 0, _DOUBT),
+        (f"{own.get('fragments')} fragments", own.get("fragments", 1) > 1, _DOUBT),
+        (f"exchange={way}", way == "split", _DOUBT),
+    ]
+    return {words: factor for words, outside, factor in found if outside}
 
 
 def local_factor(own: Mapping[str, Any], optimizer: str) -> float:
@@ -136,7 +144,7 @@ def rate_factor(own: Mapping[str, Any], optimizer: str | None, workers: int) -> 
     # Source: docs/law.md: 2 (0.14 M parameters), 4 and 8 workers (0.87 M), 4 to 32 steps, one bit
     if "localsgd" not in own or optimizer != "muon":
         return None
-    many = own["localsgd"]["k_steps"] >= _MEASURED_STEPS and workers > 2
+    many = own["localsgd"]["k_steps"] >= _INTERVALS[1] and workers > 2
     return 2.0 if many or workers > _FEW else 1.0
 
 
@@ -147,14 +155,16 @@ def _of_gradients(method: str, document: Mapping[str, Any], workers: int) -> Los
         f"benchmarks/results/evidence.jsonl: {gap:+.1%} with {known} workers, 0.87 million "
         "parameters, 1,500 steps, inside AdamW"
     )
+    many = _too_many(workers, max(_GRADIENTS[method]))
+    beyond = _BEYOND if many else 1.0
     if abs(gap) < _CHANCE:
-        return LossGap(-_CHANCE, 0.0, _CHANCE, f"{source}, within chance")
+        off = beyond * _CHANCE
+        return LossGap(-off, 0.0, off, f"{source}, within chance", many)
     more = _sends_more(method, document)
     if more:
-        source = f"a guess: {more} was not measured, less sent was: {source}"
-        return LossGap(0.0, gap / 2, gap, source, False)
-    source = f"{source}; other sizes were not measured"
-    return LossGap(gap / 3, gap, 2 * gap, source, workers <= max(_GRADIENTS[method]))
+        outside = ", ".join(filter(None, (more, many)))
+        return LossGap(0.0, gap / 2, beyond * gap, f"a guess, from less sent: {source}", outside)
+    return LossGap(gap / 3 / beyond, gap, 2 * beyond * gap, source, many)
 
 
 def _sends_more(method: str, document: Mapping[str, Any]) -> str | None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil, inf, isqrt, log2, prod
+from math import ceil, log2, prod
 from typing import Any
 
 from thinwire.layout.message import HEADER_BYTES, Layout, WholeLayout, factor_numels
@@ -16,7 +16,7 @@ from thinwire.layout.traffic import (
     travels_checksummed,
 )
 from thinwire.tools.planning.network import Network
-from thinwire.tools.planning.work import Workload, matrices
+from thinwire.tools.planning.work import Workload
 from thinwire.tools.run.config import PASS_S
 
 _VOTE_BYTES = 256
@@ -167,7 +167,8 @@ def _low_rank(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
     right_s = network.all_reduce_s(all_right) if all_right else 0.0
     rest_of_it, after_s = _end_of_step(4 * rest, work, network, None, network)
     memory = 4 * kept, 4 * work.numel  # the means lie beside the gradients
-    return _overlapped(work, [*buckets, *rest_of_it], right_s + after_s, memory, _VOTE_BYTES)
+    sent = _vote_bytes(network)
+    return _overlapped(work, [*buckets, *rest_of_it], right_s + after_s, memory, sent)
 
 
 def _dgc(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
@@ -198,7 +199,7 @@ def _dgc(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
     rest_of_it, after_s = _end_of_step(4 * rest, work, network, node, sources)
     # the means, and what will be kept if all agree
     memory = 4 * kept, 4 * (work.numel + kept)
-    return _overlapped(work, [*buckets, *rest_of_it], after_s, memory, _VOTE_BYTES)
+    return _overlapped(work, [*buckets, *rest_of_it], after_s, memory, _vote_bytes(network))
 
 
 def _nodes(
@@ -279,9 +280,13 @@ def _end_of_step(
     return found, _vote_s(network)
 
 
+def _vote_bytes(network: Network) -> float:
+    return (network.ranks - 1) * _VOTE_BYTES
+
+
 @lru_cache(maxsize=16)
 def _vote_s(network: Network) -> float:
-    return network.all_to_all_s((network.ranks - 1) * _VOTE_BYTES)
+    return network.all_to_all_s(_vote_bytes(network))
 
 
 def _local(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
@@ -300,7 +305,7 @@ def _local(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
     exposed_s = max(0.0, wire_s - (delay - 2 * agreeing) * work.step_s)
     exposed_s += 2 * max(0.0, _vote_s(network) - agreeing * work.step_s)
     round_s = fragments * (exposed_s + _passes(work, work.numel / fragments, passes))
-    sent = nbytes + fragments * _VOTE_BYTES
+    sent = nbytes + fragments * _vote_bytes(network)
     kept += 1 if own.get("outer_momentum") else 0
     brief += 4 * work.numel if delay else 0  # steps go on beside what was measured
     return Cost(
@@ -327,65 +332,8 @@ def _change(
         held = dealt.first_bytes + (network.ranks + 1) * dealt.row_bytes + whole
         seconds = dealt.seconds(network, fragments, idle_s)
         return seconds, dealt.sent(network), passes, 2, held
-    nbytes, passes, kept = 4 * work.numel, 6, 1
-    if "low_rank" in compression:
-        rank = compression["low_rank"].get("rank", 2)
-        nbytes = sum(4 * sum(factor_numels(shape, rank)) for shape in work.shapes)
-        passes, kept = 14, 2
+    nbytes = 4 * work.numel
     wire_s = network.all_reduce_s(nbytes / fragments, idle_s)
     # what is sent, and the mean
     sent_bytes = nbytes if network.relay else ring_bytes(network.ranks, nbytes)
-    return wire_s, sent_bytes, passes, kept, 2 * nbytes
-
-
-MOST_PARAMS = 10**13
-_NEAR = 1.2
-"""Ratio of sizes below which a straight line between them is accurate enough."""
-
-
-def cost_by_number(
-    document: Mapping[str, Any], hook: str, work: Workload, network: Network
-) -> Cost:
-    """Return the cost for assumed shapes; seconds never fall as the number of parameters grows."""
-    step_s = [cost_of(document, hook, sized, network).step_s for sized in _works(work)]
-    return replace(
-        cost_of(document, hook, work, network),
-        step_s=grown(list(zip(_sizes(work.numel), step_s, strict=True)), work.numel),
-    )
-
-
-def grown(step_s: Sequence[tuple[int, float]], numel: int) -> float:
-    """Return seconds at a number of parameters, from sizes and their seconds, coarse to fine."""
-    # Larger models can be faster: a bucket begins earlier, a tensor is large enough to be
-    # compressed, sums are shared out. With shapes of our own that says nothing of a user's model,
-    # so a number is sought like a word in a dictionary, from 1 to 10^13: what a size costs is kept
-    # between the costs of the two that enclose it, and between the last two there is a straight
-    # line. Numbers meet the same sizes on their way until they part, hence no number costs less
-    # than a smaller one; and on a slower network none costs less.
-    low, low_s, high, high_s = 0, 0.0, MOST_PARAMS, inf
-    for size, seconds in step_s:
-        kept_s = min(max(seconds, low_s), high_s)
-        if size <= numel:
-            low, low_s = size, kept_s
-        else:
-            high, high_s = size, kept_s
-    if numel == low:
-        return low_s
-    return min(high_s, low_s + (high_s - low_s) * ((numel - low) / (high - low)))
-
-
-@lru_cache(maxsize=64)
-def _sizes(numel: int) -> tuple[int, ...]:
-    """Return sizes that enclose a number, closer and closer."""
-    low, high, found = 1, MOST_PARAMS, list[int]()
-    while high > low * _NEAR and high - low > 1:
-        middle = max(low + 1, isqrt(low * high))
-        found.append(middle)
-        low, high = (middle, high) if middle <= numel else (low, middle)
-    # nothing lies beyond the ends, so they need no look unless they are next to the number
-    return tuple(found + [end for end in (1, MOST_PARAMS) if end in (low, high)])
-
-
-@lru_cache(maxsize=4)
-def _works(work: Workload) -> tuple[Workload, ...]:
-    return tuple(replace(work, numel=numel, shapes=matrices(numel)) for numel in _sizes(work.numel))
+    return wire_s, sent_bytes, 6, 1, 2 * nbytes

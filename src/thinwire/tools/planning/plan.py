@@ -8,17 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.layout.traffic import GATHER, streams_between
+from thinwire.tools.compare.strategies import STRATEGIES
 from thinwire.tools.network.netns import Link
 from thinwire.tools.planning.grid import Candidate, candidates
 from thinwire.tools.planning.loss import MOST_STEPS, loss_gap, rate_factor, steps_to_dense_loss
-from thinwire.tools.planning.methods import (
-    BRIEF,
-    MOST_PARAMS,
-    Cost,
-    cost_by_number,
-    cost_of,
-    memory_of,
-)
+from thinwire.tools.planning.methods import BRIEF, cost_of, memory_of
 from thinwire.tools.planning.network import Network, filled_bit_s
 from thinwire.tools.planning.work import Probe, Workload, assumed_muon_seconds, matrices, work_of
 from thinwire.tools.run.config import (
@@ -32,15 +26,24 @@ from thinwire.tools.run.config import (
 
 _FASTEST_BIT_S, _UNLIMITED_BIT_S = 4e11, 2e10
 """Fastest allowed line, and the rate assumed for none and loopback."""
-_MOST_WORKERS = 100_000
+_MOST_WORKERS, _MOST_PARAMS = 100_000, 10**13
 _DOUBT, _DOUBT_ON_TOP = 0.1, 0.2
 _WHOLE_S = 10.0
+_UNMEASURED = "; not measured: "
 RELAY, RELAYED = "relay", "members join with relay=True, on a host that sends on all messages"
 """End of a row's name, and its meaning."""
 _FAST_STEP_S = 2e-8
 """Seconds a parameter below which a step is taken for a GPU's."""
 _WORTH = 1.05
-"""Smallest speed-up over dense at which a strategy is recommended."""
+"""Smallest speed-up over dense at which a strategy is recommended, at the pessimistic end."""
+_CLASSES = {
+    "localsgd": "LocalSGD",
+    "dgc": "DGC",
+    "low_rank": "LowRank",
+    "quantized": "Quantized",
+    "sparse": "Sparse",
+}
+_POSITIONAL = ("LocalSGD", "Quantized")
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,12 @@ class Row:
             is 2 %.
         loss_gap_source: Source of `loss_gap`.
         measured: False if interval, delay, bits, workers or else are outside of what `loss_gap` was
-            fitted to; such rows come after all others.
+            fitted to, which widens it; of dense too where its batch was not measured.
         time_to_dense_loss: Time to dense's final loss relative to dense's own, both with the
             optimizer of the strategy; smaller is better. Beyond four times dense's steps, the
             number of steps relative to dense's.
+        time_at_worst: The same at the high ends of `step_seconds` and `loss_gap`, for any number of
+            steps. Rows are sorted by it, those that never reach dense's loss last.
         document: Content of a strategy file; None for a hook of torch.
         optimizer: Optimizer that the strategy requires; None for any.
         reaches_dense_loss: True if four times dense's steps are expected to suffice.
@@ -84,6 +89,7 @@ class Row:
     loss_gap_source: str
     measured: bool
     time_to_dense_loss: float
+    time_at_worst: float
     document: Mapping[str, Any] | None
     optimizer: str | None = None
     reaches_dense_loss: bool = True
@@ -98,9 +104,15 @@ class Row:
     @property
     def times_sooner(self) -> str:
         """Speed-up to dense's loss, 1 / `time_to_dense_loss`, with two digits; or "never"."""
-        if not self.reaches_dense_loss:
-            return "never"
-        return f"{float(f'{1 / self.time_to_dense_loss:.2g}'):,g}"
+        return _times(self.time_to_dense_loss) if self.reaches_dense_loss else "never"
+
+    @property
+    def python(self) -> str:
+        """The config in Python, of names of thinwire; for a hook of torch the code that adds it."""
+        if self.document is None:
+            return STRATEGIES[self.strategy].code or ""
+        ((tag, own),) = self.document.items() or [("", {})]
+        return _call(tag, own) if tag else "DistributedStrategy()"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as JSON data, without the document."""
@@ -114,7 +126,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """Result of `plan`: a row per strategy and setting, measured ones first, then by time.
+    """Result of `plan`: a row per strategy and setting, by time to dense's loss at worst.
 
     Example:
         >>> found = plan(params="124M", step_seconds=0.35, workers=8, link="100mbit")
@@ -262,14 +274,16 @@ def plan(
     ]
     # progress is against dense with the same optimizer, so time is too
     dense_s = {
-        optimizer: _cost({}, "dense", work.sharded(shard).by(optimizer), network).step_s
+        optimizer: cost_of({}, "dense", work.sharded(shard).by(optimizer), network).step_s
         for optimizer in {recipe.optimizer for _, recipe, _ in offered}
     }
     rows = [
         _row(name, recipe, document, work, shard, way, dense_s[recipe.optimizer])
         for name, recipe, document, way in _by_every_way(offered, network)
     ]
-    rows.sort(key=lambda r: (not r.measured, r.time_to_dense_loss, r.bytes_per_step, len(r.name)))
+    rows.sort(
+        key=lambda r: (not r.reaches_dense_loss, r.time_at_worst, r.bytes_per_step, len(r.name))
+    )
     recommended, reason = _recommended(rows)
     about = {
         "rate_bit_s": network.bit_s,
@@ -364,7 +378,7 @@ def _assumed_work(
     require_one_of("device", device, ("cpu", "cuda"))
     cuda = device == "cuda"
     muon_s = assumed_muon_seconds(numel, cuda=cuda)
-    return Workload(numel, matrices(numel), float(step_seconds), cuda, muon_s=muon_s, assumed=True)
+    return Workload(numel, matrices(numel), float(step_seconds), cuda, muon_s=muon_s)
 
 
 def _of_task(task: str, step_seconds: float | None, device: str | None, workers: int) -> Workload:
@@ -409,8 +423,8 @@ def _parsed_params(params: int | str) -> int:
         params = round(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]])
     if isinstance(params, bool) or not isinstance(params, int):
         raise TypeError(f"params must be a whole number or text such as 124M, got {params!r}")
-    if not 1 <= params <= MOST_PARAMS:
-        raise ValueError(f"params={params} is out of range; 1 to {MOST_PARAMS:,} is allowed")
+    if not 1 <= params <= _MOST_PARAMS:
+        raise ValueError(f"params={params} is out of range; 1 to {_MOST_PARAMS:,} is allowed")
     return params
 
 
@@ -425,12 +439,12 @@ def _row(
 ) -> Row:
     optimizer, own = recipe.optimizer, document or {}
     part = work.sharded(shard).by(optimizer)
-    cost = _cost(own, recipe.name, part, network)
+    cost = cost_of(own, recipe.name, part, network)
     memory = memory_of(cost, part, optimizer)
     brief = {key: memory[key] for key in BRIEF}
     gap = loss_gap(recipe.name, own, optimizer, work.numel, network.ranks)
     steps = steps_to_dense_loss(gap.mid, work.numel)
-    reaches = steps <= MOST_STEPS
+    reaches, most_steps = steps <= MOST_STEPS, steps_to_dense_loss(gap.high, work.numel)
     # compute within 10 %, the rest within 20 %
     doubt = _DOUBT * part.step_s + _DOUBT_ON_TOP * (cost.step_s - part.step_s)
     return Row(
@@ -442,9 +456,10 @@ def _row(
         max(0.0, 1 - part.step_s / cost.step_s),
         1 / steps,
         (gap.low, gap.mid, gap.high),
-        gap.source,
-        gap.measured,
+        gap.source + f"{_UNMEASURED}{gap.unmeasured}" * bool(gap.unmeasured),
+        not gap.unmeasured,
         cost.step_s / dense_s * steps if reaches else steps,
+        (cost.step_s + doubt) / dense_s * most_steps,
         document,
         OPTIMIZERS.get(optimizer or ""),
         reaches,
@@ -453,22 +468,32 @@ def _row(
     )
 
 
-def _cost(document: Mapping[str, Any], hook: str, work: Workload, network: Network) -> Cost:
-    return (cost_by_number if work.assumed else cost_of)(document, hook, work, network)
+def _call(tag: str, own: Mapping[str, Any]) -> str:
+    """Return a config of a strategy file in Python."""
+    name, words = _CLASSES[tag], list[str]()
+    for key, value in own.items():
+        text = repr(tuple(value) if isinstance(value, list) else value)
+        if isinstance(value, Mapping):
+            text = ", ".join(_call(*item) for item in value.items())
+        words.append(text if name in _POSITIONAL and not words else f"{key}={text}")
+    return f"{name}({', '.join(words)})"
+
+
+def _times(share: float) -> str:
+    return f"{float(f'{1 / share:.2g}'):,g}"
 
 
 def _recommended(rows: Sequence[Row]) -> tuple[str, str]:
-    best = rows[0]
-    dense = next(row for row in rows if row.name == "dense")
-    guess = min(rows, key=lambda row: row.time_to_dense_loss)
-    beyond = ""
-    if not guess.measured and guess.time_to_dense_loss < best.time_to_dense_loss:
-        beyond = f"; {guess.name}, which was not measured, is predicted {guess.times_sooner} times"
-    if best.time_to_dense_loss * _WORTH > 1:
+    best, dense = rows[0], next(row for row in rows if row.name == "dense")
+    if best.time_at_worst * _WORTH > dense.time_at_worst:
+        best = dense
+    unmeasured = best.loss_gap_source.partition(_UNMEASURED)[2]
+    beyond = f"{_UNMEASURED}{unmeasured}" if unmeasured else ""
+    if best is dense:
         return "dense", (
             f"use dense: its step of {dense.step_seconds[1]:.3g} s waits for the network "
-            f"{100 * dense.waiting_share:.0f} % of the time, and no measured strategy is expected "
-            f"to be more than 5 % faster{beyond}"
+            f"{100 * dense.waiting_share:.0f} % of the time, and at the pessimistic end of its "
+            f"prediction no strategy is more than 5 % faster{beyond}"
         )
     by = f"; with {best.optimizer}" if best.optimizer else ""
     if best.lr_factor:
@@ -479,7 +504,8 @@ def _recommended(rows: Sequence[Row]) -> tuple[str, str]:
         f"use {best.name}: a step of {seconds_text(best.step_seconds[1])} s instead of dense's "
         f"{seconds_text(dense.step_seconds[1])} s. At equal steps its loss is expected "
         f"{gap_text(best.loss_gap)} % above dense's; it reaches dense's loss about "
-        f"{best.times_sooner} times as fast as dense{by}{beyond}"
+        f"{best.times_sooner} times as fast as dense, {_times(best.time_at_worst)} times at the "
+        f"pessimistic end{by}{beyond}"
     )
 
 

@@ -40,7 +40,6 @@ class Workload:
     muon_s: float | None = None
     muon_numel: int | None = None
     width: float = 4.0
-    assumed: bool = False
 
     def by(self, optimizer: str | None) -> "Workload":
         """Return the work with the optimizer of a strategy; None is the task's own."""
@@ -52,13 +51,8 @@ class Workload:
         """Return the work of one of `ranks` that share the model; its step takes as long."""
         if ranks == 1:
             return self
-        if self.assumed:
-            numel = ceil(self.numel / ranks)
-            shapes = matrices(numel)
-        else:
-            whole = self.shapes
-            shapes = tuple((ceil(s[0] / ranks), *s[1:]) if s else () for s in whole)
-            numel = sum(map(prod, shapes))
+        shapes = tuple((ceil(s[0] / ranks), *s[1:]) if s else () for s in self.shapes)
+        numel = sum(map(prod, shapes))
         muon_numel = None if self.muon_numel is None else ceil(self.muon_numel / ranks)
         muon_s = None if self.muon_s is None else self.muon_s / ranks
         return replace(self, numel=numel, shapes=shapes, muon_numel=muon_numel, muon_s=muon_s)
@@ -111,9 +105,7 @@ class Workload:
 
 
 def matrices(params: int) -> tuple[Shape, ...]:
-    """Return up to 48 equal matrices for a number of parameters; more parameters never give fewer
-    or smaller ones.
-    """
+    """Return up to 48 equal matrices for a number of parameters."""
     count = min(_MOST_MATRICES, max(1, params // _LEAST_NUMEL))
     columns = max(1, isqrt(params // count))
     rows, over = divmod(params // columns, count)
