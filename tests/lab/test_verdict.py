@@ -101,6 +101,34 @@ def test_a_link_that_was_not_emulated_is_only_estimated() -> None:
     assert here.startswith("Over this machine's loopback dense was the fastest")
 
 
+@pytest.mark.parametrize("with_dense", [True, False])
+@pytest.mark.parametrize(
+    ("steps_s", "named"),
+    [
+        ((0.52, 0.54, 0.53, 0.9), ["dgc", "fp16", "low-rank"]),
+        ((0.52, 0.60, 0.54, 0.9), ["dgc", "low-rank"]),
+        ((0.52, 0.60, 0.61, 0.9), ["dgc"]),
+    ],
+)
+def test_methods_within_five_percent_are_named_together(
+    steps_s: tuple[float, ...], named: list[str], with_dense: bool
+) -> None:
+    """And of these the one with the lowest last loss is recommended."""
+    names, ends = ("dgc", "fp16", "low-rank", "diloco"), (2.9, 2.8, 2.7, 2.6)
+    runs = [
+        run(name, [5.0, 4.0, 3.0, 2.9, end], step_s, 4000)
+        for name, step_s, end in zip(names, steps_s, ends, strict=True)
+    ]
+    found = judged(*[dense()] * with_dense, *runs)
+    first = found.text.partition(". ")[0]
+    heads = [name for name in names if name in re.split("reached|was the first", first)[0]]
+    assert heads == named
+    assert found.winner == named[-1]
+    losses = re.search(r"last loss: ([^;.]*\.\d+)(, [^;.]*\.\d+)*", first)
+    assert losses is not None
+    assert all(f"{ends[names.index(name)]:.3f}" in losses[0] for name in named)
+
+
 @pytest.mark.parametrize("names", [("dense", "dgc"), ("dgc", "dense")])
 def test_the_loss_is_looked_for_in_the_same_way_for_all(names: tuple[str, str]) -> None:
     """Equal curves are equally soon at dense's loss, also if it rose again at the end."""

@@ -1,6 +1,6 @@
 """Outcome of a comparison in plain sentences, from measured values only."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -104,20 +104,49 @@ def _against_dense(results: Results, dense: Run, clock: _Clock) -> Verdict:
     reached = [(seconds, run) for seconds, run in times if seconds is not None]
     if not reached:
         return _nobody(results, dense, others, clock)
-    seconds, first = min(reached, key=itemgetter(0))
-    name, with_bytes = first.strategy, _bytes(dense, first, "dense")
-    took, own = _seconds(seconds), _seconds(own_s)
-    if seconds < (1 - _ALIKE) * own_s:
-        fast = f"{took} instead of {own} ({_times(own_s / seconds)} times as fast){with_bytes}"
-        return Verdict(f"{where} {name} reached dense's loss ({loss}) in {fast}.", name)
-    if seconds <= (1 + _ALIKE) * own_s:
-        sent, by_dense = first.bytes_to_dense_loss or 0.0, dense.bytes_to_dense_loss or 0.0
-        alike = f"about as fast as dense itself ({took} and {own}){with_bytes}"
-        text = f"{where} {name} reached dense's loss ({loss}) {alike}."
+    lead, own = _fastest(reached), _seconds(own_s)
+    name, more = lead.best.strategy, lead.more(dense, "dense")
+    if lead.least_s < (1 - _ALIKE) * own_s:
+        fast = f"{lead.took} instead of {own} ({_times(own_s / lead.least_s)} times as fast){more}"
+        return Verdict(f"{where} {lead.names} reached dense's loss ({loss}) in {fast}.", name)
+    if lead.least_s <= (1 + _ALIKE) * own_s:
+        sent, by_dense = lead.best.bytes_to_dense_loss or 0.0, dense.bytes_to_dense_loss or 0.0
+        alike = f"about as fast as dense itself ({lead.took} and {own}){more}"
+        text = f"{where} {lead.names} reached dense's loss ({loss}) {alike}."
         return Verdict(text, name if sent < (1 - _ALIKE) * by_dense else "dense")
-    later = f"{name} with {took} ({_times(seconds / own_s)} times as long){with_bytes}"
+    later = f"{lead.names} with {lead.took} ({_times(lead.least_s / own_s)} times as long){more}"
     fastest = f"{where} dense was the fastest to its own loss ({loss}): {own}"
     return Verdict(f"{fastest}; next came {later}.", "dense")
+
+
+class _Lead(NamedTuple):
+    """Runs that were as fast as the fastest: one run each is no evidence for an order."""
+
+    runs: list[Run]
+    least_s: float
+    took: str
+
+    @property
+    def best(self) -> Run:
+        return min(self.runs, key=lambda run: run.final_loss)
+
+    @property
+    def names(self) -> str:
+        return _listed([run.strategy for run in self.runs])
+
+    def more(self, reference: Run, which: str) -> str:
+        """Return clauses on bytes, of the best, and on the last loss of each; begins with ","."""
+        sent, several = _bytes(reference, self.best, which), len(self.runs) > 1
+        ends = [f"{run.strategy} " * several + loss_text(run.final_loss) for run in self.runs]
+        by = f", {self.best.strategy}{sent[1:]}" if several and sent else sent
+        return f"{by}; last loss: {', '.join(ends)}"
+
+
+def _fastest(times: Iterable[tuple[float, Run]]) -> _Lead:
+    ranked = sorted(times, key=itemgetter(0))
+    alike = [pair for pair in ranked if (1 - _ALIKE) * pair[0] <= ranked[0][0]]
+    ends = dict.fromkeys(f"{seconds:,.1f}" for seconds, _ in (alike[0], alike[-1]))
+    return _Lead([run for _, run in alike], ranked[0][0], f"{' to '.join(ends)} s")
 
 
 def _began_apart(runs: Sequence[Run]) -> bool:
@@ -152,20 +181,18 @@ def _by_common_loss(results: Results, clock: _Clock, where: str) -> Verdict:
         nothing = f"{where} {_listed(stuck)} learned nothing in this run"
         return Verdict(f"{nothing}, so there is no common loss: run longer.", None)
     times = [(clock.to_loss(run, "common") or 0.0, run) for run in runs]
-    (first_s, first), (next_s, later), *_ = sorted(times, key=itemgetter(0))
-    name, with_bytes = first.strategy, _bytes(later, first, "common")
-    loss, took, other = (
-        f"the common loss ({loss_text(target)})",
-        _seconds(first_s),
-        _seconds(next_s),
-    )
-    if first_s >= (1 - _ALIKE) * next_s:
-        equally = f"about equally fast: {took} and {other}{with_bytes and f', {name}{with_bytes}'}"
-        return Verdict(f"{where} {name} and {later.strategy} reached {loss} {equally}.", name)
-    longer = f"took {other} ({_times(next_s / first_s)} times as long)"
-    longer += with_bytes and f"; {name}{with_bytes}"
-    first_text = f"{where} {name} was the first to reach {loss}: {took}"
-    return Verdict(f"{first_text}; the next, {later.strategy}, {longer}.", name)
+    lead, loss = _fastest(times), f"the common loss ({loss_text(target)})"
+    name = lead.best.strategy
+    text = f"{where} {lead.names} reached {loss} about equally fast: {lead.took}"
+    if len(lead.runs) == len(runs):
+        reference = next(run for run in lead.runs if run is not lead.best)
+        return Verdict(f"{text}{lead.more(reference, 'common')}.", name)
+    next_s, later = min((pair for pair in times if pair[1] not in lead.runs), key=itemgetter(0))
+    if len(lead.runs) == 1:
+        text = f"{where} {name} was the first to reach {loss}: {lead.took}"
+    longer = f"took {_seconds(next_s)} ({_times(next_s / lead.least_s)} times as long)"
+    more = lead.more(later, "common")
+    return Verdict(f"{text}{more}; the next, {later.strategy}, {longer}.", name)
 
 
 def _lowest(runs: Sequence[Run], main: Verdict) -> list[str]:
