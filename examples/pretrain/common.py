@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +44,12 @@ def mean_loss(evaluate: Callable[[Tensor, Tensor], Tensor], batches: list[list[T
     """Nats a token of equal batches, by a function from inputs and targets to a loss."""
     with torch.no_grad():
         return sum(evaluate(x, y).item() for x, y in batches) / len(batches)
+
+
+def announce(step: int, loss: Tensor, begun_s: float, every: int) -> None:
+    """Print the first step's loss and seconds; lines of the log follow at every so many steps."""
+    took_s = time.perf_counter() - begun_s
+    print(f"step {step}: loss {loss.item():.4g}, {took_s:.1f} s; next: {every} steps", flush=True)
 
 
 def report(out: Path, numbers: dict[str, float], stats: dict[str, float], step: int) -> None:

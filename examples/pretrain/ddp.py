@@ -9,7 +9,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from common import arguments, mean_loss, model_of, report
+from common import announce, arguments, mean_loss, model_of, report
 from data import Windows, batches, held_out
 from model import SIZES, Llama, loss_of
 from torch import Tensor, nn
@@ -57,6 +57,8 @@ def main(args: argparse.Namespace) -> None:
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
+        if step == 1 and dist.get_rank() == 0:
+            announce(step, loss, begun_s, args.every)
         if step % args.every == 0 or step == args.steps:
             if dist.get_rank() == 0:
                 speed = tokens / (time.perf_counter() - begun_s)

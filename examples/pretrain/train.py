@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from common import arguments, mean_loss, model_of, report
+from common import announce, arguments, mean_loss, model_of, report
 from data import Windows, batches, held_out
 from model import SIZES, loss_of
 
@@ -52,17 +52,19 @@ def main(args: argparse.Namespace, members: tw.Members | None = None) -> None:
     if engine.load(args.out, if_any=True):
         sampler.load_state_dict(engine.extra["sampler"])
     source, sync = batches(data, args.batch, sampler, device), engine.sync
-    tokens, begun_s = 0, time.perf_counter()
+    tokens, begun_s, begin = 0, time.perf_counter(), sync.step
     while sync.step < args.steps and not sync.left:
         step, (x, y) = sync.step, next(source)
         loss = engine.train_step(x, y)
         tokens += x.numel()
+        fixed = dist.get_rank() if dist.is_initialized() else 0
+        leads = (fixed if members is None else members.rank) == 0
+        if leads and step == begin:
+            announce(sync.step, loss, begun_s, args.every)
         if sync.step == step or (sync.step % args.every and sync.step < args.steps):
             continue
         if members is None:  # a joiner would miss it: give members --every in whole rounds
             engine.flush()  # all ranks have one model; between two averagings each has its own
-        fixed = dist.get_rank() if dist.is_initialized() else 0
-        leads = (fixed if members is None else members.rank) == 0
         if leads:
             numbers = {"tokens_s": tokens / (time.perf_counter() - begun_s), "loss": loss.item()}
             numbers["validation"] = mean_loss(engine.evaluate, validation)

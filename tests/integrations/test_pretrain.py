@@ -67,6 +67,8 @@ def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_killed_pretraining_ends_as_undisturbed(data: Path, trained: Path, tmp_path: Path) -> None:
     command = torchrun(str(FOLDER / "train.py"), *arguments(data, tmp_path))
     with running(command, stdout=-1, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("step 1: loss ")
         until(process, "step 8: ")
     assert ran(command).returncode == 0
     whole, parts = log_of(trained), log_of(tmp_path)

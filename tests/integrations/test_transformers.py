@@ -1,5 +1,7 @@
 """The callback under the real Trainer of transformers: what holds there alone."""
 
+import contextlib
+import io
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -238,7 +240,15 @@ def logged(rank: int, size: int, folder: Path) -> tuple[Any, ...]:
         writer = SummaryWriter(str(folder / str(rank)))
         writer.add_scalar = lambda name, value, step: written.update({name: value})
         trainer.add_callback(TensorBoardCallback(writer))
-        trainer.train()
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            trainer.train()
+        printers = [one for one in trainer.callback_handler.callbacks if "on_log" in vars(one)]
+        assert not printers, "their own methods again"
+        lines = [line for line in printed.getvalue().splitlines() if "'loss'" in line]
+        assert bool(lines) == (rank == 0)
+        for line in lines:
+            assert line.count("thinwire/") == 6
+            assert len(line) < 400
         history = [entry for entry in trainer.state.log_history if "loss" in entry]
         others = [entry for entry in trainer.state.log_history if "loss" not in entry]
         return history, others, written, callback.engine.stats(), vars(trainer).get("log")

@@ -41,10 +41,8 @@ def test_a_link_of_two_rates_is_as_fast_as_the_slower_one() -> None:
     line = Link.of(None, "10mbit", "100mbit", "20ms")
     assert (line.rate_bit_s, line.receiving.rate_bit_s, line.latency_s) == (1e7, 1e8, 0.02)
     assert str(line) == "10mbit up and 100mbit down + 20ms"
-    assert line.options == ["--up", "10mbit", "--down", "100mbit", "--latency", "20ms"]
     for up, down in (("10mbit", "100mbit"), ("100mbit", "10mbit")):
         assert Link.of(None, up, down).seconds(1_250_000) == 1.0
-    assert Link.of("20mbit", None, None).options == ["--link", "20mbit"]
     assert Link.of(None, None, None) == Link.parse("100mbit")
 
 

@@ -216,8 +216,8 @@ def test_the_report_needs_nothing_else() -> None:
 def test_report_has_commands_to_repeat_and_to_use_the_winner(tmp_path: Path) -> None:
     measured = results()
     assert measured.command == (
-        "thinwire compare --workers 2 --link 100mbit --strategies dense dgc --steps 20 --optimizer "
-        "adamw --size tiny --batch 2 --seed 0"
+        "thinwire compare --workers 2 --link 100mbit --strategies dense dgc --steps 20 --size tiny "
+        "--batch 2"
     )
     measured.winner = "dgc"
     page = render(measured)

@@ -222,8 +222,7 @@ class LocalAveraging(_PerRankCallback):
     def __init__(self, config: LocalConfig, process_group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         check.instance("config", config, (LocalSGD, AdaptiveLocalSGD))
-        self._config = config
-        self._process_group = process_group
+        self._config, self._process_group = config, process_group
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Enter the block of local updates, after Lightning has restored a checkpoint."""

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -34,14 +34,16 @@ class Stateful(Protocol):
 class _BesideCheckpoint:
     """State in the folder of a framework's checkpoint, under a name."""
 
-    def __init__(self, folder: str | Path | None, name: str) -> None:
-        self.folder, self.name = folder, name
+    def __init__(self, folder: str | Path | None, name: str, first: str) -> None:
+        self.folder, self.name, self._first = folder, name, first
 
-    def _register(self, accelerator: Any, first: str) -> None:
-        """Register with Accelerate as `first`, or the first of NAME_1, NAME_2, ... that is free."""
+    def register(self, accelerator: Any) -> Self:
+        """Register the state with Accelerate, and return this object. Several may be registered:
+        where the name is in use, it becomes `NAME_1`, and so on.
+        """
         taken = _taken.setdefault(accelerator, set())
         numbered = (f"{self.name}_{number}" for number in range(1, len(taken) + 2))
-        self.name = next(choice for choice in (first, *numbered) if choice not in taken)
+        self.name = next(choice for choice in (self._first, *numbered) if choice not in taken)
         taken.add(self.name)
 
         def follow(*given: Any) -> None:  # the last argument is where it saves or loads
@@ -50,6 +52,7 @@ class _BesideCheckpoint:
         accelerator.register_save_state_pre_hook(follow)
         accelerator.register_load_state_pre_hook(follow)
         accelerator.register_for_checkpointing(self)
+        return self
 
     def _parent(self) -> Path:
         if self.folder is None:
@@ -106,17 +109,11 @@ class PerRankState(_BesideCheckpoint):
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(stateful, method, None)):
                 raise TypeError(f"stateful must have {method}(), got {type(stateful).__name__}")
-        super().__init__(folder, name)
-        self._stateful = stateful
-        self._process_group = process_group
+        super().__init__(folder, name, f"{name}_0")
+        self._stateful, self._process_group = stateful, process_group
         self._group: Group | None = None
         self._in_use: Path | None = None
         """File of this rank that was last loaded or saved."""
-
-    def register(self, accelerator: Any) -> "PerRankState":
-        """Register the state with Accelerate, and return this object. Several may be registered."""
-        self._register(accelerator, f"{self.name}_0")
-        return self
 
     def state_dict(self) -> dict[str, Any]:
         """Write this rank's state into its file. All ranks must call this.
@@ -220,12 +217,9 @@ def _mean(values: Sequence[Any], where: str) -> Any:
         same = all(v == first for v in values)
         return first if same else sum(values) / len(values)
     if all(isinstance(v, Mapping) and v.keys() == first.keys() for v in values):
-        return {
-            key: first[key]
-            if key == "traffic"
-            else _mean([v[key] for v in values], f"{where}, {key}")
-            for key in first
-        }
+        averaged = [key for key in first if key != "traffic"]
+        means = {key: _mean([v[key] for v in values], f"{where}, {key}") for key in averaged}
+        return {**first, **means}
     if all(isinstance(v, list | tuple) and len(v) == len(first) for v in values):
         return type(first)(
             _mean(entries, f"{where}[{i}]") for i, entries in enumerate(zip(*values, strict=True))
@@ -270,15 +264,8 @@ class EngineState(_BesideCheckpoint):
     def __init__(
         self, engine: Engine, *, folder: str | Path | None = None, name: str = "thinwire"
     ) -> None:
-        super().__init__(folder, name)
+        super().__init__(folder, name, name)
         self._engine = engine
-
-    def register(self, accelerator: Any) -> "EngineState":
-        """Register the state with Accelerate, and return this object. A name in use becomes
-        `NAME_1`, and so on.
-        """
-        self._register(accelerator, self.name)
-        return self
 
     def state_dict(self) -> dict[str, Any]:
         """Write the state of all ranks. All ranks must call this.

@@ -1,6 +1,6 @@
 """A callback that trains under a strategy in the Trainer of the package `transformers`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from thinwire.checkpoint import on_all_ranks
 from thinwire.comm import Group
@@ -19,7 +20,7 @@ from thinwire.core.gradients import ClipByGlobalNorm
 from thinwire.errors import CheckpointMismatch, CheckpointMissing, StrategyError
 from thinwire.integrations.per_rank import require_fields, reset_optimizer_
 from thinwire.local.model import bare_optimizer
-from thinwire.logs import log_stats
+from thinwire.logs import PREFIX, log_stats
 from thinwire.strategy.distributed_strategy import DistributedStrategy
 from thinwire.strategy.engine import Engine
 
@@ -41,6 +42,10 @@ _INSTEAD = {
 }
 
 
+_SOME = "dropped_steps averagings bytes_sent ratio rate_bit_s waiting_share"
+_PRINTED = {PREFIX + name for name in _SOME.split()}
+
+
 class ThinwireCallback(TrainerCallback):
     """Trains under a strategy inside `transformers.Trainer`, started by torchrun.
 
@@ -48,7 +53,7 @@ class ThinwireCallback(TrainerCallback):
     of the strategy runs the update: exchange, clipping, optimizer. The DDP wrapper of the Trainer
     averages nothing meanwhile. Rates, schedulers, bf16, evaluation, logs and checkpoints are the
     Trainer's. Each log of the training loss, and so every `report_to`, has the numbers of
-    `log_stats` too. `max_grad_norm` limits the global norm of the gradient that the optimizer gets:
+    `log_stats` too; six are printed. `max_grad_norm` limits the norm of what the optimizer gets:
     the mean over the ranks, or under local updates this rank's own gradient. The `grad_norm` in the
     logs is that of this rank's own gradient before the exchange. If ranks use different parameters
     in a step, set `ddp_find_unused_parameters=True`.
@@ -133,6 +138,10 @@ class ThinwireCallback(TrainerCallback):
 
         trainer.log = log_with_numbers
         self._undo.callback(delattr, trainer, "log")
+        for printer in trainer.callback_handler.callbacks:
+            if isinstance(printer, PrinterCallback | ProgressCallback):
+                printer.on_log = partial(_print_some, printer.on_log)
+                self._undo.callback(delattr, printer, "on_log")
 
     def on_step_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """Keep the Trainer from clipping before the exchange; the engine clips after it."""
@@ -229,6 +238,11 @@ class ThinwireCallback(TrainerCallback):
             )
         self._by_items = inputs.get("num_items_in_batch") is not None
         self._losses.append(loss.detach().float().mean())
+
+
+def _print_some(on_log: Callable[..., None], *args: Any, logs: Any = None, **kwargs: Any) -> None:
+    hidden = {name for name in logs if name.startswith(PREFIX)} - _PRINTED
+    on_log(*args, logs={name: logs[name] for name in logs if name not in hidden}, **kwargs)
 
 
 def _require_arguments(args: TrainingArguments, state: TrainerState, wrapper: Any) -> None:

@@ -2,11 +2,12 @@
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from inspect import signature
 from math import isfinite
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from thinwire._launched import launched_rank
 from thinwire.tools.compare.strategies import USUAL, choose
@@ -40,6 +41,7 @@ class Settings(Training):
     out: Path
     seeds: int
     tune: bool
+    typed: list[str]
     joined_rank: int | None = None
     timeout: float | None = None
 
@@ -49,7 +51,7 @@ class Settings(Training):
         *,
         workers: int | None,
         link: str | None,
-        latency: str,
+        latency: str = "0ms",
         up: str | None = None,
         down: str | None = None,
         loss: str = "0%",
@@ -61,7 +63,7 @@ class Settings(Training):
         text: Path | None,
         out: Path,
         batch: int | None,
-        seed: int,
+        seed: int = 0,
         seeds: int = 1,
         lr: float | None,
         optimizer: str = "adamw",
@@ -73,6 +75,7 @@ class Settings(Training):
         shard: int = 1,
     ) -> Self:
         """Return settings from the arguments; raise ValueError for the first invalid one."""
+        typed = _typed(cls.check, {**locals()})
         launched = launched_rank(os.environ)
         if launched is not None:
             lines = any(one is not None for one in (link, up, down, congestion))
@@ -132,30 +135,20 @@ class Settings(Training):
 
     @property
     def command(self) -> str:
-        """Return the command line of this comparison, without the report folder."""
-        if self.joined_rank is None:
-            words = ["thinwire", "compare", "--workers", str(self.workers)]
-            words += self.link.options
-        else:
-            words = ["torchrun", "...", "-m", "thinwire", "compare"]
-        words += ["--shard", str(self.shard)] if self.shard > 1 else []
-        words += ["--strategies", *(recipe.file or recipe.name for recipe in self.strategies)]
-        by_steps, steps = self.seconds is None, ["--steps", str(self.steps)]
-        words += steps if by_steps else ["--seconds", f"{self.seconds:g}"]
-        words += ["--optimizer", self.optimizer]
-        if self.task is None:
-            words += ["--model", self.model.kind] if self.model.kind != "transformer" else []
-            words += ["--size", self.size, "--batch", str(self.batch)]
-        else:
-            words += ["--task", self.task]
-        words += ["--seed", str(self.seed)]
-        words += ["--seeds", str(self.seeds)] if self.seeds > 1 else []
-        words += ["--device", self.device] if self.device != "auto" else []
-        words += ["--text", str(self.text)] if self.text is not None else []
-        words += ["--lr", f"{self.lr:g}"] if self.lr is not None else []
-        words += ["--tune"] if self.tune else []
-        words += ["--timeout", f"{self.timeout:g}"] if self.timeout is not None else []
-        return shlex.join(words)
+        """Return the command line of this comparison, as typed, without the report folder."""
+        launcher = [] if self.joined_rank is None else ["torchrun", "...", "-m"]
+        return shlex.join([*launcher, "thinwire", "compare", *self.typed])
+
+
+def _typed(check: Callable[..., Any], given: Mapping[str, Any]) -> list[str]:
+    words = []
+    defaults = {name: one.default for name, one in signature(check).parameters.items()}
+    for name, value in given.items():
+        if name in defaults and name != "out" and value not in (None, False, defaults[name]):
+            values = value if isinstance(value, list | tuple) else [value]
+            texts = [f"{one:g}" if isinstance(one, float) else str(one) for one in values]
+            words += [f"--{name}", *(() if value is True else texts)]
+    return words
 
 
 def _workers_of_launcher(workers: int | None, ranks: int, lines: bool) -> int:

@@ -140,18 +140,6 @@ class Link:
         """Sending rate as written on the command line."""
         return "none" if self.rate_bit_s is None else _rate_text(self.rate_bit_s)
 
-    @property
-    def options(self) -> list[str]:
-        """Options of the command line that give this link."""
-        if not self.emulated:
-            return ["--link", "loopback"]
-        words = ["--link", self.rate_text]
-        if self.down_bit_s is not None:
-            words = ["--up", self.rate_text, "--down", self.receiving.rate_text]
-        words += ["--latency", f"{self.latency_s * 1e3:g}ms"] if self.latency_s else []
-        words += ["--loss", f"{100 * self.loss:g}%"] if self.loss else []
-        return words + (["--congestion", self.congestion] if self.congestion else [])
-
 
 def parse_rate(text: str, at_most: float = FASTEST_BIT_S, name: str = "link") -> float:
     """Return bits per second from text such as "100mbit"; at least 10kbit."""

@@ -16,7 +16,6 @@ from cyclopts import Parameter
 from thinwire._launched import launched_rank
 from thinwire._version import __version__
 from thinwire.errors import ThinwireError
-from thinwire.layout.traffic import SPLIT
 from thinwire.tools.app import Count, Seconds
 from thinwire.tools.compare.strategies import strategy_text
 from thinwire.tools.doctor.pairs import Line, mbit_s
@@ -50,8 +49,6 @@ _LETTERS = {
     "f": "fragments, averaged one after another",
     "b": "bits per value",
     "%": "share of the entries that is sent",
-    "r": "rank",
-    "n1": "every rank is a source of its own, even on a shared machine",
     "gather, split": "exchange of the messages, if it is not the default",
     RELAY: RELAYED,
 }
@@ -139,7 +136,7 @@ _OF_OUTPUT = ("out", "html", "all_rows", "as_json", "quiet")
 """Arguments of `plan` that say where the result goes."""
 
 
-def plan(
+def plan(  # noqa: D417 - the other arguments are described once, at thinwire.plan
     *,
     params: str | None = None,
     step_seconds: Seconds | None = None,
@@ -165,21 +162,6 @@ def plan(
     training follows from a fitted law and from measurements; every row names its source.
 
     Args:
-        params: Number of trainable parameters, such as 124M.
-        step_seconds: Seconds of a step of one rank without an exchange. By default a step of the
-            task is measured here.
-        workers: Number of ranks; 2 by default.
-        link: Rate of each rank in each direction, up to 400gbit; 100mbit by default.
-        latency: One-way latency, such as 20ms; none by default.
-        device: Device that computes, cpu or cuda; by default cuda if a step takes less than 20 ns a
-            parameter. For a task that is measured here, cuda if there is one.
-        probe: File of thinwire probe, instead of all of these.
-        task: Your own model, as FILE.py:NAME, instead of --params.
-        up: Rate at which each rank sends, such as 10mbit, if the directions differ; with --down.
-        down: Rate at which each rank receives, such as 100mbit.
-        loss: Share of the packets that is lost, each way, such as 0.2%.
-        shard: Number of ranks of a site, among which FSDP shards the model. They share the site's
-            link; with a probe, each has its own.
         out: Write the recommended strategy to this file. If it is a hook of torch, write the next
             best that is not.
         html: Write a self-contained page with table and plots.
@@ -213,23 +195,12 @@ def plan(
     if as_json:
         print(json.dumps(made.to_dict(), indent=1))
     else:
-        _print(made, made.strategies if all_rows else _shown(made))
+        _print(made, made.strategies if all_rows else made.best())
         print(notes, end="")
 
 
-def _shown(made: Plan) -> Sequence[Row]:
-    """Return the best row of each strategy, and of each way of the first one on home lines."""
-    best, first = made.best(), made.strategies[0]
-    if made.link["rate_bit_s"] == made.link["down_bit_s"]:
-        return best
-    alike = [row for row in made.strategies if row.strategy == first.strategy]
-    firsts = {_way(row): row for row in reversed(alike)}.values()
-    return [row for row in made.strategies if row in (*best, *firsts)]
-
-
-def _way(row: Row) -> str:
-    last = row.name.split()[-1]
-    return last if last in (RELAY, SPLIT) else ""
+_shared = (predicted.__doc__ or "").partition("Args:\n")[2].partition("\n    Returns:")[0]
+plan.__doc__ = (plan.__doc__ or "").replace("    Args:\n", f"    Args:\n{_shared.rstrip()}\n")
 
 
 def _print(made: Plan, rows: Sequence[Row]) -> None:
@@ -249,7 +220,6 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
         table.add_row(f"{row.name}{'' if row.measured else ' *'}", *short)
     hidden = len(made.strategies) - len(rows)
     beside = {RELAY: made.link["down_bit_s"] != made.link["rate_bit_s"], "gather, split": False}
-    beside["n1"] = made.link["node_size"] > 1
     letters = [f"{key}: {text}." for key, text in _LETTERS.items() if beside.get(key, True)]
     explained = (
         f"{' '.join(letters)}\n"

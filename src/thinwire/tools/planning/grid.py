@@ -19,55 +19,25 @@ optimizer.
 """
 _INTERVALS = (4, 8, 16, 32, 64, 128)
 _FRAGMENTS = (1, 4)
-_RANKS = (2, 4, 8)
 _SPARSITIES, _SPARSE_BITS = (0.9, 0.75), (2, 4)
 """Compression settings of parameter changes."""
 _SPARSE_MUON = ((0.9, 1), (0.95, 1), (0.97, 2))
 """Sparsity and bits of changes by Muon, averaged over all ranks: below one bit an entry."""
-_RAMP_ENDS, _RAMP_BITS = (0.999, 0.99), (1, 4)
-"""Compression settings of gradients, whose sparsity ramps up."""
 _BITS = (1, 2, 4, 8)
 
 
-def candidates(workers: int, node_size: int = 1) -> Iterator[Candidate]:
-    """Every strategy as `thinwire compare` has it, each followed by other settings of it."""
-    # no density and no rank is below the measured ones: with their loss it would win by that
-    # assumption
+def candidates(workers: int) -> Iterator[Candidate]:
+    """Every strategy as `thinwire compare` has it, local ones followed by other settings."""
+    # no density is below the measured ones: with their loss it would win by that assumption
     for name, recipe in STRATEGIES.items():
         if name in LEFT_OUT:
             continue
         base = recipe.document(_RAMP_STEPS)
         yield name, recipe, base
-        for words, document in _variants(base or {}, workers, node_size, recipe.optimizer):
-            if document != base:
-                yield f"{name} {words}", recipe, document
-
-
-def _variants(
-    base: Document, workers: int, node_size: int, optimizer: str | None
-) -> Iterator[tuple[str, Document]]:
-    for field, own in base.items():
-        if field == "localsgd":
-            yield from _local(own, workers, optimizer)
-        elif "sparsity" in own:
-            for words, changed in _ramped(own, workers, node_size):
-                yield words, {field: changed}
-        elif "rank" in own:
-            for rank in _RANKS:
-                yield f"r{rank}", {field: {**own, "rank": rank}}
-
-
-def _ramped(own: Document, workers: int, node_size: int) -> Iterator[tuple[str, Document]]:
-    first = own["sparsity"][:-1]
-    for sparsity in _RAMP_ENDS:
-        for bits in _RAMP_BITS:
-            for word, more in _exchanges(workers):
-                levels = [*(level for level in first if level < sparsity), sparsity]
-                changed = {**own, "sparsity": levels, "value_bits": bits, **more}
-                words = f"{_density(sparsity)} b{bits}{word}"
-                yield words, changed
-                if node_size > 1:
-                    yield f"{words} n1", {**changed, "node_size": 1}
+        if base is not None and "localsgd" in base:
+            for words, document in _local(base["localsgd"], workers, recipe.optimizer):
+                if document != base:
+                    yield f"{name} {words}", recipe, document
 
 
 def _local(

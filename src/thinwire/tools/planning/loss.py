@@ -80,7 +80,7 @@ def loss_gap(
         # no run had so large a batch: as far off as the law goes on between them
         off = law("adamw", numel, max(workers, _MOST_WORKERS)) - law("adamw", numel, _MOST_WORKERS)
         return LossGap(0.0 - off, 0.0, off, "by definition", _too_many(workers, _MOST_WORKERS))
-    return _of_gradients(method, document, workers)
+    return _of_gradients(method, workers)
 
 
 def _too_many(workers: int, most: int) -> str:
@@ -148,7 +148,7 @@ def rate_factor(own: Mapping[str, Any], optimizer: str | None, workers: int) -> 
     return 2.0 if many or workers > _FEW else 1.0
 
 
-def _of_gradients(method: str, document: Mapping[str, Any], workers: int) -> LossGap:
+def _of_gradients(method: str, workers: int) -> LossGap:
     known = min(_GRADIENTS[method], key=lambda count: abs(count - workers))
     gap = _GRADIENTS[method][known]
     source = (
@@ -160,21 +160,7 @@ def _of_gradients(method: str, document: Mapping[str, Any], workers: int) -> Los
     if abs(gap) < _CHANCE:
         off = beyond * _CHANCE
         return LossGap(-off, 0.0, off, f"{source}, within chance", many)
-    more = _sends_more(method, document)
-    if more:
-        outside = ", ".join(filter(None, (more, many)))
-        return LossGap(0.0, gap / 2, beyond * gap, f"a guess, from less sent: {source}", outside)
     return LossGap(gap / 3 / beyond, gap, 2 * beyond * gap, source, many)
-
-
-def _sends_more(method: str, document: Mapping[str, Any]) -> str | None:
-    """Describe what a document sends beyond the measured setting."""
-    own = document.get(method.replace("-", "_"), {})
-    if method == "low-rank" and own.get("rank", 2) > 2:
-        return f"rank={own['rank']}"
-    if method == "dgc" and own["sparsity"][-1] < 0.999:
-        return f"sparsity={own['sparsity'][-1]:g}"
-    return None
 
 
 def elasticity(numel: int) -> float:

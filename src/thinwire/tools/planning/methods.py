@@ -29,7 +29,7 @@ _ITERATED = 11
 """Copies of a matrix, about, while Muon updates it (`benchmarks.memory`)."""
 _PROCESS_BYTES = 2**25
 """What a process has beside tensors: buffers of gloo, threads, what the allocator keeps."""
-BRIEF = ("update", "exchange", "save")
+BRIEF = ("update", "exchange")
 """Parts of memory that are needed for a while, one after another."""
 _MOST_OWNERS = 64
 """Largest number of ranks whose shares are counted one by one; beyond it they are extrapolated."""
@@ -85,7 +85,6 @@ def memory_of(cost: Cost, work: Workload, optimizer: str | None) -> dict[str, in
         "method": cost.state_bytes,
         "update": round(work.width * copies * max(work.numels)),
         "exchange": cost.exchange_bytes,
-        "save": 0,  # tensors are written from where they are
     }
 
 

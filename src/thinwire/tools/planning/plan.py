@@ -55,8 +55,7 @@ class Row:
         step_seconds: Seconds of a step: low, mid and high.
         bytes_per_step: Bytes that a rank sends; to other sites if the model is sharded.
         memory_bytes: Most bytes that a process needs at a time, without activations.
-        memory: Bytes by what needs them; of the last three, update, exchange and save, only one at
-            a time.
+        memory: Bytes by what needs them; of the last two, update and exchange, one at a time.
         waiting_share: Fraction of a step spent waiting for the exchange.
         progress: Steps of dense training that a step is worth, until dense's final loss, from
             `loss_gap`.
@@ -267,7 +266,7 @@ def plan(
     network = replace(line, bit_s=bit_s, down_bit_s=down_bit_s)
     offered = [
         (name, recipe, document)
-        for name, recipe, document in candidates(network.ranks, network.node_size)
+        for name, recipe, document in candidates(network.ranks)
         if recipe.optimizer != "muon" or work.muon_numel != 0
         # on a sharded model dense is HSDP
         if shard == 1 or name == "dense" or (document is not None and "low_rank" not in document)
