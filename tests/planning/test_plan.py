@@ -24,7 +24,6 @@ from tests.processes import ran_thinwire
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 RATES = (1e4, 1e6, 2e7, 1e8, 3e8, 1e9, 1e10, 4e11)
-LATENCIES_S = (0.0, 1e-6, 5e-4, 0.02, 0.1, 1.0)
 NUMBERS: dict[str, Any] = {"params": "124M", "step_seconds": 0.35, "workers": 8}
 KEYS = {
     *("name", "step_seconds", "bytes_per_step", "memory_bytes", "memory", "waiting_share"),
@@ -83,10 +82,7 @@ def test_shards_leave_two_sites_or_more(workers: int, shard: int) -> None:
 @pytest.mark.parametrize(
     ("easier", "harder"),
     [
-        ({"link": "1gbit"}, {"link": "900mbit"}),
-        ({"link": "400gbit"}, {"link": "10gbit"}),
-        ({"latency": "0ms"}, {"latency": "1ms"}),
-        ({"latency": "20ms"}, {"latency": "200ms"}),
+        ({"link": "1gbit", "latency": "1ms"}, {"link": "900mbit", "latency": "2ms"}),
         ({"params": "3M"}, {"params": "350M"}),
         ({"step_seconds": 0.1}, {"step_seconds": 0.11}),
     ],
@@ -107,7 +103,9 @@ def test_a_better_line_never_takes_longer(data: st.DataObject) -> None:
     offered = [*api.candidates(workers)]
     chosen = data.draw(st.lists(st.sampled_from(offered), min_size=8, max_size=8), "settings")
     slow, fast = sorted(data.draw(st.sampled_from(RATES), "rate") for _ in range(2))
-    short, far = sorted(data.draw(st.sampled_from(LATENCIES_S), "latency") for _ in range(2))
+    short, far = sorted(
+        data.draw(st.sampled_from((0.0, 1e-6, 5e-4, 0.02, 0.1, 1.0))) for _ in range(2)
+    )
     work = Work(params, api.matrices(params), 0.35)
     for name, recipe, document in chosen:
         best, slower, worst = (

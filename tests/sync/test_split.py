@@ -126,38 +126,6 @@ def test_nothing_is_lost_over_50_steps(
             assert torch.equal(answer[name][1], found[rank // width * width][name][1])
 
 
-def count(rank: int, size: int, exchange: str, width: int) -> list[tuple[int, ...]]:
-    """Bytes by groups' counters, and by the layout: between nodes, and inside this one."""
-    group = api.Group()
-    sources = api.sources_of(group, width)
-    one_round = api.Round(sources, 0)
-    source = rank // width
-    launch(
-        one_round, 0, {str(t): sparse(source, t) for t in range(4)}, {}, bits=1, exchange=exchange
-    )
-    one_round.finish()
-    layout = api.Layout(tuple(api.Slot(n, k) for n, k in zip(NUMELS, COUNTS, strict=True)), 1)
-    each = api.messages(layout, exchange, size // width)
-    expected = each.sent(source, size // width), each.received(source, size // width)
-    owned = each.to_owners[source] if exchange == "split" else 0
-    passed_on = size // width * (owned + each.to_all)
-    inside = (passed_on, 0) if rank % width == 0 else (0, passed_on)
-    if width == 1:
-        return [(group.bytes_sent, group.bytes_received), expected]
-    leaders, node = sources.leaders, sources.node  # type: ignore[union-attr]
-    between = (0, 0) if leaders is None else (leaders.bytes_sent, leaders.bytes_received)
-    own = (node.bytes_sent, node.bytes_received)
-    counted = expected if rank % width == 0 else (0, 0)
-    return [(*between, *own), (*counted, *inside)]
-
-
-@pytest.mark.parametrize("exchange", ["gather", "split"])
-@pytest.mark.parametrize(("size", "width"), [(2, 1), (3, 1), (4, 1), (4, 2)])
-def test_counted_bytes_equal_sent_ones(ranks: Pool, exchange: str, size: int, width: int) -> None:
-    for found, counted in ranks.run(count, exchange, width, size=size):
-        assert found == counted
-
-
 def narrow(rank: int, size: int) -> dict[str, Tensor]:
     p = nn.Parameter(torch.zeros(4000))
     optimizer = tw.optim.DGCMomentum(
