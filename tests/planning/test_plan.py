@@ -103,9 +103,7 @@ def test_a_better_line_never_takes_longer(data: st.DataObject) -> None:
     offered = [*api.candidates(workers)]
     chosen = data.draw(st.lists(st.sampled_from(offered), min_size=8, max_size=8), "settings")
     slow, fast = sorted(data.draw(st.sampled_from(RATES), "rate") for _ in range(2))
-    short, far = sorted(
-        data.draw(st.sampled_from((0.0, 1e-6, 5e-4, 0.02, 0.1, 1.0))) for _ in range(2)
-    )
+    short, far = sorted(data.draw(st.sampled_from((0.0, 5e-4, 0.02, 1.0))) for _ in range(2))
     work = Work(params, api.matrices(params), 0.35)
     for name, recipe, document in chosen:
         best, slower, worst = (
