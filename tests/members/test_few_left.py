@@ -80,7 +80,7 @@ def late(rank: int, size: int, address: str, how: str) -> dict[str, Any]:
             ends.enter_context(patch.object(Watcher, "_next_decision", slow))
         ends.enter_context(deaf(at=0 if rank or how == "busy" else 5))
         busy_s = 3.0 if how == "busy" and rank == size - 1 else 0.0
-        return member(rank, size, address, SPARSE, steps=9, step_s=busy_s)
+        return member(rank, size, address, SPARSE, steps=9, step_s=busy_s, timeout_s=40.0)
 
 
 @pytest.mark.parametrize("how", ["busy", "far from the host", "all but one are stopped"])

@@ -110,9 +110,9 @@ class HeartbeatThread:
         own = found.pop(self._rank, None)
         for rank, other in found.items():
             if own is not None and other is not None and own.lacks(other) and other.lacks(own):
-                calls = sorted([(self._rank, own.call), (rank, other.call)])
-                first, second = (f"rank {rank} is in {call}" for rank, call in calls)
-                text = f"{first}, and {second}: all ranks must make the same calls, equally often"
+                both = sorted({self._rank: own, rank: other}.items())
+                calls = (f"rank {r} is in {one.call} ({one.action})" for r, one in both)
+                text = f"{', and '.join(calls)}: all ranks must make the same calls, equally often"
                 self.ask(_MISMATCH + text, 0.0)
                 return text
         return None
