@@ -1,6 +1,7 @@
 """The page of a run, in a real browser, with real members and ranks."""
 
 import json
+import os
 import sys
 import time
 import urllib.error
@@ -56,14 +57,19 @@ def test_page_of_a_run_names_the_slow_member_and_the_lost_one(tmp_path: Path) ->
         assert host.stdout is not None
         url = host.stdout.readline().split()[-1]
         command = [sys.executable, "-c", MEMBER, address, token]
-        members = [ends.enter_context(running([*command, s])) for s in ("0.02", "0.02", "0.3")]
+        named = {**os.environ, "THINWIRE_NAME": MARKUP}
+        members = [
+            ends.enter_context(running([*command, s], env=named)) for s in ("0.02", "0.02", "0.3")
+        ]
         page = ends.enter_context(browser(tmp_path / "profile"))
         page.open(url, width=400)
         text = "document.body.innerText"
         page.wait_for(f"{text}.includes('slow: computes') && {text}.includes('kbit/s')")
         slow = page.value("document.querySelector('.bad b').textContent")
         members[2].kill()
+        assert slow.startswith(f"{MARKUP} (")
         assert slow.split("-")[-2] == str(members[2].pid)
+        assert page.value("document.querySelectorAll('u, img').length") == 0
         page.wait_for(f"{text}.includes({slow + ' lost'!r}) && !document.querySelector('.bad')")
         assert page.value("document.querySelectorAll('.member').length") == 2
         assert page.value("document.documentElement.scrollWidth") == 400
@@ -82,11 +88,20 @@ def test_page_beyond_loopback_asks_for_a_token_of_its_own(tmp_path: Path) -> Non
 
 HOSTILE = [10**400, -(10**400), 1.7e308, 1e-300, float("nan"), float("-inf"), True, "x", None, [1]]
 """Values of a report that is no report of ours."""
+MARKUP = "<u>a</u><img src=/x>"
+NAMES = {
+    MARKUP: MARKUP,
+    "größe": "größe",
+    "a\nb\x1b[2J\u202e\ud800c": "ab[2Jc",
+    "x" * 10_000: "x" * 64,
+}
+"""What the page shows of a name."""
 
 
 def test_no_report_of_a_member_ends_the_page(tmp_path: Path) -> None:
     options = ("--bind", "127.0.0.1:0", "--token-file", str(token_in(tmp_path)), "--page", "0")
     names = [*map(str, range(len(HOSTILE) ** 2))]
+    first = f"{MARKUP} (0)"
     with ExitStack() as ends:
         host, address = ends.enter_context(host_command(*options))
         assert host.stdout is not None
@@ -104,12 +119,16 @@ def test_no_report_of_a_member_ends_the_page(tmp_path: Path) -> None:
 
         for turn in range(2):
             for name, (here, other) in zip(names, product(HOSTILE, HOSTILE), strict=True):
-                report = dict.fromkeys(SHOWN, here if turn else other)
+                report = dict.fromkeys([*SHOWN, "name"], here if turn else other)
+                if given := [*NAMES][int(name) : int(name) + 1]:
+                    report["name"] = given[0]
                 store.set(f"hb/{name}", json.dumps({"beat": other}))
                 store.set(f"shown/{name}", json.dumps(report))
-            store.set("shown/0", json.dumps({"at": turn, "step": turn}))
-            until(lambda: rows().get("0", {}).get("step") == turn, "the page")  # noqa: B023
-        assert set(rows()) == set(names)
+            store.set("shown/0", json.dumps({"at": turn, "step": turn, "name": MARKUP}))
+            until(lambda: rows().get(first, {}).get("step") == turn, "the page")  # noqa: B023
+        shown = [f"{name} ({at})" for at, name in enumerate(NAMES.values())]
+        assert {name for name in rows() if "(" in name} >= {*shown}
+        assert {name.rpartition(" (")[2].rstrip(")") for name in rows()} == set(names)
         assert host.poll() is None
 
 

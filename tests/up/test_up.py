@@ -326,9 +326,9 @@ def test_members_on_two_machines_train_to_the_end_by_one_command(two: Sites) -> 
 
 @pytest.mark.slow
 def test_member_that_is_lost_is_named_and_started_by_the_next_up(two: Sites) -> None:
-    file, lost = two.file("members: echo member of $THINWIRE_ADDRESS; sleep 1000"), two.addresses[1]
+    file, lost = two.file("members: echo member $THINWIRE_NAME; sleep 1000"), two.addresses[1]
     with two.thinwire("up", file) as up, contextlib.ExitStack() as ends:
-        lines_until(up, *(f"[{at}] member " for at in two.addresses))
+        lines_until(up, *(f"[{at}] member {at}" for at in two.addresses))
         for process in marked(two, f"{two.home(1)}/"):
             os.kill(int(process), signal.SIGKILL)
         lines_until(up, f"{lost} has ended with status 137")

@@ -38,7 +38,7 @@ from thinwire.members.transfer import (
     StateMessage,
     TransferContext,
 )
-from thinwire.page import report_of
+from thinwire.page import report_of, shown_name
 
 _TIMEOUT_S, _POLL_S, _NEWS_S = 60.0, 0.1, 10.0
 _MOST_KEPT = 0.1
@@ -127,6 +127,7 @@ class Members:
         own_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         own_id = self._site.broadcast_value("naming the site", own_id)
         membership = Membership(self._kv.clone(), own_id, self._terms)
+        membership.shared.shown = self._named()
         try:
             _meet(membership, self._site)
         except BaseException:  # Ctrl-C too: else the thread would remain as an idle member
@@ -239,7 +240,10 @@ class Members:
     # for local updates
 
     def _show(self, stats: Facts, loss: Any) -> None:
-        self._membership.shared.shown = report_of(stats, loss)
+        self._membership.shared.shown = report_of(stats, loss) | self._named()
+
+    def _named(self) -> dict[str, str]:
+        return {} if self._terms.name is None else {"name": self._terms.name}
 
     def _register_sampler(self, sampler: Any) -> None:
         self._samplers.append(sampler)
@@ -484,6 +488,7 @@ def join(
     ca: str | Path | None = None,
     streams: int | None = None,
     keep_batch: bool = False,
+    name: str | None = None,
 ) -> Members:
     """Join a run, or start it together with the other members, without torchrun.
 
@@ -509,6 +514,8 @@ def join(
         streams: Connections to each other member for large messages, as in `prepare`.
         keep_batch: True if an engine keeps the microbatches of an update, over all members, as of
             the first round, rounded up by the factor `stats()["batch_share"]`; same on all.
+        name: Name of this member on the host's page, beside its identity; by default the variable
+            THINWIRE_NAME, which `thinwire up` sets. Up to 64 printable characters.
 
     Returns:
         The members, a context manager. If the run has begun, this process is a joiner until it
@@ -543,9 +550,14 @@ def join(
         require_relay(endpoint, timeout_s)
     streams = None if streams is None else check.integer("streams", streams, at_least=1)
     check.boolean("keep_batch", keep_batch)
+    name = os.environ.get("THINWIRE_NAME") if name is None else name
+    if name is not None:
+        check.instance("name", name, str)
+        if shown_name(name) != name:
+            raise ValueError(f"name={name!r}: only up to 64 printable characters are allowed")
     facts = {"shards of a site": site.size, "streams": streams, "keep_batch": keep_batch}
     kv.call(lambda: require_same(kv.store.under("site"), facts))
-    terms = Terms(endpoint, min_members, start_members, timeout_s, streams, keep_batch)
+    terms = Terms(endpoint, min_members, start_members, timeout_s, streams, keep_batch, name)
     return Members(kv, terms, site)
 
 

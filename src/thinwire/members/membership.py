@@ -41,6 +41,7 @@ class Terms(NamedTuple):
     timeout_s: float
     streams: int | None = None
     keep_batch: bool = False
+    name: str | None = None
 
 
 class Shared:

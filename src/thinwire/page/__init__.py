@@ -13,6 +13,7 @@ _SHOWN = (
 )
 _SLOWER, _NARROWER = 1.15, 0.67
 _MOST_SAMPLES, _MOST_EVENTS, _MOST_POINTS = 8, 100, 400
+_MOST_NAME = 64
 _LEAST_SPAN_S, _MOST = 1e-3, 1e60  # rates of such numbers are finite
 _Row = dict[str, Any]
 
@@ -23,12 +24,24 @@ def report_of(stats: Mapping[str, Any], loss: Any) -> dict[str, float]:
     return {name: known[name] for name in _SHOWN if name in known}
 
 
+def shown_name(name: object) -> str:
+    """Return what the page shows of a name, which a stranger may have written."""
+    return "".join(filter(str.isprintable, name[:_MOST_NAME])) if isinstance(name, str) else ""
+
+
 @dataclass
 class _Member:
+    id: str
     since: float
+    name: str = ""
     beat: Any = None
     beat_s: float = 0.0
     reports: deque[_Row] = field(default_factory=lambda: deque(maxlen=_MOST_SAMPLES))
+
+    @property
+    def label(self) -> str:
+        """Name and identity: another member may have the same name."""
+        return f"{self.name} ({self.id})" if self.name else self.id
 
 
 class RunView:
@@ -42,7 +55,7 @@ class RunView:
         self.generation: int | None = None
         self._silent_s = silent_s
         self._members: dict[str, _Member] = {}
-        self._events: deque[_Row] = deque(maxlen=_MOST_EVENTS)
+        self._events: deque[tuple[float, _Member, str]] = deque(maxlen=_MOST_EVENTS)
         self._curve: list[tuple[float, float]] = []
         self.latest: _Row = {}
         """JSON values for the page, replaced as a whole: other threads read them."""
@@ -55,16 +68,19 @@ class RunView:
     ) -> None:
         """Take heartbeat and report of each member; `fate` tells what became of one."""
         now = time.time()
-        for name in [*self._members]:
-            if name not in found:
-                del self._members[name]
-                self._events.append({"at": now, "who": name, "what": fate(name)})
+        for id in [*self._members]:
+            if id not in found:
+                member = self._members.pop(id)
+                self._events.append((now, member, fate(id)))
         self.generation = generation
-        for name, (beat, report) in found.items():
-            if name not in self._members:
-                self._members[name] = _Member(now)
-                self._events.append({"at": now, "who": name, "what": "joined"})
-            member = self._members[name]
+        for id, (beat, report) in found.items():
+            if id not in self._members:
+                self._members[id] = _Member(id, now)
+                self._events.append((now, self._members[id], "joined"))
+            member = self._members[id]
+            member.name = member.name or (
+                shown_name(report.get("name")) if isinstance(report, dict) else ""
+            )
             if beat != member.beat or not member.beat_s:
                 member.beat, member.beat_s = beat, now
             numbers = _numbers(report)
@@ -81,14 +97,17 @@ class RunView:
 
     def _to_dict(self, now: float) -> _Row:
         rows = [
-            {"name": name, "since": one.since, "silent_s": now - one.beat_s, **_rates(one.reports)}
-            for name, one in self._members.items()
+            {"name": one.label, "since": one.since, "silent_s": now - one.beat_s}
+            | _rates(one.reports)
+            for one in self._members.values()
         ]
         for row in rows:
             silent = row["silent_s"] > self._silent_s
             row["note"] = f"silent for {row['silent_s']:.0f} s" if silent else _slow(row, rows)
         run = {"now": now, "generation": self.generation, "members": rows}
-        return {**run, "events": [*self._events], "curve": [*self._curve]}
+        # a name that came after the member itself counts for its first events too
+        events = [{"at": at, "who": one.label, "what": what} for at, one, what in self._events]
+        return {**run, "events": events, "curve": [*self._curve]}
 
 
 def _numbers(report: Any) -> dict[str, float]:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import isfinite, isqrt
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ _FASTEST_BIT_S, _UNLIMITED_BIT_S = 4e11, 2e10
 """Fastest allowed line, and the rate assumed for none and loopback."""
 _MOST_WORKERS, _MOST_PARAMS = 100_000, 10**13
 _DOUBT, _DOUBT_ON_TOP = 0.1, 0.2
+_NEAR = 1.2
+"""Ratio of sizes below which a straight line between their seconds is accurate enough."""
 _WHOLE_S = 10.0
 _UNMEASURED = "; not measured: "
 RELAY, RELAYED = "relay", "members join with relay=True, on a host that sends on all messages"
@@ -43,6 +45,7 @@ _CLASSES = {
     "quantized": "Quantized",
     "sparse": "Sparse",
 }
+Interval = tuple[float, float, float]
 _POSITIONAL = ("LocalSGD", "Quantized")
 
 
@@ -259,6 +262,9 @@ def plan(
             work = _assumed_work(params, step_seconds, device)
         else:
             work = _of_task(task, step_seconds, device, network.ranks)
+    works = [work, work]
+    if params is not None:  # shapes are assumed
+        works = [_assumed_work(size, step_seconds, device) for size in _sizes(work.numel)]
     line = _between_sites(network, shard, shared=probe is None)
     streams = streams_between(line.ranks)
     most_bit_s = filled_bit_s(line.latency_s, lost, streams)
@@ -273,11 +279,11 @@ def plan(
     ]
     # progress is against dense with the same optimizer, so time is too
     dense_s = {
-        optimizer: cost_of({}, "dense", work.sharded(shard).by(optimizer), network).step_s
+        optimizer: _step_seconds({}, "dense", works, work.numel, optimizer, shard, network)[1]
         for optimizer in {recipe.optimizer for _, recipe, _ in offered}
     }
     rows = [
-        _row(name, recipe, document, work, shard, way, dense_s[recipe.optimizer])
+        _row(name, recipe, document, work, works, shard, way, dense_s[recipe.optimizer])
         for name, recipe, document, way in _by_every_way(offered, network)
     ]
     rows.sort(
@@ -427,11 +433,55 @@ def _parsed_params(params: int | str) -> int:
     return params
 
 
+def _sizes(numel: int) -> Iterator[int]:
+    """Yield the smallest size, the largest, and others that enclose a number ever closer."""
+    low, high = 1, _MOST_PARAMS
+    yield from (low, high)
+    while high > low * _NEAR and high - low > 1:
+        middle = max(low + 1, isqrt(low * high))
+        yield middle
+        low, high = (middle, high) if middle <= numel else (low, middle)
+
+
+def _step_seconds(
+    own: Mapping[str, Any],
+    method: str,
+    works: Sequence[Workload],
+    numel: int,
+    optimizer: str | None,
+    shard: int,
+    network: Network,
+) -> Interval:
+    """Return the seconds of a step: low, mid and high."""
+    # A larger model can be faster: its buckets begin earlier, or its tensors are large enough to be
+    # compressed. Where shapes are assumed, that says nothing about a user's model. So the seconds
+    # of a size are kept between those of the two that enclose it. Two numbers have the same sizes
+    # until they part, hence none takes less than a smaller one, nor less on a slower network.
+    found = []
+    for work in works:
+        part = work.sharded(shard).by(optimizer)
+        mid = cost_of(own, method, part, network).step_s
+        # compute within 10 %, the rest within 20 %
+        doubt = _DOUBT * part.step_s + _DOUBT_ON_TOP * (mid - part.step_s)
+        found.append((work.numel, (mid - doubt, mid, mid + doubt)))
+    (low, low_s), (high, high_s), *inner = found
+    for size, seconds in inner:
+        least, mid, most = map(min, map(max, seconds, low_s), high_s)
+        if size <= numel:
+            low, low_s = size, (least, mid, most)
+        else:
+            high, high_s = size, (least, mid, most)
+    share = (numel - low) / max(1, high - low)
+    least, mid, most = (a + share * (b - a) for a, b in zip(low_s, high_s, strict=True))
+    return least, mid, most
+
+
 def _row(
     name: str,
     recipe: Recipe,
     document: Mapping[str, Any] | None,
     work: Workload,
+    works: Sequence[Workload],
     shard: int,
     network: Network,
     dense_s: float,
@@ -444,21 +494,20 @@ def _row(
     gap = loss_gap(recipe.name, own, optimizer, work.numel, network.ranks)
     steps = steps_to_dense_loss(gap.mid, work.numel)
     reaches, most_steps = steps <= MOST_STEPS, steps_to_dense_loss(gap.high, work.numel)
-    # compute within 10 %, the rest within 20 %
-    doubt = _DOUBT * part.step_s + _DOUBT_ON_TOP * (cost.step_s - part.step_s)
+    seconds = _step_seconds(own, recipe.name, works, work.numel, optimizer, shard, network)
     return Row(
         name,
-        (cost.step_s - doubt, cost.step_s, cost.step_s + doubt),
+        seconds,
         cost.bytes,
         sum(memory.values()) - sum(brief.values()) + max(brief.values()),
         memory,
-        max(0.0, 1 - part.step_s / cost.step_s),
+        max(0.0, 1 - part.step_s / seconds[1]),
         1 / steps,
         (gap.low, gap.mid, gap.high),
         gap.source + f"{_UNMEASURED}{gap.unmeasured}" * bool(gap.unmeasured),
         not gap.unmeasured,
-        cost.step_s / dense_s * steps if reaches else steps,
-        (cost.step_s + doubt) / dense_s * most_steps,
+        seconds[1] / dense_s * steps if reaches else steps,
+        seconds[2] / dense_s * most_steps,
         document,
         OPTIMIZERS.get(optimizer or ""),
         reaches,

@@ -147,7 +147,8 @@ def job_files(run: Run, rank: int, addresses: Sequence[str]) -> dict[str, str]:
     """Return the files of `.thinwire` on a machine by name."""
     machine, first = run.machines[rank], addresses[0]
     processes = machine.processes or run.processes
-    files = {"setup.sh": run.setup, "env": export(run.environment(machine)) + PATH}
+    named = {"THINWIRE_NAME": machine.ssh[:64]} if run.members else {}
+    files = {"setup.sh": run.setup, "env": export(named | run.environment(machine)) + PATH}
     files |= {"owner": run.owner, "machine": machine.ssh}
     files[f"{run.job}.sh"] = _script(run.job, run.command(str(rank), processes, first))
     if run.members:
