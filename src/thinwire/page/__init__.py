@@ -78,9 +78,8 @@ class RunView:
                 self._members[id] = _Member(id, now)
                 self._events.append((now, self._members[id], "joined"))
             member = self._members[id]
-            member.name = member.name or (
-                shown_name(report.get("name")) if isinstance(report, dict) else ""
-            )
+            if isinstance(report, dict):
+                member.name = member.name or shown_name(report.get("name"))
             if beat != member.beat or not member.beat_s:
                 member.beat, member.beat_s = beat, now
             numbers = _numbers(report)
@@ -97,8 +96,12 @@ class RunView:
 
     def _to_dict(self, now: float) -> _Row:
         rows = [
-            {"name": one.label, "since": one.since, "silent_s": now - one.beat_s}
-            | _rates(one.reports)
+            {
+                "name": one.label,
+                "since": one.since,
+                "silent_s": now - one.beat_s,
+                **_rates(one.reports),
+            }
             for one in self._members.values()
         ]
         for row in rows:
@@ -106,7 +109,7 @@ class RunView:
             row["note"] = f"silent for {row['silent_s']:.0f} s" if silent else _slow(row, rows)
         run = {"now": now, "generation": self.generation, "members": rows}
         # a name that came after the member itself counts for its first events too
-        events = [{"at": at, "who": one.label, "what": what} for at, one, what in self._events]
+        events = [{"at": at, "who": one.label, "what": event} for at, one, event in self._events]
         return {**run, "events": events, "curve": [*self._curve]}
 
 
