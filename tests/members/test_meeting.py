@@ -172,6 +172,9 @@ def test_arguments_of_another_kind_are_named() -> None:
         tw.join(3, run="llm")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="token_file must be str"):
         tw.join("tcp://127.0.0.1:1", run="llm", token_file=3)  # type: ignore[arg-type]
+    for name in ("x" * 65, "a\nb", "\u202ea"):
+        with pytest.raises(ValueError, match="name="):
+            tw.join("tcp://127.0.0.1:1", run="llm", name=name)
 
 
 def test_addresses_read_as_they_are_printed() -> None:

@@ -132,6 +132,26 @@ def test_no_report_of_a_member_ends_the_page(tmp_path: Path) -> None:
         assert host.poll() is None
 
 
+@pytest.mark.parametrize("given", [MARKUP, None])
+def test_member_has_its_name_before_its_first_round(
+    given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THINWIRE_NAME", "größe")
+    token = token_in(tmp_path)
+    options = ("--bind", "127.0.0.1:0", "--token-file", str(token), "--page", "0")
+    with host_command(*options) as (host, address):
+        assert host.stdout is not None
+        url = host.stdout.readline().split()[-1]
+
+        def names() -> Any:
+            run = json.loads(asked(f"{url}events")[1].removeprefix("data: ")).get("llm")
+            return run and [run["events"][0]["who"], run["members"][0]["name"]]
+
+        with tw.join(address, run="llm", token_file=token, name=given) as members:
+            label = f"{given or 'größe'} ({members.id})"
+            until(lambda: names() == [label, label], "the name")
+
+
 def test_page_on_loopback_refuses_names_of_other_sites() -> None:
     with host_command("--bind", "127.0.0.1:0", "--page", "0") as (host, _):
         assert host.stdout is not None

@@ -539,6 +539,11 @@ def join(
         check.instance("token_file", token_file, (str, Path))
     token = None if token_file is None else read_token(token_file)
     check.instance("relay", relay, bool)
+    name = os.environ.get("THINWIRE_NAME") if name is None else name
+    if name is not None:
+        check.instance("name", name, str)
+        if shown_name(name) != name:
+            raise ValueError(f"name={name!r}: only up to 64 printable characters are allowed")
     tls = None if ca is None else _authority(ca)
     limit = datetime.timedelta(seconds=timeout_s)
     site = SingleRank() if mesh is None else Site(mesh, timeout_s)
@@ -550,11 +555,6 @@ def join(
         require_relay(endpoint, timeout_s)
     streams = None if streams is None else check.integer("streams", streams, at_least=1)
     check.boolean("keep_batch", keep_batch)
-    name = os.environ.get("THINWIRE_NAME") if name is None else name
-    if name is not None:
-        check.instance("name", name, str)
-        if shown_name(name) != name:
-            raise ValueError(f"name={name!r}: only up to 64 printable characters are allowed")
     facts = {"shards of a site": site.size, "streams": streams, "keep_batch": keep_batch}
     kv.call(lambda: require_same(kv.store.under("site"), facts))
     terms = Terms(endpoint, min_members, start_members, timeout_s, streams, keep_batch, name)
