@@ -12,6 +12,7 @@ import torch
 import thinwire as tw
 from tests.strategy.training import batch, make_engine
 from tests.test_stats import NAMES
+from tests.toys import warned
 
 PAGE = Path(__file__).parent.parent / "docs" / "logging.md"
 
@@ -58,12 +59,24 @@ def test_own_step_that_is_no_number_is_refused() -> None:
 def test_object_neither_source_nor_writer_is_refused() -> None:
     with pytest.raises(TypeError, match=r"source must have stats\(\).* got a Linear"):
         tw.log_stats(torch.nn.Linear(1, 1), print)
-    with pytest.raises(TypeError, match=r"writer must have add_scalar.* got a str"):
+    with pytest.raises(TypeError, match=r"writer must have add_scalar.* got 'runs/a'"):
         tw.log_stats(Odd(), "runs/a")
-    with pytest.raises(TypeError, match=r"MLflow client and its run_id.* got a NonCallableMock"):
+    with pytest.raises(TypeError, match=r"MLflow client and its run_id.* type NonCallableMock"):
         tw.log_stats(Odd(), NonCallableMock(spec=["log_metric"]))
     with pytest.raises(ValueError, match="step must be"):
         tw.log_stats(Odd(), print, step=-1)
+
+
+@pytest.mark.parametrize("fields", [(), ("localsgd",)])
+def test_a_dropped_step_is_reported_once(
+    fields: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(fields, plain=True)
+    inputs, targets = batch(0, 0)
+    with warned() as texts:
+        engine.train_step(inputs * math.nan, targets)
+    told = [*texts, *caplog.messages]
+    assert engine.stats()["dropped_steps"] == sum("not finite" in text for text in told) == 1, told
 
 
 def test_the_page_has_every_name_and_no_other() -> None:

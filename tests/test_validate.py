@@ -36,6 +36,11 @@ def test_integers_accept_integer_like_values(value: Any) -> None:
         (lambda v: tw.GradientMerge(2, avg=v), [1], TypeError, "avg must be True or False, got 1"),
         (tw.Quantized, [3], ValueError, "value_bits must be one of"),
         (tw.AMP, ["bfloat"], ValueError, "'float16'.*did you mean 'bfloat16'"),
+        (tw.AMP, ["bf16"], ValueError, "'bf16': write 'bfloat16'"),
+        (tw.AMP, ["fp16", "half", "f16"], ValueError, "write 'float16'"),
+        (lambda v: tw.DGC(state_dtype=v), ["fp32", "float"], ValueError, "write 'float32'"),
+        (lambda v: tw.LocalSGD(16, v), [tw.Quantized(1)], TypeError, r"compression=Quantized\("),
+        (lambda v: tw.AdaptiveLocalSGD(2, v), [tw.Sparse(0.5)], TypeError, "compression=Sparse"),
     ],
 )
 def test_other_kinds_and_values_are_refused(

@@ -3,6 +3,7 @@
 from typing import Any
 
 from thinwire import _validate as check
+from thinwire._wording import shown
 
 PREFIX = "thinwire/"
 
@@ -86,6 +87,6 @@ def _write(writer: Any, numbers: dict[str, float], step: int) -> None:
         raise TypeError(
             "writer must have add_scalar(name, value, step), log_metrics(numbers, step=...), "
             "track(value, name=..., step=...) or log(numbers, step=...), or be a pair of an MLflow "
-            "client and its run_id, or a function of (numbers, step); got a "
-            f"{type(writer).__name__}"
+            "client and its run_id, a function of (numbers, step), or 'http://ADDRESS:PORT'; got "
+            f"{shown(writer)} of type {type(writer).__name__}"
         )

@@ -185,10 +185,14 @@ def test_log_stats_serves_a_page_of_fixed_ranks(ranks: Pool) -> None:
     assert [name.partition(" on ")[0] for name in names] == ["rank 0", "rank 1"]
 
 
-def test_log_stats_refuses_an_address_that_is_no_page() -> None:
+def test_log_stats_serves_localhost_and_refuses_an_address_that_is_no_page() -> None:
     model = torch.nn.Linear(4, 1)
     engine = tw.DistributedStrategy().prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.functional.mse_loss
     )
-    with pytest.raises(ValueError, match=r"'http://localhost'"):
-        tw.log_stats(engine, "http://localhost")
+    port = free_port()
+    tw.log_stats(engine, f"http://localhost:{port}")
+    assert asked(f"http://127.0.0.1:{port}/")[0] == 200
+    for url in ("http://localhost", "http://a.example:80", "http://127.0.0.1:x"):
+        with pytest.raises(ValueError, match=rf"'{url}' must be http://ADDRESS:PORT"):
+            tw.log_stats(engine, url)

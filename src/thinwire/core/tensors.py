@@ -4,6 +4,7 @@ A sparse gradient is a COO tensor here; row-sparse means sparse_dim 1, so that i
 rows of the parameter. All functions expect it coalesced, with duplicates summed.
 """
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -108,6 +109,10 @@ def named_dtype(
     name = str(choice).removeprefix("torch.") if isinstance(choice, torch.dtype) else choice
     advice = f"write {' or '.join(map(repr, allowed))}, or leave it out"
     check.instance(argument, name, str, advice=advice)
+    full = re.sub(r"^(b?)fp?(?=\d)", r"\1float", str(name))
+    meant = str(getattr(torch, full, None)).removeprefix("torch.")
+    if name not in allowed and meant in allowed:
+        raise ValueError(f"{argument} must be one of {[*allowed]}, got {name!r}: write {meant!r}")
     check.one_of(argument, name, allowed)
     return str(name)
 

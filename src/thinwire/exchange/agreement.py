@@ -6,7 +6,6 @@ them continue or all raise the same error.
 """
 
 import json
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -251,7 +250,6 @@ def _refuse_different_steps(answers: Answers, purpose: str) -> None:
 
 
 MAX_DROPS_IN_A_ROW = 10
-_log = logging.getLogger("thinwire")
 _ADDED = ", added to those of other ranks,"
 
 
@@ -315,7 +313,7 @@ class Drops:
         too_many = self._counted(text)
         if too_many is not None:
             raise NonFinite(too_many)
-        _warn(text)
+        warn_user(text)
 
     def dropped_here(self, step: int, name: str) -> None:
         """Count a step that this rank alone drops; the tenth in a row sets `given_up`."""
@@ -325,7 +323,7 @@ class Drops:
             "finite"
         )
         self.given_up = self._counted(text)
-        _warn(text)
+        warn_user(text)
 
     def _counted(self, text: str) -> str | None:
         """Count one more step in a row. Return the error's text if there are too many."""
@@ -336,8 +334,3 @@ class Drops:
             f"{text}; this was dropped step {self.in_a_row} in a row. Lower the learning rate, "
             "clip gradients, or check the data of that rank"
         )
-
-
-def _warn(text: str) -> None:
-    warn_user(text)
-    _log.warning(text)

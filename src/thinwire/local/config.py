@@ -27,7 +27,10 @@ class _Common:
     node_size: int | None = None
     state_device: str | None = None
 
-    def _check(self, interval: str, k_steps: int) -> None:
+    def _check(self, interval: str, k_steps: int, begin_step: object) -> None:
+        if isinstance(begin_step, tuple(CHANGE_COMPRESSIONS.values())):
+            raise TypeError(f"begin_step must be an integer: write compression={begin_step}")
+        check.set_fields(self, check.integer, "begin_step", at_least=0)
         check.set_fields(self, check.real, "outer_lr", above=0)
         check.set_fields(self, check.real, "outer_momentum", at_least=0, below=1)
         if check.boolean("outer_nesterov", self.outer_nesterov) and self.outer_momentum == 0:
@@ -115,8 +118,7 @@ class LocalSGD(_Common):
 
     def __post_init__(self) -> None:
         check.set_fields(self, check.integer, "k_steps", at_least=1)
-        check.set_fields(self, check.integer, "begin_step", at_least=0)
-        self._check("k_steps", self.k_steps)
+        self._check("k_steps", self.k_steps, self.begin_step)
         if self.round_seconds is None:
             return
         check.set_fields(self, check.real, "round_seconds", above=0)
@@ -173,13 +175,12 @@ class AdaptiveLocalSGD(_Common):
 
     def __post_init__(self) -> None:
         check.set_fields(self, check.integer, "max_k_steps", "init_k_steps", at_least=1)
-        check.set_fields(self, check.integer, "begin_step", at_least=0)
         if self.init_k_steps > self.max_k_steps:
             raise ValueError(
                 f"init_k_steps must be at most max_k_steps={self.max_k_steps}, got "
                 f"{self.init_k_steps}: lower it or give a larger max_k_steps"
             )
-        self._check("init_k_steps", self.init_k_steps)
+        self._check("init_k_steps", self.init_k_steps, self.begin_step)
 
 
 LocalConfig = LocalSGD | AdaptiveLocalSGD
