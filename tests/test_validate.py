@@ -58,3 +58,57 @@ def test_numbers_of_a_group_may_be_tensors_of_one_element() -> None:
         tw.optim.SGD(params, 0.1, weight_decay=torch.ones(2))
     with pytest.raises(TypeError, match="must be a number"):
         tw.optim.SGD(params, 0.1, weight_decay=torch.tensor(True))
+
+
+WRONG_WORDS = {
+    tw.DistributedStrategy: "local_sgd localsgd",
+    tw.DistributedStrategy.prepare: "grad_clips grad_clip",
+    tw.LocalSGD: "k k_steps",
+    tw.AdaptiveLocalSGD: "outer_rate max_k_steps",
+    tw.Quantized: "bits value_bits",
+    tw.Sparse: "decays decay",
+    tw.LowRank: "ranks rank",
+    tw.DGC: "sparse sparsity",
+    tw.AMP: "scale loss_scale",
+    tw.GradientMerge: "steps k_steps",
+    tw.Recompute: "checkpoint checkpoints",
+    tw.Pipeline: "stage stages",
+    tw.LARS: "coef lars_coeff",
+    tw.LAMB: "decay lamb_weight_decay",
+    tw.FixedLossScale: "scale loss_scale",
+    tw.DynamicLossScale: "scale init_loss_scale",
+    tw.ClipByNorm: "clip_norm c",
+    tw.local_sgd: "group process_group",
+    tw.join: "token token_file",
+}
+
+
+@pytest.mark.parametrize("call", WRONG_WORDS)
+def test_an_unknown_argument_is_answered_with_the_known_ones(call: Any) -> None:
+    word, right = WRONG_WORDS[call].split()
+    with pytest.raises(TypeError, match=rf"{word!r}; (did you mean|known are) .*\b{right}\b"):
+        call(**{word: 1})
+
+
+@pytest.mark.parametrize(
+    ("call", "extra", "name"),
+    [
+        (tw.DistributedStrategy, 1, "dgc"),
+        (tw.LocalSGD, 3, "compression"),
+        (tw.Quantized, 3, "exchange"),
+        (tw.join, 2, "run"),
+    ],
+)
+def test_a_value_without_its_name_is_answered_with_the_names(
+    call: Any, extra: int, name: str
+) -> None:
+    with pytest.raises(TypeError, match=rf"got also 1: .* {name}"):
+        call(*[1] * extra)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("Muon", "optim.Muon"), ("LocalSgd", "LocalSGD"), ("joins", "join")]
+)
+def test_an_unknown_name_is_answered_with_the_nearest(name: str, near: str) -> None:
+    with pytest.raises(AttributeError, match=rf"{name!r}; did you mean {near}"):
+        getattr(tw, name)

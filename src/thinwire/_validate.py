@@ -1,14 +1,47 @@
 """Argument checks shared by all modules, with one wording and one rule for every kind of value."""
 
+import functools
+import inspect
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from thinwire._wording import near, shown
+
+_T = TypeVar("_T")
+
+
+def by_name(target: _T) -> _T:
+    """Let a call of a class or function name the right word for an unknown or unnamed argument."""
+    kind: Any = target
+    function = kind.__init__ if isinstance(target, type) else kind
+    parameters = inspect.signature(function).parameters
+    known = [name for name in parameters if name != "self"]
+    most = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
+    first = known[: most - len(parameters) + len(known)]
+
+    @functools.wraps(function)
+    def called(*args: Any, **options: Any) -> Any:
+        for word in options:
+            if word not in parameters:
+                raise TypeError(
+                    f"{kind.__name__}() has no argument {word!r}{closest_or_all(word, known)}"
+                )
+        if len(args) > most:
+            raise TypeError(
+                f"{kind.__name__}() takes {', '.join(first) or 'nothing'} without a name, got also "
+                f"{shown(args[most])}: write NAME=...; known are {', '.join(known[len(first) :])}"
+            )
+        return function(*args, **options)
+
+    if function is kind:
+        return called  # type: ignore[return-value]
+    kind.__init__ = called
+    return target
 
 
 def real(

@@ -61,6 +61,7 @@ from thinwire.schedules import sparsity_at
 _COMPRESSIBLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
+@check.by_name
 @dataclass(frozen=True)
 class DGC(Compression, ChangeCompression):
     """Each rank sends only the largest accumulated entries of every gradient.

@@ -53,6 +53,7 @@ from thinwire.layout.traffic import TWO_ROUND_BUCKETS, ring_bytes
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
+@check.by_name
 @dataclass(frozen=True)
 class LowRank(Compression, ChangeCompression):
     """Send each matrix of gradients as two factors of few columns (PowerSGD).

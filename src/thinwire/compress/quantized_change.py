@@ -30,6 +30,7 @@ from thinwire.wire.whole import WholeReader, spans
 _NARROWEST_PLAIN = 32
 
 
+@check.by_name
 @dataclass(frozen=True)
 class Quantized(ChangeCompression):
     """Every entry of each parameter's change is sent in a few bits, without positions.

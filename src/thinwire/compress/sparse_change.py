@@ -25,6 +25,7 @@ from thinwire.layout.message import VALUE_BITS, Layout, count_sent
 from thinwire.layout.traffic import EXCHANGES
 
 
+@check.by_name
 @dataclass(frozen=True)
 class Sparse(ChangeCompression):
     """Only the largest entries of each parameter's change are sent; the rest is kept.

@@ -15,6 +15,7 @@ from thinwire.core.norms import global_norm, norms
 from thinwire.core.tensors import entries_of, values_of, with_values
 
 
+@check.by_name
 @dataclass(frozen=True)
 class ClipByGlobalNorm:
     """Scale all gradients of an optimizer by c / max(G, c).
@@ -34,6 +35,7 @@ class ClipByGlobalNorm:
         check.set_fields(self, check.real, "c", above=0)
 
 
+@check.by_name
 @dataclass(frozen=True)
 class ClipByNorm:
     """Scale each gradient whose norm exceeds c to the norm c.
@@ -51,6 +53,7 @@ class ClipByNorm:
         check.set_fields(self, check.real, "c", above=0)
 
 
+@check.by_name
 @dataclass(frozen=True)
 class ClipByValue:
     """Limit each entry to [min, max].
@@ -115,6 +118,7 @@ def _limited(values: Tensor, clip: ClipByValue) -> Tensor:
     return torch.where(values.isfinite(), values.clamp(clip.min, clip.max), values)
 
 
+@check.by_name
 @dataclass(frozen=True)
 class L1Decay:
     """Adds c * sign(p) to the gradient, with sign(0) = 0.
@@ -132,6 +136,7 @@ class L1Decay:
         check.set_fields(self, check.real, "c", at_least=0)
 
 
+@check.by_name
 @dataclass(frozen=True)
 class L2Decay:
     """Adds c * p to the gradient.

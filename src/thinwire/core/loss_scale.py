@@ -23,6 +23,7 @@ _LARGEST = float(torch.finfo(torch.float32).max)
 _MOST_OVERFLOWS_IN_A_ROW = 1000
 
 
+@check.by_name
 @dataclass(frozen=True)
 class FixedLossScale:
     """A loss scale that never changes.
@@ -43,6 +44,7 @@ class FixedLossScale:
         check.boolean("drop_overflow_update", self.drop_overflow_update)
 
 
+@check.by_name
 @dataclass(frozen=True)
 class DynamicLossScale:
     """A loss scale that falls at an overflow and grows after enough good updates.

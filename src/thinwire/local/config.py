@@ -60,6 +60,7 @@ class _Common:
             check.one_of("state_device", self.state_device, ("cpu",))
 
 
+@check.by_name
 @dataclass(frozen=True)
 class LocalSGD(_Common):
     """Train every rank on its own and average the parameters every `k_steps` steps.
@@ -135,6 +136,7 @@ class LocalSGD(_Common):
             )
 
 
+@check.by_name
 @dataclass(frozen=True)
 class AdaptiveLocalSGD(_Common):
     """`LocalSGD` with an interval that follows the loss and the learning rate.

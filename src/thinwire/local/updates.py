@@ -49,6 +49,7 @@ _open: "list[LocalUpdates]" = []
 """Blocks of this process that have been entered and not left."""
 
 
+@check.by_name
 def local_sgd(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],

@@ -475,6 +475,7 @@ def _meet(membership: Membership, site: SingleRank) -> None:
             membership.meet(ids)
 
 
+@check.by_name
 def join(
     address: str,
     *,

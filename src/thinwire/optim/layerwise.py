@@ -18,6 +18,7 @@ from thinwire.optim.pairs import ParamGrad
 _ADVICE = 'write a single pattern as ("*.bias",)'
 
 
+@check.by_name
 @dataclass(frozen=True)
 class LARS:
     """Replace an SGD by `thinwire.optim.Lars`, which takes over its rate, momentum, clipping and
@@ -49,6 +50,7 @@ class LARS:
         check.set_fields(self, check.words, "exclude_from_weight_decay", advice=_ADVICE)
 
 
+@check.by_name
 @dataclass(frozen=True)
 class LAMB:
     """Replace an Adam by `thinwire.optim.Lamb`, which takes over its rate, betas, clipping and

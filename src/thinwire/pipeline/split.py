@@ -12,6 +12,7 @@ from thinwire._names import plain_name
 from thinwire.errors import StrategyError
 
 
+@check.by_name
 @dataclass(frozen=True)
 class Pipeline:
     """Splits the model into stages on consecutive ranks. Ranks / stages replicas of the pipeline

@@ -9,6 +9,7 @@ from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from thinwire.core.tensors import named_dtype
 
 
+@check.by_name
 @dataclass(frozen=True)
 class AMP:
     """Runs the forward pass in a narrow type, by torch's autocast. Parameters and optimizer state
@@ -40,6 +41,7 @@ class AMP:
             check.instance("loss_scale", self.loss_scale, (FixedLossScale, DynamicLossScale))
 
 
+@check.by_name
 @dataclass(frozen=True)
 class Recompute:
     """Recomputes the activations of matched modules in the backward pass.
@@ -72,6 +74,7 @@ class Recompute:
             )
 
 
+@check.by_name
 @dataclass(frozen=True)
 class GradientMerge:
     """Makes one update from the gradients of several backward passes. Only the last pass is

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from thinwire import _validate as check
 from thinwire.core.gradients import Clip
 from thinwire.local.model import given_optimizer
 from thinwire.members.members import Members
@@ -23,6 +24,7 @@ from thinwire.strategy.parts import Setup
 from thinwire.strategy.prepare import prepare
 
 
+@check.by_name
 @dataclass(frozen=True, kw_only=True)
 class DistributedStrategy(Fields):
     """Methods to combine in training. A field that is None is off.
@@ -53,6 +55,7 @@ class DistributedStrategy(Fields):
         StrategyError: Fields that do not go together; lists all conflicts, with what to change.
     """
 
+    @check.by_name
     def prepare(
         self,
         model: nn.Module,
