@@ -102,7 +102,7 @@ def test_an_unknown_argument_is_answered_with_the_known_ones(call: Any) -> None:
 def test_a_value_without_its_name_is_answered_with_the_names(
     call: Any, extra: int, name: str
 ) -> None:
-    with pytest.raises(TypeError, match=rf"got also 1: .* {name}"):
+    with pytest.raises(TypeError, match=rf"got 1 without a name.* {name}"):
         call(*[1] * extra)
 
 

@@ -22,7 +22,6 @@ def by_name(target: _T) -> _T:
     parameters = inspect.signature(function).parameters
     known = [name for name in parameters if name != "self"]
     most = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters.values())
-    first = known[: most - len(parameters) + len(known)]
 
     @functools.wraps(function)
     def called(*args: Any, **options: Any) -> Any:
@@ -33,8 +32,8 @@ def by_name(target: _T) -> _T:
                 )
         if len(args) > most:
             raise TypeError(
-                f"{kind.__name__}() takes {', '.join(first) or 'nothing'} without a name, got also "
-                f"{shown(args[most])}: write NAME=...; known are {', '.join(known[len(first) :])}"
+                f"{kind.__name__}() got {shown(args[most])} without a name: write NAME=...; known "
+                f"are {', '.join(known)}"
             )
         return function(*args, **options)
 

@@ -114,7 +114,7 @@ class CheckpointReader:
             raise CheckpointCorrupt(
                 f"{self.path / name} has a content that this version does not write "
                 f"({type(error).__name__}: {error})"
-            ) from error
+            ) from error.__cause__
         for writer in sorted({rank, *(ref.rank for ref in table.values())}):
             self._require_intact(tensor_file(writer))
         return tree

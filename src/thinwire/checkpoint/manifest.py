@@ -123,7 +123,7 @@ class Manifest:
             if not isinstance(self.plain_facts, dict):
                 raise ValueError("no mapping")
         except (ValueError, RecursionError) as error:
-            raise CheckpointCorrupt(f"its facts cannot be read: {error}") from error
+            raise CheckpointCorrupt(f"its facts cannot be read: {error}") from error.__cause__
 
 
 def _verified(raw: bytes) -> dict[str, Any]:
@@ -132,7 +132,9 @@ def _verified(raw: bytes) -> dict[str, Any]:
         del content["sha256"]
         intact = _with_checksum(content) == raw
     except UNREADABLE as error:
-        raise CheckpointCorrupt(f"it cannot be read ({type(error).__name__}: {error})") from error
+        raise CheckpointCorrupt(
+            f"it cannot be read ({type(error).__name__}: {error})"
+        ) from error.__cause__
     if not intact:
         raise CheckpointCorrupt("its checksum does not match its bytes")
     return dict(content)

@@ -240,7 +240,7 @@ class SaveLayout:
                 raise CheckpointError(
                     f"{self.path} is there already: another run saves in this directory (give each "
                     f"run its own), or ranks did not see each other's files in it: {LATE}"
-                ) from error
+                ) from error.__cause__
             self._committed = True
             sync_directory(self.root)
 

@@ -188,7 +188,7 @@ class TensorReader:
         try:
             stored: Tensor = self._opened(ref.rank).get_tensor(ref.name)
         except (SafetensorError, OSError) as error:
-            raise CheckpointCorrupt(f"{where} cannot be read: {error}") from error
+            raise CheckpointCorrupt(f"{where} cannot be read: {error}") from error.__cause__
         return restored(stored, ref, where)
 
     def _opened(self, rank: int) -> Any:
@@ -295,4 +295,4 @@ def read_rank_file(path: Path, sha256: str) -> Any:
 
             return decoded(json.loads(metadata["tree"]), leaf)
     except (OSError, SafetensorError, *UNREADABLE) as error:
-        raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
+        raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error.__cause__

@@ -87,7 +87,7 @@ def tap_buckets(
             raise ValueError(
                 "this DistributedDataParallel model has a communication hook already, and torch "
                 f"allows one: wrap the model anew ({error})"
-            ) from error
+            ) from error.__cause__
         _taps[ddp] = tap
     if tap.on_bucket is not None:
         raise ValueError(

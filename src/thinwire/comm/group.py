@@ -459,7 +459,8 @@ class Group:
             try:
                 work = launch(group=carrier, async_op=True)
             except RuntimeError as error:
-                raise self._explained(error, action, f"{whole_s(self.timeout_s):g} s") from error
+                explained = self._explained(error, action, f"{whole_s(self.timeout_s):g} s")
+                raise explained from error.__context__
             keep_alive(carrier, work, held)
             works.append(work)
 
@@ -503,7 +504,7 @@ class Group:
             except RuntimeError as error:
                 if work.is_completed():
                     forget(work)
-                raise self._explained(error, action, limit.within) from error
+                raise self._explained(error, action, limit.within) from error.__context__
             forget(work)
             if progress is not None:
                 progress.add(nbytes / len(works))

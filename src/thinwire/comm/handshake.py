@@ -138,7 +138,12 @@ def while_busy(
     problems = by_rank([row.get("problem") for row in rows])
     if problems:
         cause = outcome.exception() if outcome.done() else None
-        raise _kind(error, rows)(f"{action} failed on {'; '.join(problems)}") from cause
+        if isinstance(cause, ThinwireError | OSError):  # the text has all of it
+            cause = cause.__cause__
+        failure = _kind(error, rows)(f"{action} failed on {'; '.join(problems)}")
+        if cause is None:
+            raise failure
+        raise failure from cause
     return [row["result"] for row in rows]
 
 

@@ -189,7 +189,7 @@ class Channel:
             while len(self._sent) >= _AHEAD:
                 self._wait(self._sent.popleft())
         except RuntimeError as error:
-            raise self._explained(error) from error
+            raise self._explained(error) from error.__context__
 
     def receive(self) -> memoryview:
         """Return the content of the next message."""
@@ -199,7 +199,7 @@ class Channel:
                 raise awaited
             self._wait(awaited[0])
         except RuntimeError as error:
-            raise self._explained(error) from error
+            raise self._explained(error) from error.__context__
         message = memoryview(awaited[1])
         nbytes, size = _HEAD.unpack_from(message)
         if nbytes > len(message) - _HEAD.size or not _LEAST_BYTES <= size <= _MOST_BYTES:

@@ -122,7 +122,7 @@ class Private:
             within, (rank, size) = f"{limit_s:g} s", self._here
             raise explain_failure(
                 error, action="making a process group", rank=rank, size=size, within=within
-            ) from error
+            ) from error.__context__
         finally:
             waited(time.monotonic() - begun)
 

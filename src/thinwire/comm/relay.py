@@ -136,7 +136,7 @@ def require_relay(endpoint: RelayEndpoint, limit_s: float) -> None:
         raise PeerLost(
             f"the host at {endpoint} relays nothing{' over TLS' if endpoint.tls else ''}: start "
             f"`thinwire host` {remedy}"
-        ) from error
+        ) from error.__context__
 
 
 @dataclass(slots=True)

@@ -210,7 +210,7 @@ def _read(rows: Sequence[bytes | None], message: bytes, own: Report, purpose: st
         try:
             report = json.loads(row)
         except ValueError as error:
-            raise wrong_call_site(purpose, rank, row) from error
+            raise wrong_call_site(purpose, rank, row) from error.__context__
         if not isinstance(report, dict) or not report.keys() >= set(_POSITION):
             raise wrong_call_site(purpose, rank, report if isinstance(report, dict) else b"")
         found.append(report)

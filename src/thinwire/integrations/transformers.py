@@ -189,7 +189,7 @@ class ThinwireCallback(TrainerCallback):
             raise StrategyError(
                 f"{error}. Inside the Trainer grad_clip is max_grad_norm={args.max_grad_norm} of "
                 "TrainingArguments: 0 turns it off"
-            ) from error
+            ) from error.__cause__
 
     def _resume(self, folder: Path, state: TrainerState, loaded: int) -> None:
         try:
@@ -200,7 +200,7 @@ class ThinwireCallback(TrainerCallback):
                 "strategy: resume from a checkpoint in output_dir that was written with this "
                 "callback. To start a new run from its parameters, load them into the model that "
                 "you pass to the Trainer"
-            ) from error
+            ) from error.__cause__
         group = Group(None)
 
         def is_the_same() -> None:

@@ -115,10 +115,14 @@ class ElasticGroup(Group):
 
     def _launched(self, *exchange: Any, **options: Any) -> Pending[Tensor]:
         number = -1 if self.bound is None else self.bound.number
+        # outside of the handlers: an error of the next generation stands alone
+        broken: str | None = None
         try:
             pending = super()._launched(*exchange, **options)
         except ThinwireError as error:
-            raise self._broken(number, error) from error
+            broken = str(error)
+        if broken is not None:
+            raise self._broken(number, broken)
 
         def finish() -> Tensor:
             if self.membership.current().number != number:
@@ -128,7 +132,8 @@ class ElasticGroup(Group):
             except PayloadCorrupt:
                 raise
             except ThinwireError as error:
-                raise self._broken(number, error) from error
+                broken = str(error)
+            raise self._broken(number, broken)
 
         return Pending(finish)
 
@@ -140,8 +145,8 @@ class ElasticGroup(Group):
     def _extension_s(self) -> float:
         return self.membership.extension_s(whole_s(self.timeout_s))
 
-    def _broken(self, number: int, error: ThinwireError) -> Regrouped:
-        self.membership.report_broken(number, str(error))
+    def _broken(self, number: int, why: str) -> Regrouped:
+        self.membership.report_broken(number, why)
         self._wait_for_next(number)
         return Regrouped()
 

@@ -244,7 +244,7 @@ class KeyValueView:
             raise PeerLost(
                 f"the meeting place closed the connection ({error}): has `thinwire host` ended? "
                 "Start it, and all members, again"
-            ) from error
+            ) from None
 
     def put(self, key: str, value: Value) -> None:
         """Write a value, replacing any other."""

@@ -68,7 +68,7 @@ def connect(
         first_line = str(error).strip().partition("\n")[0]
         raise PeerLost(
             f"tcp://{host} closed the connection: {first_line}. Has `thinwire host` ended?"
-        ) from error
+        ) from None
     return run_store(store, run, token, session)
 
 

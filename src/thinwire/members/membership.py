@@ -634,23 +634,24 @@ class Watcher:
                 formed.groups = MemberGroups(store, *where)
                 break
             except ThinwireError as error:
-                why = f"({error.__cause__ or error}). {self._connecting_advice()}"
-                cause = f"it could not connect to all of them {why}"
-                attempts += formed.continuing == decision.ids
-                self.kv.put(f"break/{number}", {"by": self.own_id, "why": str(error)})
-                shared.reached = [decision.ids[rank] for rank in reached]
-                decision = self._next_decision(formed, max(until - time.monotonic(), 0.0))
-                shared.reached = []
-                if attempts == _MAX_ATTEMPTS:
-                    begun = shared.joiner or shared.generation is not None
-                    least = 1 if begun else self._start_members
-                    if decision.ids == formed.ids or len(decision.ids) < least:
-                        raise ThinwireError(
-                            f"{attempts} generations in a row could not connect: their members "
-                            f"reach the meeting place, but not each other {why}"
-                        ) from error
-                    attempts = 0
-                number += 1
+                failed, why = str(error), f"({error.__cause__ or error}). "
+            why += self._connecting_advice()
+            cause = f"it could not connect to all of them {why}"
+            attempts += formed.continuing == decision.ids
+            self.kv.put(f"break/{number}", {"by": self.own_id, "why": failed})
+            shared.reached = [decision.ids[rank] for rank in reached]
+            decision = self._next_decision(formed, max(until - time.monotonic(), 0.0))
+            shared.reached = []
+            if attempts == _MAX_ATTEMPTS:
+                begun = shared.joiner or shared.generation is not None
+                least = 1 if begun else self._start_members
+                if decision.ids == formed.ids or len(decision.ids) < least:
+                    raise ThinwireError(
+                        f"{attempts} generations in a row could not connect: their members "
+                        f"reach the meeting place, but not each other {why}"
+                    )
+                attempts = 0
+            number += 1
         with shared.changed:
             old, shared.generation = shared.generation, formed
             shared.frozen = False

@@ -151,7 +151,7 @@ class PipelineRunner:
             try:
                 schedule.run()
             except RuntimeError as error:
-                raise self._grid.explain(error, action=_TRANSFER) from error
+                raise self._grid.explain(error, action=_TRANSFER) from error.__context__
             bits = schedule.bits()
         self._passed_bytes += count * (result.nbytes() if result else 0)
         self._passed_bytes += count * (source.nbytes(back=True) if source and backward else 0)

@@ -86,7 +86,7 @@ def load(directory: str | Path, parts: Parts, step: int | None) -> tuple[Path, d
     def agreed(problem: Exception | None, left: frozenset[str]) -> frozenset[str]:
         def act() -> list[str]:
             if problem is not None:
-                raise _mismatch(loaded, str(problem)) from problem
+                raise _mismatch(loaded, str(problem)) from problem.__cause__
             return sorted(left)
 
         return frozenset().union(*on_all_ranks(parts.savers, "taking over a checkpoint", act))
@@ -128,7 +128,7 @@ def load_parameters(directory: str | Path, parts: Parts) -> Path:
         try:
             return sorted(require_shapes(loaded.state, parts, fit))
         except ValueError as error:
-            raise CheckpointMismatch(f"{loaded.path}: {error}") from error
+            raise CheckpointMismatch(f"{loaded.path}: {error}") from error.__cause__
 
     left = frozenset().union(*on_all_ranks(parts.savers, "taking over parameters", fits))
     copy_values_(loaded.state, parts, left)

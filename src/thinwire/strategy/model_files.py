@@ -59,7 +59,7 @@ def load_model_file(path: Path, parts: Parts) -> Path:
             files = [path] if first == path else sorted(f for f in path.iterdir() if f.is_file())
             return " ".join(map(checksum, files))
         except (OSError, SafetensorError, UnpicklingError) as error:
-            raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
+            raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error.__cause__
 
     answers = on_all_ranks(parts.group, "reading a model", read)
     for rank, answer in enumerate(answers):  # the same on all ranks

@@ -187,7 +187,7 @@ def _converted(
     try:
         new = _made(replacement, settings, optimizer.state, known, keep, exclude)
     except (TypeError, ValueError) as error:
-        raise StrategyError(f"{prefix}{error}") from error
+        raise StrategyError(f"{prefix}{error}") from error.__cause__
     return new, list(_notes(optimizer, replacement, settings))
 
 

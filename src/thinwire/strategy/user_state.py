@@ -106,7 +106,7 @@ def _state_of_module(key: str, module: nn.Module) -> Any:
         raise TypeError(
             f"the extra state of a {type(module).__name__} cannot be saved: {error}. Let its "
             "get_extra_state return such values, and set_extra_state accept them"
-        ) from error
+        ) from error.__cause__
 
 
 def _placed(value: Any, like: Any) -> Any:
@@ -201,7 +201,7 @@ def _state(scheduler: LRScheduler) -> Any:
         raise TypeError(
             f"the scheduler {name} cannot be saved: {error}. Give it a state_dict of plain "
             "values, or delete it before saving"
-        ) from error
+        ) from error.__cause__
 
 
 def _equal_settings(state: Mapping[str, Any], scheduler: LRScheduler) -> int:

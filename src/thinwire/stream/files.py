@@ -188,7 +188,7 @@ class Storage:
             raise
         except (*UNREADABLE, struct.error) as error:
             self.drop(name)
-            raise StreamError(f"{self.where}/{name} is damaged: {error}") from error
+            raise StreamError(f"{self.where}/{name} is damaged: {error}") from error.__cause__
 
     # bases and steps
 
