@@ -117,13 +117,11 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"thinwire.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    from thinwire._wording import near
-
     known = __all__
     if name[:1].isupper():
         optim = importlib.import_module("thinwire.optim")
         known = [*known, *(f"optim.{other}" for other in optim.__all__)]
-    words = [] if name.startswith("_") else near(name, known)
+    words = importlib.import_module("thinwire._wording").near(name, known)
     hint = f"; did you mean {' or '.join(words)}?" if words else ""
     raise AttributeError(f"module 'thinwire' has no attribute {name!r}{hint}")
 
