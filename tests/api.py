@@ -151,7 +151,7 @@ _NAMES = {
     "thinwire.tools.run.training": "BareStep ByClock BySteps rate_factor rehearse shortened",
     "thinwire.tools.run.built_in": "ByteTransformer ConvolutionalNet seed_of",
     "thinwire.tools.up.command": "write",
-    "thinwire.tools.up.config": "Run",
+    "thinwire.tools.up.config": "UpRun=Run",
     "thinwire.tools.run.config": (
         "ConvolutionSize Job ModelSize Recipe RunConfig muon_flops muon_seconds parse_size size_of"
     ),

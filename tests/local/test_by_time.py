@@ -1,6 +1,7 @@
 """Rounds that end by time: ranks make unequal numbers of steps, and count by what they did."""
 
 from collections.abc import Callable
+from inspect import unwrap
 from typing import Any
 from unittest.mock import patch
 
@@ -118,7 +119,7 @@ def kept(rank: int, size: int, config: tw.LocalSGD) -> tuple[Any, Any, Any]:
         for name, change in last["change"].items():
             total[name] = total[name] + weight * change
 
-    averaging = tw.local_sgd.__globals__["Averaging"]
+    averaging = unwrap(tw.local_sgd).__globals__["Averaging"]
     measure = averaging.measure
 
     def measured(self: Any, step: int, given: Any, *args: Any, **kwargs: Any) -> Any:
@@ -215,7 +216,9 @@ def test_loops_of_unequal_ranks_end_together(ranks: Pool, others: dict[str, Any]
 def fragments(rank: int, size: int) -> tuple[Any, list[int]]:
     config = tw.LocalSGD(99, begin_step=0, round_seconds=LONG_S, fragments=2)
     model = paced(rank, config, False, lambda *_: None)
-    groups = tw.local_sgd.__globals__["fragments_of"](dict(model.named_parameters()), config)
+    groups = unwrap(tw.local_sgd).__globals__["fragments_of"](
+        dict(model.named_parameters()), config
+    )
     return values(model), [len(group) for group in groups]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.api import Run, write
+from tests.api import UpRun, write
 from tests.processes import ran_thinwire
 
 MEMBERS = "machines: 2\nmembers: python m.py $THINWIRE_ADDRESS\nenv: {A: 1, HOME: null}\n"
@@ -83,7 +83,7 @@ def test_bad_file_is_refused_by_a_line_on_the_fault(tmp_path: Path, text: str, n
 @pytest.mark.parametrize("system", ["slurm", "skypilot", "kubernetes", "docker"])
 def test_name_is_one_of_the_system_s(tmp_path: Path, system: str, name: str) -> None:
     (tmp_path / "two.yaml").write_text(yaml.safe_dump({**yaml.safe_load(TORCHRUN), "name": name}))
-    run = Run.read(tmp_path / "two.yaml")
+    run = UpRun.read(tmp_path / "two.yaml")
     if system in NAMES[name].split():
         written, start = write(run, system)
         assert (written.parent, shlex.split(start)[0]) == (tmp_path, START[system])

@@ -484,8 +484,10 @@ class Group:
             # who makes connections waits for the others without an end: first ranks meet here
             free = os.sysconf("SC_OPEN_MAX") - len(list(Path("/proc/self/fd").iterdir()))
             own = 1 + max(free, 0) // (self.size + _FILES_OF_STREAM)
+            wire = Group.on_the_wire
             with self.uncounted():
                 answers = self.gather_now(own.to_bytes(4), "opening connections")
+            Group.on_the_wire = wire  # once in a process, whichever run it is in
             shared.most_streams = min(map(int.from_bytes, answers))
         # by default half of what is free is left to the script
         count = min(count, shared.most_streams // (1 if self.streams else 2))
