@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Literal
@@ -62,7 +62,7 @@ def up(
         written, start = write(run, printed)
         print(f"{written} is written; start it by\n{start}")
         return
-    with Machines(run) as machines, _reported(machines):
+    with Machines(run) as machines:
         known, lost = machines.states()
         running = _running(known)
         if lost and not running:
@@ -85,24 +85,13 @@ def up(
         raise MachineError("; ".join(failed))
 
 
-@contextlib.contextmanager
-def _reported(machines: Machines) -> Iterator[None]:
-    """Name the jobs that may still run where the block is interrupted."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        left = ", ".join(str(job) for job in machines.jobs if job not in machines.over)
-        words = f"{left} may still run: thinwire down {machines.run.file} ends it" if left else ""
-        raise KeyboardInterrupt(words) from None
-
-
 def down(file: Path, /) -> None:
     """End all processes that `thinwire up FILE` has started, from any terminal.
 
     Args:
         file: The file of up.
     """
-    with Machines(Run.read(file)) as machines, _reported(machines):
+    with Machines(Run.read(file)) as machines:
         known, lost = machines.states()
         running = _running(known)
         _stop(machines, known)
@@ -118,7 +107,7 @@ def status(file: Path, /) -> None:
     Args:
         file: The file of up.
     """
-    with Machines(Run.read(file)) as machines, _reported(machines):
+    with Machines(Run.read(file)) as machines:
         known, lost = machines.states()
     rows = [("process", *State("state", "since", "last line"))]
     rows += [(str(job), *known.get(job, State("not reached"))) for job in machines.jobs]
@@ -227,7 +216,7 @@ def _require_token(run: Run) -> None:
 def _follow(machines: Machines, fresh: list[Job]) -> list[str]:
     """Pass logs on to the end; return one line for each job that failed."""
     failed = []
-    for job, status, last in machines.follow([job for job in machines.jobs if job not in fresh]):
+    for job, status, last in machines.follow(fresh):
         end = f"{job} is lost" if status == LOST else f"{job} has ended with status {status}"
         say(f"{end}; nobody can join" if job.name == "host" else end)
         if status and job.name != "host":

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cached_property
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self, TypeVar, cast, final
 
@@ -66,7 +67,6 @@ class Call:
             options = [word for option in _OPTIONS for word in ("-o", option)]
             words = ("ssh", *run.ssh_options, *options, "--", machine.ssh, shlex.join(words))
         self.verb, self._machine = verb, machine
-        self._ahead, self._begun = b"", False
         self._mark = f"{secrets.token_hex(16)} "
         # a pipe stays open with the master of `ssh`
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 # closed by __exit__
@@ -79,7 +79,7 @@ class Call:
             start_new_session=True,  # Ctrl-C is for the command, which then ends the jobs
         )
         pipes = (self._process.stdin, self._process.stdout)
-        self.stdin, self._stdout = cast("tuple[IO[bytes], ...]", pipes)
+        self.stdin, self._stdout = cast("tuple[IO[bytes], BufferedReader]", pipes)
 
     @classmethod
     def control(cls, run: Run, machine: Machine, verb: str, job: str, offset: int = 0) -> Self:
@@ -104,28 +104,16 @@ class Call:
         """End `ssh`."""
         self._process.kill()
 
-    def begin(self) -> str:
-        """Wait for the answer; return the rest of its first line, empty where there is none."""
-        mark, text, self._begun = self._mark.encode(), b"", True
-        while chunk := self._read():
-            # before the mark is what a login shell prints
-            before, marked, after = (text + chunk).partition(mark)
-            line, ended, self._ahead = after.partition(b"\n")
-            if ended:
-                return line.decode()
-            text = marked + after or before[-len(mark) :]
-        return ""
+    def begin(self) -> None:
+        """Wait for the answer; keep the rest of its first line, empty where there is none."""
+        lines = (line.decode(errors="replace") for line in self._stdout)
+        # before the mark is what a login shell prints
+        marked = (line.partition(self._mark)[2] for line in lines if self._mark in line)
+        self.head = next(marked, "").strip()
 
     def chunks(self) -> Iterator[bytes]:
         """Yield the answer behind its first line as it comes."""
-        if not self._begun:
-            self.begin()
-        yield self._ahead
-        while chunk := self._read():
-            yield chunk
-
-    def _read(self) -> bytes:
-        return os.read(self._stdout.fileno(), _CHUNK_BYTES)
+        return iter(self._stdout.read1, b"")
 
     def end(self) -> tuple[int, str]:
         """Wait for the end; return the exit status and the last line of errors, with advice."""
@@ -184,14 +172,18 @@ class Machines:
         self._ended: queue.SimpleQueue[tuple[Job, int, str]] = queue.SimpleQueue()
         self._lost_s: dict[Job, float] = {}
 
-    def __enter__(self) -> "Machines":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self._closed.set()
         for call in list(self._calls):
             call.kill()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if kind is KeyboardInterrupt:  # name the jobs that may still run
+            left = ", ".join(str(job) for job in self.jobs if job not in self.over)
+            words = f"{left} may still run: thinwire down {self.run.file} ends it" if left else ""
+            raise KeyboardInterrupt(words) from None
 
     def at_once(self, work: Callable[[T], U], items: Iterable[T]) -> tuple[dict[T, U], list[str]]:
         """Run `work` for all items at once; return the results by item, and the errors."""
@@ -297,14 +289,14 @@ class Machines:
         self.over.add(job)
         return word
 
-    def follow(self, recent: Collection[Job]) -> Iterator[tuple[Job, int, str]]:
+    def follow(self, fresh: Collection[Job]) -> Iterator[tuple[Job, int, str]]:
         """Pass logs on until all jobs but the host have ended; yield each with its status and
         last lines. The status is `LOST` for a machine that is not reached again.
 
-        Those in `recent` begin with their last lines.
+        Those not in `fresh` begin with their last lines.
         """
         self._following = [
-            self._threads.submit(self._follow, job, _RECENT if job in recent else 0)
+            self._threads.submit(self._follow, job, 0 if job in fresh else _RECENT)
             for job in self.jobs
         ]
         left = {job for job in self.jobs if job.name != "host"}
@@ -322,8 +314,8 @@ class Machines:
         try:
             while status == LOST:
                 with self._control(job.machine, "follow", job.name, offset) as call:
-                    if begin := call.begin():
-                        offset = int(begin)
+                    if call.head:
+                        offset = int(call.head)
                         if self._lost_s.pop(job, None):
                             say(f"{job} is reached again")
                     for chunk in call.chunks():
@@ -362,10 +354,13 @@ class Machines:
         finally:
             self._calls.discard(call)
 
+    @contextlib.contextmanager
     def _control(
         self, machine: Machine, verb: str, job: str = "-", offset: int = 0
-    ) -> contextlib.AbstractContextManager[Call]:
-        return self._held(Call.control(self.run, machine, verb, job, offset))
+    ) -> Iterator[Call]:
+        with self._held(Call.control(self.run, machine, verb, job, offset)) as call:
+            call.begin()
+            yield call
 
     def _ask(self, machine: Machine, verb: str, job: str = "-", *, errors: str = "replace") -> str:
         with self._control(machine, verb, job) as call:
