@@ -146,7 +146,7 @@ _NAMES = {
     "thinwire.tools.planning.plan": "Plan",
     "thinwire.tools.planning.work": "Probe matrices work_Work=Workload",
     "thinwire.tools.report.page": "Column loss_text",
-    "thinwire.tools.report.progress": "Bar Display",
+    "thinwire.tools.report.progress": "Display",
     "thinwire.tools.run": "run_command=command worker",
     "thinwire.tools.run.training": "BareStep ByClock BySteps rate_factor rehearse shortened",
     "thinwire.tools.run.built_in": "ByteTransformer ConvolutionalNet seed_of",

@@ -93,7 +93,7 @@ def _run(typed: list[str]) -> NoReturn:
             try:
                 app(_script_apart(typed, app), exit_on_error=False, print_error=False)
             except SystemExit as end:  # cyclopts raises it after every command
-                status = end.code if isinstance(end.code, int) else int(end.code is not None)
+                status = int(end.code or 0)
             sys.stdout.flush()  # here, where a reader that has left is seen
     except (CycloptsError, ValueError) as error:
         _exit(_BAD_INPUT, _meant(error) + _advice(error, typed))

@@ -409,7 +409,7 @@ def test_silent_worker_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
             stopped.append(workers_below(os.getpid())[-1])
             os.kill(stopped[0], signal.SIGSTOP)
 
-    monkeypatch.setattr(api.Bar, "update", stop_one)
+    monkeypatch.setattr(api.Display, "update", stop_one)
     with pytest.raises(api.WorkerError, match=r"worker \d failed: .*\n?.*Timed out"):
         compared(tmp_path, steps=100_000)
     until(lambda: not alive(stopped[0]))

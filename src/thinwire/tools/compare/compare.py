@@ -6,18 +6,18 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.tools.compare.record import Results, Run, mean_of
+from thinwire.tools.compare.record import Failure, Results, Run, mean_of
 from thinwire.tools.compare.results import Ledger
 from thinwire.tools.compare.settings import Settings
 from thinwire.tools.network.netns import Network, network, why_unavailable
 from thinwire.tools.report.progress import Display
 from thinwire.tools.run.config import Job, ModelSize, Recipe, RunConfig
-from thinwire.tools.run.launch import WorkerError, joined, release, run_here, run_workers
+from thinwire.tools.run.launch import News, WorkerError, joined, release, run_here, run_workers
 from thinwire.tools.run.text import Corpus, read_digits, read_folder, read_standard_library
 
 _FEWEST_EVALUATIONS, _HELD_OUT_SEQUENCES = 8, 64
@@ -30,7 +30,7 @@ _CHECK = "thinwire.tools.run.training:Check"
 Keep = Callable[[Results], None]
 
 
-def compare(settings: Settings, display: Display, keep: Keep | None = None) -> Results:
+def compare(settings: Settings, display: Display, keep: Keep = lambda _: None) -> Results:
     """Train every strategy in turn over the same link and return what was measured."""
     _require_gpu(settings)
     corpus = _read_corpus(settings)
@@ -62,15 +62,15 @@ def compare(settings: Settings, display: Display, keep: Keep | None = None) -> R
                 try:
                     seeded = (replace(config, seed=config.seed + n) for n in range(settings.seeds))
                     runs = [_run(one, settings, emulated, work, display, ledger) for one in seeded]
-                    ledger.finish(mean_of(runs))
+                    ledger.runs.append(mean_of(runs))
                 except WorkerError as error:
-                    ledger.fail(str(error))
+                    ledger.failures.append(Failure(config.recipe.name, str(error)))
                     if settings.joined_rank is not None:  # the ranks may not be in step any more
                         break
-                if keep is not None and ledger.runs and ledger.missing:
-                    keep(ledger.results(by=None))
+                if ledger.runs and ledger.missing:
+                    keep(ledger.results())
         except (KeyboardInterrupt, SystemExit) as stop:
-            if keep is not None and ledger.runs:
+            if ledger.runs:
                 by = "Ctrl-C" if isinstance(stop, KeyboardInterrupt) else "SIGTERM"
                 keep(ledger.results(by=by))
             raise
@@ -147,13 +147,12 @@ def _check(configs: Sequence[RunConfig], settings: Settings, work: Path, display
     if not unknown:
         return
     runs = [asdict(run) for run in unknown.values()]
-    job = Job(task=_CHECK, config={"runs": runs}, timeout_s=_timeout_s(settings))
     refused: dict[str, str] = {}
     name = "the first strategy"
     try:
         with (
             display.strategy("checking") as bar,
-            contextlib.closing(_started(job, settings, None, work)) as news,
+            _started(_CHECK, {"runs": runs}, settings, None, work) as news,
         ):
             for event in news:
                 if event["event"] == "checking":
@@ -191,10 +190,9 @@ def _run(
     if emulated:
         emulated.lift()
     config = replace(config, launched_unix_s=time.time())
-    job = Job(task=_TRAINING, config=asdict(config), timeout_s=_timeout_s(settings))
     with (
         display.strategy(name) as bar,
-        contextlib.closing(_started(job, settings, emulated, folder)) as news,
+        _started(_TRAINING, asdict(config), settings, emulated, folder) as news,
     ):
         bar.note("preparing: processes, imports, kernels")
         for event in news:
@@ -205,23 +203,27 @@ def _run(
                     if settings.joined_rank is None:
                         release(folder)
                 case "result":
-                    result = {
-                        key: value for key, value in event.items() if key not in ("event", "unix_s")
-                    }
+                    result = {**event}
+                    del result["event"], result["unix_s"]
                 case _:
                     ledger.progress = event["progress"]
                     bar.update(event["progress"], event["step"], event["loss"])
-        bar.done()
     return Run.of(config.seed, result)
 
 
 def _started(
-    job: Job, settings: Settings, emulated: Network | None, work: Path
-) -> Generator[dict[str, Any], None, None]:
-    """Start the job on our own workers, or on the ranks that torchrun has started."""
-    if settings.joined_rank is not None:
-        return run_here(job)
-    return run_workers(job, settings.workers, emulated, work)
+    task: str,
+    config: Mapping[str, Any],
+    settings: Settings,
+    emulated: Network | None,
+    work: Path,
+) -> "contextlib.closing[News]":
+    """Start a job on our own workers, or on the ranks that torchrun has started."""
+    job = Job(task=task, config=config, timeout_s=_timeout_s(settings))
+    here = settings.joined_rank is not None
+    return contextlib.closing(
+        run_here(job) if here else run_workers(job, settings.workers, emulated, work)
+    )
 
 
 @contextlib.contextmanager
@@ -232,50 +234,26 @@ def _work_folder(settings: Settings) -> Iterator[Path]:
             yield Path(folder)
         return
     out = settings.out
-    work = out / ".work"
-    with _claimed(out):
-        shutil.rmtree(work, ignore_errors=True)  # of an earlier run that was killed
+    work, made = out / ".work", not out.exists()
+    with contextlib.ExitStack() as stack:
         try:
+            out.mkdir(parents=True, exist_ok=True)
+            lock = os.open(out, os.O_RDONLY)
+            stack.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+            shutil.rmtree(work, ignore_errors=True)  # of an earlier run that was killed
             work.mkdir()
         except OSError as error:
-            raise _not_writable(out, error) from error
+            problem = f"cannot be written: {error.strerror}; choose another folder"
+            if isinstance(error, BlockingIOError):
+                problem = "is in use by another comparison; wait for it, or choose another folder"
+            raise ValueError(f"out={str(out)!r} {problem}") from error
         try:
             yield work
         finally:
             shutil.rmtree(work, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _claimed(out: Path) -> Iterator[None]:
-    """Lock a folder against other comparisons; the kernel unlocks it when this process ends."""
-    made = not out.exists()
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        folder = os.open(out, os.O_RDONLY)
-    except OSError as error:
-        raise _not_writable(out, error) from error
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ValueError(
-            f"out={str(out)!r} is in use by another comparison; wait for it, or choose another "
-            "folder"
-        ) from error
-    else:
-        try:
-            yield
-        except BaseException:
             if made and not any(out.iterdir()):
                 out.rmdir()
-            raise
-    finally:
-        os.close(folder)
-
-
-def _not_writable(out: Path, error: OSError) -> ValueError:
-    return ValueError(
-        f"out={str(out)!r} cannot be written: {error.strerror}; choose another folder"
-    )
 
 
 def _write_corpus(corpus: Corpus, work: Path, *, tune: bool) -> dict[str, str]:

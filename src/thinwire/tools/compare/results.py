@@ -1,6 +1,7 @@
 """Collect the measurements of a comparison into its record."""
 
 import platform
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -43,12 +44,8 @@ def describe_machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        for line in information.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    named = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+    return named[1] if named else platform.processor() or platform.machine()
 
 
 @dataclass(kw_only=True)
@@ -76,17 +73,6 @@ class Ledger:
     def begin(self, name: str) -> None:
         """Note that the strategy `name` is running from here on."""
         self.current, self.progress = name, 0.0
-
-    def finish(self, run: Run) -> None:
-        """Note that it has finished."""
-        self.runs.append(run)
-        self.current = None
-
-    def fail(self, error: str) -> None:
-        """Note that it has failed."""
-        assert self.current is not None, "a strategy had begun"
-        self.failures.append(Failure(self.current, error))
-        self.current = None
 
     def results(self, by: str | None = None) -> Results:
         """Return the record with its derived values; needs one run. `by` names an interruption."""
@@ -143,9 +129,10 @@ class Ledger:
         missing = self.missing
         if not missing:
             return None
-        progress = self.progress if self.current in missing else None
         not_begun = [name for name in missing if name != self.current]
-        return Interruption(by, self.current, progress, not_begun)
+        if self.current not in missing:
+            return Interruption(by, None, None, not_begun)
+        return Interruption(by, self.current, self.progress, not_begun)
 
     def _derived(self, run: Run) -> Run:
         settings, link = self.settings, self.settings.link

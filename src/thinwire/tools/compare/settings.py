@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from inspect import signature
-from math import isfinite
+from math import inf
 from pathlib import Path
 from typing import Any, Self
 
@@ -99,7 +99,7 @@ class Settings(Training):
             require_within("steps", steps, 1, 10_000_000)
         _require_a_second("seconds", seconds, " for each strategy")
         _require_a_second("timeout", timeout)
-        if lr is not None and not (isfinite(lr) and lr > 0):
+        if lr is not None and not 0 < lr < inf:
             raise ValueError(f"lr={lr:g} is out of range; it must be a positive number")
         require_one_of("optimizer", optimizer, tuple(OPTIMIZERS))
         require_one_of("device", device, DEVICES)
@@ -166,7 +166,7 @@ def _workers_of_launcher(workers: int | None, ranks: int, lines: bool) -> int:
 
 
 def _require_a_second(name: str, seconds: float | None, suffix: str = "") -> None:
-    if seconds is not None and not (isfinite(seconds) and seconds >= 1):
+    if seconds is not None and not 1 <= seconds < inf:
         raise ValueError(
             f"{name}={seconds:g} is out of range; it must be at least 1 second{suffix}"
         )

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from thinwire._wording import near
@@ -43,8 +42,7 @@ def choose(words: Iterable[str]) -> tuple[Recipe, ...]:
 def _by_name(word: str) -> Recipe:
     if word in STRATEGIES:
         return STRATEGIES[word]
-    *others, last = [name for name in STRATEGIES if name in near(word, STRATEGIES)] or [""]
-    meant = f"{', '.join(others)} or {last}" if others else last
+    meant = " or ".join(near(word, STRATEGIES))
     hint = f"did you mean {meant}? " if meant else ""
     raise ValueError(
         f"strategies={word!r} is unknown; {hint}choose from {', '.join(STRATEGIES)}, or name a "
@@ -216,8 +214,6 @@ STRATEGIES = {recipe.name: recipe for recipe in _RECIPES}
 def strategy_text(document: Mapping[str, Any]) -> str:
     """Return the strategy file of a document, as `DistributedStrategy.save` writes it."""
     from thinwire.strategy.distributed_strategy import DistributedStrategy
+    from thinwire.strategy.documents import text_of
 
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "strategy.yaml"
-        DistributedStrategy.from_dict(document).save(path)
-        return path.read_text(encoding="utf-8")
+    return text_of(DistributedStrategy.from_dict(document))

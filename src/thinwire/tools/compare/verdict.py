@@ -31,7 +31,7 @@ def verdict(results: Results) -> Verdict:
         main = _against_dense(results, dense, clock)
     else:
         main = _by_common_loss(results, clock, clock.where)
-    text = " ".join([main.text, *_lowest(runs, main), *_reservations(results)])
+    text = " ".join([main.text, *_lowest(results, main), *_reservations(results)])
     return Verdict(text, main.winner)
 
 
@@ -195,10 +195,10 @@ def _by_common_loss(results: Results, clock: _Clock, where: str) -> Verdict:
     return Verdict(f"{text}{more}; the next, {later.strategy}, {longer}.", name)
 
 
-def _lowest(runs: Sequence[Run], main: Verdict) -> list[str]:
+def _lowest(results: Results, main: Verdict) -> list[str]:
     """Name the strategy with the lowest final loss, unless it is the winner or the only one."""
-    best = min(runs, key=lambda run: run.final_loss)
-    winner = next((run for run in runs if run.strategy == main.winner), None)
+    best = min(results.strategies, key=lambda run: run.final_loss)
+    winner = results.run_of(main.winner)
     if winner is None or loss_text(best.final_loss) == loss_text(winner.final_loss):
         return []
     return [

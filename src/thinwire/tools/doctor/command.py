@@ -6,7 +6,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from math import isfinite
 from typing import Annotated, TextIO
 
 from cyclopts import Parameter
@@ -49,14 +48,15 @@ def doctor(*, timeout: float = 30.0, json: _Flag = False, quiet: _Flag = False) 
         quiet: Print only problems, and show no progress.
     """
     begun = time.monotonic()
-    if not (isfinite(timeout) and _SHORTEST_S <= timeout <= _LONGEST_S):
+    if not _SHORTEST_S <= timeout <= _LONGEST_S:
         raise ValueError(f"timeout={timeout:g} is out of range; 15 to 600 seconds are allowed")
     launched = environment_rank(os.environ)
+    speaks = launched is None or launched[0] == 0
     stdout = sys.stdout if launched is None else _without_gloo()
 
     def report(title: str, findings: tuple[Finding, ...]) -> None:
         line.stop()
-        out = stdout if launched is None or launched[0] == 0 else sys.stderr
+        out = stdout if speaks else sys.stderr
         if json and out is stdout:
             data = document(title, findings, time.monotonic() - begun)
             print(json_format.dumps(data, indent=1), file=out, flush=True)
@@ -67,11 +67,10 @@ def doctor(*, timeout: float = 30.0, json: _Flag = False, quiet: _Flag = False) 
             if part:
                 print(part, file=out, flush=True)
 
-    shown = not quiet and (launched is None or launched[0] == 0)
     from rich.console import Console
 
     # a line on a terminal that says what comes next, until findings are printed
-    with Console(stderr=True, quiet=not shown).status("loading torch") as line:
+    with Console(stderr=True, quiet=quiet or not speaks).status("loading torch") as line:
         if launched is None:
             sys.exit(_alone(timeout, report))
         from thinwire.tools.doctor.ranks import Examination

@@ -51,13 +51,9 @@ class Reports:
 
 def cross_findings(reports: Reports) -> Iterator[Finding]:
     """Yield the findings in display order."""
-    yield from _present(reports)
-    yield from _machines(reports)
-    yield from _addresses(reports)
-    yield from _connections(reports)
-    yield from _lines(reports)
-    yield from _sizes(reports)
-    yield from _clocks(reports)
+    parts = (_present, _machines, _addresses, _connections, _lines, _sizes, _clocks)
+    for part in parts:
+        yield from part(reports)
     different = [*_different(reports, "versions", "install the same version on all machines")]
     yield from different
     if reports.seen and not different:
@@ -71,7 +67,7 @@ def cross_findings(reports: Reports) -> Iterator[Finding]:
 
 def named(ranks: Iterable[int]) -> str:
     """Format ranks as text."""
-    several = sorted(ranks)
+    several = sorted({*ranks})
     # what lies in a run has the same distance from its place in the list
     runs = [
         [r for _, r in run] for _, run in groupby(enumerate(several), lambda one: one[1] - one[0])
@@ -173,7 +169,7 @@ def _lines(reports: Reports) -> Iterator[Finding]:
 
 
 def _failed(reports: Reports, error: str, pairs: list[tuple[int, int]]) -> Finding:
-    sources, targets = {pair[0] for pair in pairs}, {pair[1] for pair in pairs}
+    sources, targets = zip(*pairs, strict=True)
     machine = reports.seen[pairs[0][1]].machine
     source = reports.seen[pairs[0][0]].machine.address
     works = [
@@ -229,7 +225,7 @@ def _sizes(reports: Reports) -> Iterator[Finding]:
 
 
 def _too_large(machine: Machine, fitting: int, pairs: list[tuple[int, int]]) -> Finding:
-    sources, targets = {pair[0] for pair in pairs}, {pair[1] for pair in pairs}
+    sources, targets = zip(*pairs, strict=True)
     both = {(there, here) for here, there in pairs} == set(pairs)
     one = machine.interface_of(machine.address)
     name, size = (one.name, f"{one.mtu} bytes") if one else ("INTERFACE", "the usual size")

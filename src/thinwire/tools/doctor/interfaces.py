@@ -9,7 +9,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 
@@ -23,7 +23,7 @@ LOOK_UP_S = 4.0
 class Resolved(NamedTuple):
     """Addresses of a name."""
 
-    addresses: tuple[str, ...]
+    addresses: list[str]
     why_not: str
     """Cause of the failure; empty if there are addresses."""
 
@@ -32,9 +32,9 @@ class Resolved(NamedTuple):
 def resolved(host: str) -> Resolved:
     """Return the addresses of a name, or the cause of failure; wait `LOOK_UP_S` at most."""
     try:
-        return Resolved(addresses_of(host, LOOK_UP_S), "")
+        return Resolved([*addresses_of(host, LOOK_UP_S)], "")
     except OSError as error:
-        return Resolved((), error.strerror or str(error))
+        return Resolved([], error.strerror or str(error))
 
 
 _INTERNAL = re.compile(r"(docker\d+|br-[0-9a-f]{12}|virbr\d+|cni\d+|lxcbr\d+|podman\d+)")
@@ -49,7 +49,7 @@ class Interface:
     name: str
     mtu: int
     up: bool
-    addresses: tuple[str, ...]
+    addresses: list[str]
 
     @property
     def internal(self) -> bool:
@@ -57,21 +57,21 @@ class Interface:
         return _INTERNAL.fullmatch(self.name) is not None
 
 
-def interfaces() -> tuple[Interface, ...]:
+def interfaces() -> list[Interface]:
     """Return the interfaces of this network namespace."""
     held = {
-        name: tuple(
+        name: [
             row.address
             for row in rows
             if row.family in (socket.AF_INET, socket.AF_INET6)
             and not ipaddress.ip_address(row.address).is_link_local
-        )
+        ]
         for name, rows in psutil.net_if_addrs().items()
     }
-    return tuple(
-        Interface(name, row.mtu, row.isup, held.get(name, ()))
+    return [
+        Interface(name, row.mtu, row.isup, held.get(name, []))
         for name, row in psutil.net_if_stats().items()
-    )
+    ]
 
 
 def is_loopback(address: str) -> bool:
@@ -100,16 +100,16 @@ def source_towards(host: str = "") -> str:
 class Listening(NamedTuple):
     """Processes that have torch loaded and listen."""
 
-    everywhere: tuple[str, ...]
+    everywhere: list[str]
     """Listeners on every address, such as "port 29500: pid 7 (torchrun train.py)"."""
-    outward: tuple[str, ...]
+    outward: list[str]
     """Listeners on an external address, such as "10.0.0.1:29400: pid 7 (thinwire host ...)"."""
 
 
 def listening() -> Listening:
     """Return the listening processes of this user, except this one."""
     everywhere, outward = set[str](), set[str]()
-    for row in _connections():
+    for row in psutil.net_connections("tcp"):
         if row.status == psutil.CONN_LISTEN and row.pid not in (None, os.getpid()):
             # it may have ended meanwhile, or not let itself be looked at
             with contextlib.suppress(psutil.Error):
@@ -123,7 +123,7 @@ def listening() -> Listening:
                     everywhere.add(f"port {port}: {process_text}")
                 elif not is_loopback(address):
                     outward.add(f"{host_port(address, port)}: {process_text}")
-    return Listening(tuple(sorted(everywhere)), tuple(sorted(outward)))
+    return Listening(sorted(everywhere), sorted(outward))
 
 
 def program_of(command: Sequence[str]) -> str:
@@ -148,12 +148,4 @@ def program_of(command: Sequence[str]) -> str:
 
 def ports_in_use() -> int:
     """Return the number of TCP ports in use on this machine."""
-    return len({row.laddr.port for row in _connections()})
-
-
-def _connections() -> list[Any]:
-    """Return the TCP sockets, with their processes as far as this user may see them."""
-    try:
-        return list(psutil.net_connections("tcp"))
-    except psutil.AccessDenied:  # macOS shows them to root alone
-        return []
+    return len({row.laddr.port for row in psutil.net_connections("tcp")})

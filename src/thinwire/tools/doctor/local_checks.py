@@ -65,9 +65,12 @@ def as_text(findings: Iterable[Finding], *, quiet: bool, width: int = 100) -> st
 
 def document(title: str, found: Sequence[Finding], seconds: float) -> dict[str, Any]:
     """Return the findings as JSON data."""
-    rows = [asdict(finding) for finding in found]
-    status = status_of(found)
-    return {"title": title, "status": status, "seconds": round(seconds, 2), "findings": rows}
+    return {
+        "title": title,
+        "status": status_of(found),
+        "seconds": round(seconds, 2),
+        "findings": [*map(asdict, found)],
+    }
 
 
 _FEWEST_FILES, _FILES_PER_RANK = 1024, 16
@@ -225,8 +228,7 @@ def _threads(machine: Machine, ranks_here: int) -> Finding:
 
 
 def _environment(machine: Machine) -> Iterator[Finding]:
-    limits = {k: v for k, v in machine.environment.items() if "TIMEOUT" in k}
-    set_ones = ", ".join(f"{name}={value}" for name, value in limits.items())
+    set_ones = ", ".join(f"{k}={v}" for k, v in machine.environment.items() if "TIMEOUT" in k)
     yield ok("time-outs", set_ones or "none in the environment; gloo's default is 30 minutes")
     if machine.environment.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL":
         yield note(

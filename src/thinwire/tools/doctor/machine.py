@@ -10,10 +10,11 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
 from thinwire._version import __version__
@@ -54,21 +55,21 @@ class Machine:
 
     host: str
     namespace: str
-    names: tuple[str, ...]
+    names: list[str]
     names_error: str
-    interfaces: tuple[Interface, ...]
-    gloo: tuple[str, ...]
+    interfaces: list[Interface]
+    gloo: list[str]
     gloo_error: str
     route: str
     cores: int
     open_files: int
-    ports: tuple[int, int]
+    ports: list[int]
     ports_used: int
     environment: dict[str, str]
     versions: dict[str, str]
     clock_kept: bool | None
-    listeners: tuple[str, ...]
-    outward: tuple[str, ...]
+    listeners: list[str]
+    outward: list[str]
     naming_s: float
     congestion: str
 
@@ -79,10 +80,9 @@ class Machine:
         begun = time.monotonic()
         names, names_error = resolved(host)
         silent = time.monotonic() - begun >= LOOK_UP_S
-        gloo, gloo_error = ((), names_error) if silent and not named_interfaces() else announced()
+        gloo, gloo_error = ([], names_error) if silent and not named_interfaces() else announced()
         everywhere, outward = listening()
         towards = source_towards(os.environ.get("MASTER_ADDR", ""))
-        first, last = map(int, setting("ip_local_port_range").split() or (0, 0))
         return cls(
             host=host,
             namespace=_namespace(host),
@@ -94,7 +94,7 @@ class Machine:
             route=source_towards() if is_loopback(towards) else towards,
             cores=len(os.sched_getaffinity(0)),
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-            ports=(first, last),
+            ports=[*map(int, setting("ip_local_port_range").split() or (0, 0))],
             ports_used=ports_in_use(),
             environment={k: v for k, v in sorted(os.environ.items()) if _LOOKED_AT.fullmatch(k)},
             versions=_versions(),
@@ -108,12 +108,8 @@ class Machine:
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> Self:
         """Return the machine that another rank reported; raise TypeError for another format."""
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
-        values["interfaces"] = tuple(
-            Interface(**{**entry, "addresses": tuple(entry["addresses"])})
-            for entry in values.get("interfaces", ())
-        )
-        return cls(**values)
+        held = [Interface(**entry) for entry in row.get("interfaces", ())]
+        return cls(**{**row, "interfaces": held})
 
     @property
     def address(self) -> str:
@@ -147,13 +143,13 @@ def _namespace(host: str) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {"thinwire": __version__, "wire": str(WIRE_VERSION)}
-    for name in ("torch", "numpy"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # built in place, without the files of an installation
-            found[name] = "unknown"
-    return found | {"python": platform.python_version()}
+    return {
+        "thinwire": __version__,
+        "wire": str(WIRE_VERSION),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def follows_a_time_server() -> bool | None:
@@ -168,14 +164,14 @@ def named_interfaces() -> list[str]:
     return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
 
 
-def announced() -> tuple[tuple[str, ...], str]:
+def announced() -> tuple[list[str], str]:
     """Return the addresses on which a temporary gloo group listens here, or why it does not."""
     before, gloo = listeners(), dist.ProcessGroupGloo
     try:
         devices = [gloo.create_device(interface=name) for name in named_interfaces()]
         devices = devices or [gloo.create_default_device()]
     except RuntimeError as error:
-        return (), " ".join(_WHERE_IN_GLOO.sub("", str(error)).split())
+        return [], " ".join(_WHERE_IN_GLOO.sub("", str(error)).split())
     found = [address for one, (address, _) in listeners().items() if one not in before]
     del devices
-    return tuple(dict.fromkeys(found)), ""
+    return [*dict.fromkeys(found)], ""

@@ -136,9 +136,8 @@ class Examination:
                 name=THREAD,
             )
         except (Late, RuntimeError, ValueError) as error:
-            problem = "did not reach the store"
-            if self._rank == 0:
-                problem = "waited for all ranks without success"
+            alone = "waited for all ranks without success"
+            problem = "did not reach the store" if self._rank else alone
             reason = str(error).partition("\n")[0] or "time-out"
             return self._ended_alone(f"{problem}: {reason}")
         view = StoreView(self._store, *rank_and_size)
@@ -227,7 +226,7 @@ class Examination:
             return Ended(status, stuck)
         answer = view.read("status", 0, self._by(1.0))
         if answer is None:
-            return Ended(self._ended_alone("did not receive the findings of rank 0").status, stuck)
+            return self._ended_alone("did not receive the findings of rank 0")
         with contextlib.suppress(dist.DistError):  # rank 0 has gone, and its store
             view.write("bye", True)
         return Ended(int(answer), stuck)

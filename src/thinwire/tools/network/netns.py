@@ -31,11 +31,11 @@ from thinwire.tools.network.enter import CLONE_NEWNET, enter_network
 
 _UNITS_BIT_S = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-_NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z/]*)")
+_NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z/%]*)")
 _SLOWEST_BIT_S = 1e4
 FASTEST_BIT_S = 3e10  # the kernel's rate field ends at 2**32 bytes a second
 _LATEST_S = 5.0
-_MOST_LOST = 50.0
+_MOST_LOST = 0.5
 CONGESTIONS = ("cubic", "bbr")
 """Congestion controls that links know."""
 _EXAMPLES = "write a number and a unit, such as 500kbit, 100mbit or 1gbit"
@@ -83,11 +83,10 @@ class Link:
         at_most: float = FASTEST_BIT_S,
     ) -> Self:
         """Return the link of the arguments `link`, or `up` and `down`; "100mbit" without any."""
-        other = {"up": up, "down": down}
         if (up is None) != (down is None):
             given, missing = ("down", "up") if up is None else ("up", "down")
             raise ValueError(
-                f"{given}={other[given]!r} is given without {missing}; give both, or link"
+                f"{given}={up or down!r} is given without {missing}; give both, or link"
             )
         if up is None or down is None:
             made = cls.parse("100mbit" if link is None else link, latency, at_most=at_most)
@@ -170,12 +169,12 @@ def parse_latency(text: str) -> float:
 
 def parse_loss(text: str) -> float:
     """Return a share from text such as "0.2%"; at most 50%."""
-    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*%", text.strip())
-    if match is None:
+    share = _number_with_unit(text, {"%": 0.01})
+    if share is None:
         raise ValueError(f"loss={text!r} is not a share of packets; write a percentage, as 0.2%")
-    if float(match[1]) > _MOST_LOST:
-        raise ValueError(f"loss={text!r} is out of range; 0% to {_MOST_LOST:g}% is allowed")
-    return float(match[1]) / 100
+    if share > _MOST_LOST:
+        raise ValueError(f"loss={text!r} is out of range; 0% to {_MOST_LOST:.0%} is allowed")
+    return share
 
 
 def seconds_of(text: str) -> float | None:
@@ -202,8 +201,7 @@ def _number_with_unit(text: str, units: dict[str, float]) -> float | None:
 
 
 def _rate_text(rate_bit_s: float) -> str:
-    fitting = [unit for unit, factor in _UNITS_BIT_S.items() if rate_bit_s >= factor]
-    unit = (fitting or ["kbit"])[-1]
+    unit = [unit for unit, factor in _UNITS_BIT_S.items() if rate_bit_s >= factor][-1]
     return f"{rate_bit_s / _UNITS_BIT_S[unit]:g}{unit}"
 
 
@@ -262,12 +260,9 @@ def limit_rate(ip: Any, index: int, link: Link, command: str = "add") -> None:
 
 def interface_bytes(interface: str) -> tuple[int, int]:
     """Return bytes (sent, received) of an interface in this thread's namespace, with headers."""
-    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == interface:
-            fields = numbers.split()
-            return int(fields[8]), int(fields[0])
-    raise RuntimeError(f"the interface {interface!r} is not in this network namespace")
+    lines = Path("/proc/thread-self/net/dev").read_text().splitlines()[2:]
+    counts = {name.strip(): numbers.split() for name, numbers in (x.split(":") for x in lines)}
+    return int(counts[interface][8]), int(counts[interface][0])
 
 
 def quiet_ipv6() -> None:
@@ -284,29 +279,30 @@ _MTU, _SLOW_MTU, _SLOW_BIT_S = 9000, 1500, 2e7
 _QUEUE_PACKETS = 10_000
 
 
-@contextlib.contextmanager
 def delayed_links(
-    hub_fd: int, worker_fds: Sequence[int], addresses: tuple[str, ...], link: Link
-) -> Iterator[None]:
-    """Build the links and run the forwarder; the devices vanish with it."""
-    with contextlib.ExitStack() as stack:
-        ends: list[int] = []
-        for rank, (fd, address) in enumerate(zip(worker_fds, addresses, strict=True)):
-            ends.append(inside(fd, partial(_worker_end, address, link)))
-            stack.callback(os.close, ends[-1])
-            ends.append(inside(hub_fd, partial(_hub_end, rank, address, link)))
-            stack.callback(os.close, ends[-1])
-        program = [sys.executable, "-P", enter.__file__]
-        carry = [*program, "forward", repr(link.latency_s), repr(link.loss), *map(str, ends)]
-        forwarder = subprocess.Popen(
-            [*program, "-1", str(os.getpid()), *carry],
-            stdin=subprocess.DEVNULL,
-            pass_fds=ends,
-            start_new_session=True,
-        )
-        stack.callback(forwarder.wait)
-        stack.callback(forwarder.kill)
-        yield
+    stack: contextlib.ExitStack,
+    hub_fd: int,
+    worker_fds: Sequence[int],
+    addresses: tuple[str, ...],
+    link: Link,
+) -> None:
+    """Build the links and run the forwarder until `stack` ends; the devices vanish with it."""
+    ends: list[int] = []
+    for rank, (fd, address) in enumerate(zip(worker_fds, addresses, strict=True)):
+        ends.append(inside(fd, partial(_worker_end, address, link)))
+        stack.callback(os.close, ends[-1])
+        ends.append(inside(hub_fd, partial(_hub_end, rank, address, link)))
+        stack.callback(os.close, ends[-1])
+    program = [sys.executable, "-P", enter.__file__]
+    carry = [*program, "forward", repr(link.latency_s), repr(link.loss), *map(str, ends)]
+    forwarder = subprocess.Popen(
+        [*program, "-1", str(os.getpid()), *carry],
+        stdin=subprocess.DEVNULL,
+        pass_fds=ends,
+        start_new_session=True,
+    )
+    stack.callback(forwarder.wait)
+    stack.callback(forwarder.kill)
 
 
 def _worker_end(address: str, link: Link) -> int:
@@ -408,7 +404,7 @@ def network(workers: int, link: Link) -> Iterator[Network]:
         hub_fd, *worker_fds = fds
         addresses = tuple(f"{_PREFIX}{rank + 1}" for rank in range(workers))
         if link.latency_s or link.loss:
-            stack.enter_context(delayed_links(hub_fd, worker_fds, addresses, link))
+            delayed_links(stack, hub_fd, worker_fds, addresses, link)
         else:
             inside(hub_fd, lambda: _build_bridge(worker_fds, link))
             for fd, address in zip(worker_fds, addresses, strict=True):

@@ -181,7 +181,6 @@ def plan(  # noqa: D417 - the other arguments are described once, at thinwire.pl
     ):
         bar.note(f"a step of {task}")
         made = predicted(**asked)
-        bar.done()
     # files first: whoever reads what is printed may leave early
     notes = ""
     if html is not None:
@@ -320,7 +319,6 @@ def probe(
         with joined(shared, _TIMEOUT_S), display.strategy("probe") as bar:
             by_first(lambda: _require_writable("out", out))  # which writes it
             found = measured(task, shape, batch, device, bar.note)
-            bar.done()
     except TaskError as error:
         raise ValueError(str(error)) from error
     except RuntimeError as error:

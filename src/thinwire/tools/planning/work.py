@@ -1,9 +1,10 @@
 """Model and step as an exchange sees them: assumed, or measured by a probe."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from math import ceil, isqrt, prod
 from pathlib import Path
 from typing import Any
@@ -80,9 +81,7 @@ class Workload:
     def buckets(self, first_bytes: int, bucket_bytes: int) -> Iterator[tuple[float, list[Shape]]]:
         """Yield ready time and shapes of each bucket, last tensors first."""
         limit, bucket, nbytes, latest = first_bytes, list[Shape](), 0, 0.0
-        backward = zip(
-            reversed(self.shapes), reversed(self.numels), reversed(self._ready()), strict=True
-        )
+        backward = zip(reversed(self.shapes), reversed(self.numels), self._ready(), strict=True)
         for shape, numel, ready_s in backward:
             bucket.append(shape)
             nbytes += 4 * numel
@@ -93,15 +92,13 @@ class Workload:
         if bucket:
             yield latest, bucket
 
-    def _ready(self) -> tuple[float, ...]:
+    def _ready(self) -> Iterable[float]:
+        """Return when each gradient is ready, last tensors first."""
         if self.ready_s is not None:
-            return self.ready_s
-        begin, done, found = self.forward_s, 0, []
-        whole = sum(self.numels)
-        for numel in reversed(self.numels):
-            done += numel
-            found.append(begin + (self.step_s - begin) * done / whole)
-        return tuple(reversed(found))
+            return reversed(self.ready_s)
+        begin, whole = self.forward_s, sum(self.numels)
+        done = accumulate(reversed(self.numels))
+        return (begin + (self.step_s - begin) * numel / whole for numel in done)
 
 
 def matrices(params: int) -> tuple[Shape, ...]:

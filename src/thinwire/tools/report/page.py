@@ -1,13 +1,15 @@
 """Self-contained HTML pages from templates; style and script are inline, nothing is loaded."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from thinwire._files import replace_file
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 
 @dataclass(frozen=True)
@@ -124,20 +126,26 @@ class Column:
 
 def page(template: str, **values: Any) -> str:
     """Return the page that a template beside this file makes of these values."""
+    environment = templates(
+        "thinwire.tools.report", px="{:.1f}".format, bytes=bytes_text, shown=value_text
+    )
+    environment.globals |= {"frames": FRAMES, "palette": PALETTE, "look": _look}
+    return environment.get_template(template).render(**values)
+
+
+def templates(package: str, **filters: Callable[..., str]) -> "Environment":
+    """Return the environment of the templates in a package; what goes into HTML is escaped."""
     import jinja2  # torch brings it; not every command needs it
 
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(
-            lambda name: files("thinwire.tools.report").joinpath(name).read_text(encoding="utf-8")
-        ),
-        autoescape=True,
+        loader=jinja2.PackageLoader(package, ""),
+        autoescape=jinja2.select_autoescape(),
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.globals |= {"frames": FRAMES, "palette": PALETTE, "look": _look}
-    environment.filters |= {"px": "{:.1f}".format, "bytes": bytes_text, "shown": value_text}
-    return environment.get_template(template).render(**values)
+    environment.filters |= filters
+    return environment
 
 
 def write_page(text: str, path: Path) -> None:

@@ -3,13 +3,20 @@
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
+from typing import Self
 
 _SECONDS_BETWEEN_LINES = 10.0
 
 
-class Bar:
-    """Progress of one strategy; this one shows nothing."""
+class Display:
+    """Progress of a comparison, strategy by strategy; this one shows nothing."""
+
+    @contextlib.contextmanager
+    def strategy(self, name: str) -> Iterator[Self]:
+        """Show the strategy that begins now, and its end."""
+        yield self
 
     def note(self, text: str) -> None:
         """Show the activity before the first step."""
@@ -17,43 +24,29 @@ class Bar:
     def update(self, progress: float, step: int, loss: float) -> None:
         """Show `progress` in [0, 1]."""
 
-    def done(self) -> None:
-        """Show the end of the run."""
 
-
-class Display:
-    """Progress of a comparison, by a bar for each strategy."""
-
-    def __init__(self, bar: Callable[[str], Bar] = lambda _: Bar()) -> None:
-        self._bar = bar
-
-    @contextlib.contextmanager
-    def strategy(self, name: str) -> Iterator[Bar]:
-        """Return a bar for the strategy that begins now."""
-        yield self._bar(name)
-
-
-class _Lines(Bar):
+class _Lines(Display):
     """Print a line every ten seconds, for logs and pipes."""
 
-    def __init__(self, name: str) -> None:
-        self.name, self.begin_s, self.last_s = name, time.monotonic(), time.monotonic()
+    @contextlib.contextmanager
+    def strategy(self, name: str) -> Iterator[Self]:
+        self._name, begin_s = name, time.monotonic()
+        self._last_s = begin_s
+        yield self
+        self.note(f"done in {time.monotonic() - begin_s:.0f} s")
 
     def note(self, text: str) -> None:
-        print(f"{self.name}: {text}", file=sys.stderr, flush=True)
+        print(f"{self._name}: {text}", file=sys.stderr, flush=True)
 
     def update(self, progress: float, step: int, loss: float) -> None:
-        if time.monotonic() - self.last_s >= _SECONDS_BETWEEN_LINES:
-            self.last_s = time.monotonic()
+        if time.monotonic() - self._last_s >= _SECONDS_BETWEEN_LINES:
+            self._last_s = time.monotonic()
             self.note(f"{progress:.0%}, step {step}, loss {loss:.3f}")
-
-    def done(self) -> None:
-        self.note(f"done in {time.monotonic() - self.begin_s:.0f} s")
 
 
 class _Rich(Display):
     @contextlib.contextmanager
-    def strategy(self, name: str) -> Iterator[Bar]:
+    def strategy(self, name: str) -> Iterator[Self]:
         from rich import progress as rich
         from rich.console import Console
 
@@ -66,20 +59,17 @@ class _Rich(Display):
         )
         with rich.Progress(*columns, console=Console(stderr=True)) as shown:
             task = shown.add_task(name, total=1.0, note="starting the workers")
+            self._show = partial(shown.update, task)
+            yield self
+            self._show(completed=1.0)
 
-            class OnTerminal(Bar):
-                def note(self, text: str) -> None:
-                    shown.update(task, note=text)
+    def note(self, text: str) -> None:
+        self._show(note=text)
 
-                def update(self, progress: float, step: int, loss: float) -> None:
-                    shown.update(task, completed=progress, note=f"step {step}, loss {loss:.3f}")
-
-                def done(self) -> None:
-                    shown.update(task, completed=1.0)
-
-            yield OnTerminal()
+    def update(self, progress: float, step: int, loss: float) -> None:
+        self._show(completed=progress, note=f"step {step}, loss {loss:.3f}")
 
 
 def display_for(*, quiet: bool) -> Display:
     """Return the display that fits standard error."""
-    return Display() if quiet else _Rich() if sys.stderr.isatty() else Display(_Lines)
+    return Display() if quiet else _Rich() if sys.stderr.isatty() else _Lines()

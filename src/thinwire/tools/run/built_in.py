@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter, functional
 
 from thinwire.optim import muon_groups
+from thinwire.optim.muon import is_of_muon
 from thinwire.tools.run.config import HEAD_WIDTH, ConvolutionSize, ModelSize, RunConfig
 from thinwire.tools.run.text import CLASSES, PIXELS, SIDE, WHITE
 
@@ -108,8 +109,7 @@ def muon_shapes(model: nn.Module, *, conv: bool = False) -> list[torch.Size]:
         p.shape
         for group in muon_groups(model, conv=conv)
         for _, p in group["params"]
-        if group["muon"] and (p.ndim == 2 or (conv and p.ndim > 2))
-        if p.requires_grad and not p.is_complex()
+        if p.requires_grad and is_of_muon(p, group)
     ]
 
 

@@ -26,9 +26,7 @@ _SIDE, _PRODUCTS = 1024, 5
 """Side of a matrix whose product is timed, and repetitions."""
 
 
-def step_of_built_in(
-    size: ModelSize, batch: int, device: str, most_s: float = STEPS_S
-) -> dict[str, Any]:
+def step_of_built_in(size: ModelSize, batch: int, device: str, most_s: float) -> dict[str, Any]:
     """Measure a step of the built-in model, on all ranks at once, within about `most_s`."""
     target = run_alike(lambda: device_of(device, dist.get_rank()), None)
     model = ByteTransformer(size).to(target)

@@ -3,7 +3,6 @@
 Made of the standard library alone: a bad name is refused before torch is imported.
 """
 
-import importlib
 import json
 import math
 import re
@@ -139,12 +138,6 @@ OPTIMIZERS = {
     "sgd": "SGD with momentum 0.9",
 }
 """Optimizers by name."""
-
-
-def imported(name: str) -> Any:
-    """Import the module of "module:name" and return the named object."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 @dataclass(frozen=True)

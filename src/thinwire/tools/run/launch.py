@@ -16,13 +16,17 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping, 
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import IO, Any, final
 
 from thinwire.errors import ThinwireError
 from thinwire.tools.network import enter
 from thinwire.tools.network.netns import Network
-from thinwire.tools.run.config import Job, imported
+from thinwire.tools.run.config import Job
 
+Event = dict[str, Any]
+News = Generator[Event, None, None]
+"""Events of rank 0 as they come."""
 _GO = "go"
 _SECONDS_BETWEEN_EVENTS = 0.2
 _RELEASE_POLL_S = 0.02
@@ -41,7 +45,7 @@ def release(folder: Path) -> None:
 class Events:
     """Event log of a rank, written to `put`; `release` of a folder lets training begin."""
 
-    def __init__(self, put: Callable[[dict[str, Any]], object], folder: Path | None = None) -> None:
+    def __init__(self, put: Callable[[Event], object], folder: Path | None = None) -> None:
         self._put, self._folder, self._last_s = put, folder, 0.0
 
     def write(self, event: str, **fields: Any) -> None:
@@ -74,7 +78,7 @@ class EventReader:
     rank: int
     offset: int = 0
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[Event]:
         """Read the complete lines appended since the last call."""
         path = _file_of(self.folder, self.rank)
         if not path.exists():
@@ -192,9 +196,7 @@ class TaskRefused(ValueError):
     """A user's task cannot be trained; all workers were ended."""
 
 
-def run_workers(
-    job: Job, workers: int, network: Network | None, work: Path
-) -> Generator[dict[str, Any], None, None]:
+def run_workers(job: Job, workers: int, network: Network | None, work: Path) -> News:
     """Run one job and yield rank 0's events as they come; the last one is the result."""
     work.mkdir(parents=True, exist_ok=True)
     path = work / "job.json"
@@ -212,11 +214,9 @@ def run_workers(
         end(started)
 
 
-def _watch(
-    workers: list["subprocess.Popen[bytes]"], timeout_s: float, work: Path
-) -> Iterator[dict[str, Any]]:
+def _watch(workers: list["subprocess.Popen[bytes]"], timeout_s: float, work: Path) -> News:
     readers = [EventReader(work, rank) for rank in range(len(workers))]
-    errors: list[dict[str, Any]] = []
+    errors: list[Event] = []
     last_news_s = time.monotonic() + _START_UP_S
     failed_s: float | None = None
     finished = False
@@ -296,10 +296,11 @@ def joined(shared: Mapping[str, Any], timeout_s: float) -> Iterator[None]:
     """Join the process group of all ranks; raise ValueError if their settings differ."""
     import torch.distributed as dist
 
+    from thinwire.tools.run.task import everyones
+
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     try:
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, dict(shared))
+        everyone = everyones(shared)
         for rank, other in enumerate(everyone):
             for key, value in everyone[0].items():
                 if other[key] != value:
@@ -314,27 +315,26 @@ def joined(shared: Mapping[str, Any], timeout_s: float) -> Iterator[None]:
 
 def by_first(check: Callable[[], None]) -> None:
     """Run a check on rank 0; raise its ValueError on all ranks."""
-    import torch.distributed as dist
+    from thinwire.tools.run.task import everyones
 
-    problems: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
+    problem = ""
+    try:
+        if int(os.environ["RANK"]) == 0:
             check()
-        except ValueError as error:
-            problems[0] = str(error)
-    dist.broadcast_object_list(problems)
-    if problems[0] is not None:
-        raise ValueError(problems[0])
+    except ValueError as error:
+        problem = str(error)
+    if problem := everyones(problem)[0]:
+        raise ValueError(problem)
 
 
-def run_here(job: Job) -> Generator[dict[str, Any], None, None]:
+def run_here(job: Job) -> News:
     """Run one job as this rank of the process group; yields and raises like `run_workers`."""
-    queued: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    queued: queue.SimpleQueue[Event] = queue.SimpleQueue()
     events = Events(queued.put)
 
     def work() -> None:
         try:
-            result = imported(job.task)(job.config, events).train()
+            result = resolve_name(job.task)(job.config, events).train()
             events.write("result", **result)
         except BaseException as error:
             events.write("error", kind=type(error).__name__, message=str(error))

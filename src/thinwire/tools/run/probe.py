@@ -99,11 +99,10 @@ class _Network:
     def pairs(self) -> list[dict[str, Any]]:
         """Measure latency and rate to each other rank, both of a pair at once."""
         found = []
-        rounds = list(_tournament(self.size))
+        rounds = [*_partners(self.rank, self.size)]
         share_s, share_bytes = _PAIRS_S / len(rounds), _PAIRS_BYTES // len(rounds)
-        for partners in rounds:
+        for to in rounds:
             dist.barrier()
-            to = partners[self.rank]
             if to is None:
                 continue
             with self.peers[to].connect() as connection:
@@ -139,13 +138,10 @@ class _Network:
         return {"kind": "all_reduce", "bytes": _SMALL_BYTES, "seconds": seconds}
 
 
-def _tournament(size: int) -> Iterator[list[int | None]]:
-    """Yield rounds in which every rank has at most one partner, until each has met every other."""
-    slots = [*range(size), *([None] if size % 2 else [])]
-    for _ in range(len(slots) - 1):
-        partners: list[int | None] = [None] * size
-        for a, b in zip(slots[: len(slots) // 2], reversed(slots), strict=False):
-            if a is not None and b is not None:
-                partners[a], partners[b] = b, a
-        yield partners
-        slots = [slots[0], slots[-1], *slots[1:-1]]
+def _partners(rank: int, size: int) -> Iterator[int | None]:
+    """Yield the partner of a rank in each round, until each has met every other."""
+    count = size - 1 + size % 2
+    for number in range(count):
+        to = (number - rank) % count if rank < count else number * (count + 1) // 2 % count
+        # of an even number, the last one meets whoever would meet himself
+        yield to if to != rank else count if count < size else None

@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import zip_longest
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -74,15 +75,15 @@ def own(word: str | None, problem: str, work: Callable[[], R]) -> R:
         raise TaskError(f"{begin}{problem}{type(error).__name__}: {error}") from error
 
 
-def run_alike(work: Callable[[], R], word: str | None) -> R:
+def run_alike(work: Callable[[], R], word: str | None, problem: str = "") -> R:
     """Run work that succeeds or fails on all ranks alike."""
     result: list[R] = []
-    problem = None
+    failure = None
     try:
-        result.append(own(word, "", work))
+        result.append(own(word, problem, work))
     except TaskError as error:
-        problem = str(error)
-    problems = everyones(problem)
+        failure = str(error)
+    problems = everyones(failure)
     found = next(((rank, text) for rank, text in enumerate(problems) if text), None)
     if found is not None:
         where = "" if all(problems) else f" (on rank {found[0]})"
@@ -122,9 +123,7 @@ class OwnTask:
         seed_all(seed)  # a task may draw its parameters without a word of seeds
         self.task = self._alike(lambda: made(word, seed))
         self._alike(self._compared)
-        self.model = self._alike(
-            lambda: self._own(f"model.to({device})", lambda: self.task.model.to(device))
-        )
+        self.model = self._alike(lambda: self.task.model.to(device), f"model.to({device}) raised ")
         self.loss_fn: Callable[[Any, Any], Tensor] = self._loss
         self.make_optimizer = self.task.optimizer
         # a task may draw its batches likewise, and those of each rank are its own
@@ -148,9 +147,9 @@ class OwnTask:
     def evaluate(self, model: nn.Module) -> float:
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
-        call = f"evaluate(model) after {self.taken} batches"
+        problem = f"evaluate(model) after {self.taken} batches raised "
         with torch.no_grad():
-            loss = self._alike(lambda: self._own(call, lambda: float(self.task.evaluate(model))))
+            loss = self._alike(lambda: float(self.task.evaluate(model)), problem)
         for module, training in modes:  # some may be kept in evaluation mode
             module.training = training
         total = torch.tensor(loss, dtype=torch.float64)
@@ -215,20 +214,18 @@ class OwnTask:
         ]
         all_looks = everyones(looks)
         for rank, other in enumerate(all_looks):
-            pairs = zip([*all_looks[0], None], [*other, None], strict=False)
-            here, there = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
-            if here is there is None:
-                continue
-            raise self._error(
-                f"ranks built different models: rank 0 has {_look(here)}, rank {rank} "
-                f"{_look(there)}; build the same model on all ranks, from the seed only"
-            )
+            for here, there in zip_longest(all_looks[0], other):
+                if here != there:
+                    raise self._error(
+                        f"ranks built different models: rank 0 has {_look(here)}, rank {rank} "
+                        f"{_look(there)}; build the same model on all ranks, from the seed only"
+                    )
 
     def _own(self, call: str, work: Callable[[], R]) -> R:
         return own(self.word, f"{call} raised ", work)
 
-    def _alike(self, work: Callable[[], R]) -> R:
-        return run_alike(work, self.word)
+    def _alike(self, work: Callable[[], R], problem: str = "") -> R:
+        return run_alike(work, self.word, problem)
 
     def _error(self, problem: str) -> TaskError:
         return TaskError(f"task={self.word!r}: {problem}")
@@ -242,8 +239,8 @@ def made(word: str, seed: int) -> Task:
     """Import the file and call its function; raise TaskError if that returns no task."""
     path, _, name = word.rpartition(":")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    if spec is None or spec.loader is None:
-        raise TaskError(f"task={word!r}: {path} is not a Python file")
+    assert spec, "a task names a Python file"
+    assert spec.loader, "that of source files"
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.path.insert(0, str(Path(path).resolve().parent))

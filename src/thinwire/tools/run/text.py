@@ -3,7 +3,9 @@
 import hashlib
 import importlib.util
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
 
 _SKIPPED_FOLDERS = {
@@ -35,39 +37,28 @@ class Corpus:
 def read_standard_library() -> Corpus:
     """Return the source files of the running Python's standard library."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [
-        path
-        for path in root.rglob("*.py")
-        if _SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts)
-    ]
     source = f"source files of the Python {sysconfig.get_python_version()} standard library"
-    return _corpus(root, files, source, advice="name a folder")
+    return _corpus(root, "*.py", _SKIPPED_FOLDERS.__contains__, source, "name a folder")
 
 
 def read_folder(folder: Path) -> Corpus:
     """Return every visible text file below a folder: valid UTF-8 without NUL."""
     if not folder.is_dir():
         raise ValueError(f"text={str(folder)!r} is not a folder; give a folder with text files")
-    visible = [
-        path
-        for path in folder.rglob("*")
-        if path.is_file()
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    ]
-    source = f"text files of {folder.name or folder}"
-    return _corpus(folder, visible, source, advice="give a folder with more text")
+    source, hidden = f"text files of {folder.name or folder}", methodcaller("startswith", ".")
+    return _corpus(folder, "*", hidden, source, "give a folder with more text")
 
 
-def _corpus(root: Path, files: list[Path], source: str, advice: str) -> Corpus:
+def _corpus(
+    root: Path, pattern: str, skipped: Callable[[str], bool], source: str, advice: str
+) -> Corpus:
     # By the hash of the name: the held-out part is a mixture of all subfolders, and the same on
     # every machine.
-    ordered = sorted(
-        files, key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
-    )
+    names = [path.relative_to(root) for path in root.rglob(pattern) if path.is_file()]
     pieces: list[bytes] = []
     total = 0
-    for path in ordered:
-        piece = _text_of(path)
+    for name in sorted(names, key=lambda name: hashlib.sha256(name.as_posix().encode()).digest()):
+        piece = b"" if any(map(skipped, name.parts)) else _text_of(root / name)
         if piece and total < _LARGEST_CORPUS_BYTES:
             pieces.append(piece)
             total += len(piece)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pkgutil import resolve_name
 from typing import Any, Self, final
 
 import torch
@@ -17,7 +18,7 @@ import thinwire as tw
 from thinwire.comm import Group
 from thinwire.layout.traffic import ring_bytes
 from thinwire.tools.run.built_in import ConvolutionalNet, loss_of, muon_shapes
-from thinwire.tools.run.config import RunConfig, imported
+from thinwire.tools.run.config import RunConfig
 from thinwire.tools.run.task import Workload, called
 
 # buckets leave while backward goes on; one bucket of everything would wait for its end
@@ -90,7 +91,7 @@ def build_trainer(
     trainer: str, options: Mapping[str, Any], model: nn.Module, setup: Setup
 ) -> "Trainer":
     """Import a trainer, "module:Class", and wrap the model; collective over all ranks."""
-    built: Trainer = imported(trainer)(model, setup, **options)
+    built: Trainer = resolve_name(trainer)(model, setup, **options)
     return built
 
 

@@ -342,7 +342,5 @@ class TrainingRun:
 
 def _round_means(step_s: Sequence[float], round_steps: int) -> list[float]:
     """Return the mean step seconds of each full round; of all steps if there is none."""
-    rounds = len(step_s) // round_steps
-    if rounds == 0:
-        return [fmean(step_s)]
-    return [fmean(step_s[i * round_steps : (i + 1) * round_steps]) for i in range(rounds)]
+    begins = range(0, len(step_s) - round_steps + 1, round_steps)
+    return [fmean(step_s[i : i + round_steps]) for i in begins] or [fmean(step_s)]

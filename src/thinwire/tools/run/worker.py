@@ -4,8 +4,9 @@ import os
 import sys
 from datetime import timedelta
 from pathlib import Path
+from pkgutil import resolve_name
 
-from thinwire.tools.run.config import Job, imported
+from thinwire.tools.run.config import Job
 from thinwire.tools.run.launch import event_log
 
 
@@ -17,7 +18,7 @@ def main(job_path: str) -> None:
         import torch.distributed as dist
 
         job = Job.read(path)
-        task = imported(job.task)
+        task = resolve_name(job.task)
         dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout_s))
         result = task(job.config, events).train()
         dist.barrier()

@@ -8,14 +8,14 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
-from importlib.resources import files
+from collections.abc import Iterable, Set
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from thinwire._wording import shown
+from thinwire.tools.report.page import templates
 from thinwire.tools.up.config import PATH, Run, export, interface
 from thinwire.tools.up.machines import LOST, RUNNING, Job, MachineError, Machines, State, say
 
@@ -64,10 +64,15 @@ def up(
         return
     with Machines(run) as machines:
         known, lost = machines.states()
-        running = _running(known)
+        running = known.keys() - machines.over
         if lost and not running:
             raise MachineError("; ".join(lost))
-        starting = [job for job, state in known.items() if not running or _restarts(job, state)]
+        starting = [
+            job
+            for job, state in known.items()
+            # a member that has failed, or is new, while others run
+            if not running or (job.name == "member" and state.word not in (RUNNING, "status 0"))
+        ]
         if starting:
             _require_token(run)
         if running:
@@ -93,7 +98,7 @@ def down(file: Path, /) -> None:
     """
     with Machines(Run.read(file)) as machines:
         known, lost = machines.states()
-        running = _running(known)
+        running = known.keys() - machines.over
         _stop(machines, known)
     if lost:
         raise MachineError("; ".join(lost))
@@ -120,8 +125,6 @@ def status(file: Path, /) -> None:
 
 def write(run: Run, system: str) -> tuple[Path, str]:
     """Write the file for a system beside that of the run; return it, and the command for it."""
-    import jinja2  # torch brings it; not every command needs it
-
     suffix, start, names = _SYSTEMS[system]
     # these two have no capitals and underscores
     dashed = run.name.lower().replace("_", "-")
@@ -133,25 +136,25 @@ def write(run: Run, system: str) -> tuple[Path, str]:
     file = run.file.with_name(f"{run.name}.{suffix}")
     hidden = [name for name, value in run.env.items() if value is None]  # no file has their values
     plain = {name: value for name, value in run.env.items() if value is not None}
-    environment = jinja2.Environment(
-        trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
     # docker and kubernetes read one as the beginning of a variable
     dollars = operator.methodcaller("replace", "$", "$$")
     as_json = functools.partial(json.dumps, ensure_ascii=False)
-    environment.filters |= {"q": shlex.quote, "json": as_json, "export": export, "dollars": dollars}
-    template = files("thinwire.tools.up").joinpath(f"{system}.j2").read_text(encoding="utf-8")
     threads = plain.get("OMP_NUM_THREADS", "")
-    values = {
-        "folder": str(run.source.resolve()),
-        "token": str(run.token_file.resolve()),
-        "cpus": run.processes * int(threads if threads.isdecimal() else _THREADS),
-        "path": PATH,
-        "work": _work,
-        "interface": interface,
-    }
-    text = environment.from_string(template).render(
-        run=run, hidden=hidden, plain=plain, dashed=dashed, **values
+    text = (
+        templates("thinwire.tools.up", q=shlex.quote, json=as_json, export=export, dollars=dollars)
+        .get_template(f"{system}.j2")
+        .render(
+            run=run,
+            hidden=hidden,
+            plain=plain,
+            dashed=dashed,
+            folder=str(run.source.resolve()),
+            token=str(run.token_file.resolve()),
+            cpus=run.processes * int(threads if threads.isdecimal() else _THREADS),
+            path=PATH,
+            work=_work,
+            interface=interface,
+        )
     )
     file.write_text(text.rstrip() + "\n", encoding="utf-8")
     # from a pipe of the shell: others see the words of a command
@@ -174,16 +177,7 @@ def _work(run: Run, rank: str, address: str, token: str) -> str:
     )
 
 
-def _running(known: Mapping[Job, State]) -> list[Job]:
-    return [job for job, state in known.items() if state.word == RUNNING]
-
-
-def _restarts(job: Job, state: State) -> bool:
-    """Return True for a member that has failed, or is new, while others run."""
-    return job.name == "member" and state.word not in (RUNNING, "status 0")
-
-
-def _start(machines: Machines, jobs: list[Job], running: list[Job]) -> None:
+def _start(machines: Machines, jobs: list[Job], running: Set[Job]) -> None:
     """Copy the folder to the machines of these jobs and start them, the host first."""
     ready, failed = machines.at_once(machines.prepare, dict.fromkeys(job.machine for job in jobs))
     for name in ("host", "member", "rank", ""):  # none: only those that failed
