@@ -63,7 +63,7 @@ TOOLS = {
     "network": set(),
     "run": {"app", "network", "doctor"},
     "report": {"run"},
-    "up": {"run", "doctor"},
+    "up": {"run", "doctor", "report"},
     "compare": {"app", "network", "run", "report"},
     "planning": {"app", "network", "run", "report", "compare", "doctor"},
     # looks at what is between machines before anything of the library is made

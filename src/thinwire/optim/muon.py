@@ -150,13 +150,13 @@ class Muon(TorchOptimizer):
                 "Muon needs dense gradients and got a sparse one: build the embedding with "
                 "sparse=False"
             )
-        matrices = [self._matrix(p, group) for p, group in given if is_of_muon(p, group)]
+        matrices = [self._matrix(p, group) for p, group in given if _is_of_muon(p, group)]
         self._owners = self._owners or Owners()
         self._owners.update_(matrices)
         groups = [
             {
                 **g,
-                "params": [p for p in g["params"] if not is_of_muon(p, g)],
+                "params": [p for p in g["params"] if not _is_of_muon(p, g)],
                 "lr": g["lr"] * g.get("adam_lr_scale", 1.0),  # not in states saved before 0.4
             }
             for g in self.param_groups
@@ -174,7 +174,7 @@ class Muon(TorchOptimizer):
         embeds = any(isinstance(module, _EMBEDDINGS) for module in model.modules())
         if not embeds or not all(group["muon"] for group in self.param_groups):
             return []
-        own = {p for g in self.param_groups for p in g["params"] if is_of_muon(p, g)}
+        own = {p for g in self.param_groups for p in g["params"] if _is_of_muon(p, g)}
         adamw = (pair for g in muon_groups(model) if not g["muon"] for pair in g["params"])
         return [name for name, p in adamw if p in own]
 
@@ -230,8 +230,7 @@ def muon_groups(
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
-def is_of_muon(param: Tensor, group: Mapping[str, Any]) -> bool:
-    """Return True for a parameter that Muon trains; AdamW has the rest."""
+def _is_of_muon(param: Tensor, group: Mapping[str, Any]) -> bool:
     # states saved before 0.3 have no `conv`
     fits = param.ndim == 2 or (param.ndim > 2 and group.get("conv", False))
     return bool(group["muon"]) and fits and not param.is_complex()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from thinwire._wording import near
@@ -214,6 +215,8 @@ STRATEGIES = {recipe.name: recipe for recipe in _RECIPES}
 def strategy_text(document: Mapping[str, Any]) -> str:
     """Return the strategy file of a document, as `DistributedStrategy.save` writes it."""
     from thinwire.strategy.distributed_strategy import DistributedStrategy
-    from thinwire.strategy.documents import text_of
 
-    return text_of(DistributedStrategy.from_dict(document))
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "strategy.yaml"
+        DistributedStrategy.from_dict(document).save(path)
+        return path.read_text(encoding="utf-8")

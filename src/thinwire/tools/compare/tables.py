@@ -112,11 +112,11 @@ def print_table(results: Results, *, every: bool = False) -> None:
     """Print verdict, headline and one table of at most 80 characters; with `every` all figures."""
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.width = min(_WIDTH, console.width)
     for text in (results.verdict, results.headline, results.interrupted):
         if text:
-            console.print(str(text), markup=False)
+            console.print(str(text))
     names = [run.strategy for run in results.strategies]
     columns = summary(results)
     rows = zip(names, *map(_cells, columns), strict=True)
@@ -127,9 +127,9 @@ def print_table(results: Results, *, every: bool = False) -> None:
             lines = [[column.whole_label, *_cells(column)[some]] for column in measures]
             console.print(_drawn(names[some], lines, title))
     more = "" if every else " All figures: --all."
-    console.print(f"* best. waits: of a step. set-up: before the training.{more}", markup=False)
+    console.print(f"* best. waits: of a step. set-up: before the training.{more}")
     for failure in results.failures:
-        console.print(f"{failure.strategy} failed: {failure.error}", markup=False)
+        console.print(f"{failure.strategy} failed: {failure.error}")
 
 
 def _drawn(heads: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> "Table":

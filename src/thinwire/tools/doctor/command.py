@@ -75,12 +75,10 @@ def doctor(*, timeout: float = 30.0, json: _Flag = False, quiet: _Flag = False) 
             sys.exit(_alone(timeout, report))
         from thinwire.tools.doctor.ranks import Examination
 
-        ended = Examination(*launched, begun, timeout, line.update, report).run()
-    if ended.stuck:
-        # a thread that torch does not let go of would keep the interpreter from ending
-        sys.stdout.flush()
-        os._exit(ended.status)
-    sys.exit(ended.status)
+        status = Examination(*launched, begun, timeout, line.update, report).run()
+    # a thread that torch does not let go of would keep the interpreter from ending
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def _without_gloo() -> TextIO:

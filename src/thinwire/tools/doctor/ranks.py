@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -96,15 +96,6 @@ _LINE_BYTES, _LINE_S = 8 * 2**20, 3.0
 Report = Callable[[str, tuple[Finding, ...]], None]
 
 
-class Ended(NamedTuple):
-    """Outcome of a rank."""
-
-    status: int
-    """The exit status."""
-    stuck: bool
-    """True if a thread is blocked in torch, which keeps the interpreter from ending."""
-
-
 @final
 class Examination:
     """One rank's part; ranks other than 0 print only what they cannot send to rank 0."""
@@ -124,8 +115,8 @@ class Examination:
         self._show, self._report = show, report
         self._machine = Machine.look()
 
-    def run(self) -> Ended:
-        """Run all phases and return the outcome."""
+    def run(self) -> int:
+        """Run all phases and return the exit status; a thread may stay blocked in torch."""
         self._show("meeting the other ranks")
         limit_s, rank_and_size = self._left_s(_MET), (self._rank, self._size)
         limit = timedelta(seconds=limit_s)
@@ -147,12 +138,10 @@ class Examination:
         if token is None:
             return self._ended_alone("received nothing from rank 0")
         with contextlib.ExitStack() as stack:
-            reports, stuck = self._examined(view, bytes.fromhex(token), stack)
-        return self._concluded(view, reports, stuck=stuck)
+            reports = self._examined(view, bytes.fromhex(token), stack)
+        return self._concluded(view, reports)
 
-    def _examined(
-        self, view: StoreView, token: bytes, stack: contextlib.ExitStack
-    ) -> tuple[Reports, bool]:
+    def _examined(self, view: StoreView, token: bytes, stack: contextlib.ExitStack) -> Reports:
         port, address = 0, self._machine.address
         no_socket = "" if address else "this machine has no address that leads to others"
         try:
@@ -184,16 +173,15 @@ class Examination:
             able = [rank for rank, row in seen.items() if not row.machine.gloo_error]
             view.write("plan", len(able) == self._size)
         plan = bool(view.read("plan", 0, self._by(_GLOO)))
-        failure, stuck = self._group_error() if plan else ("", False)
         if plan:
-            view.write("gloo", failure)
+            view.write("gloo", self._group_error())
         outcomes = view.read_all("gloo", self._by(_GLOO)) if plan and self._rank == 0 else {}
         for rank in pairs.keys() & seen.keys():
             skew, answers = pairs[rank]
             reached = tuple(Reach(**row) for row in answers)
             seen[rank] = replace(seen[rank], skew=skew and tuple(skew), reaches=reached)
         reports = {rank: replace(row, gloo=outcomes.get(rank)) for rank, row in seen.items()}
-        return Reports(self._size, reports, strangers, plan, lines), stuck
+        return Reports(self._size, reports, strangers, plan, lines)
 
     def _lines(
         self, view: StoreView, ends: tuple[int, ...], peers: Mapping[int, Peer]
@@ -210,7 +198,7 @@ class Examination:
         rows = [view.read("line", rank, self._by(_LINE)) for rank in ends if self._rank == 0]
         return tuple((rank, to, Line(**row)) for rank, to, row in filter(None, rows))
 
-    def _concluded(self, view: StoreView, reports: Reports, *, stuck: bool) -> Ended:
+    def _concluded(self, view: StoreView, reports: Reports) -> int:
         if self._rank == 0:
             findings = tuple(cross_findings(reports))
             status, machines = status_of(findings), len(reports.machines)
@@ -223,15 +211,15 @@ class Examination:
             until = time.monotonic() + _FAREWELL_S
             for rank in set(reports.seen) - {0}:  # rank 0 may be the one that holds the store
                 view.read("bye", rank, until)
-            return Ended(status, stuck)
+            return status
         answer = view.read("status", 0, self._by(1.0))
         if answer is None:
             return self._ended_alone("did not receive the findings of rank 0")
         with contextlib.suppress(dist.DistError):  # rank 0 has gone, and its store
             view.write("bye", True)
-        return Ended(int(answer), stuck)
+        return int(answer)
 
-    def _group_error(self) -> tuple[str, bool]:
+    def _group_error(self) -> str:
         slack_s = _SLACK * self._wait_s
         limit_s = min(self._wait_s, self._left_s(_GLOO))
         timeout = timedelta(seconds=limit_s)
@@ -250,13 +238,13 @@ class Examination:
             return "" if right else f"a sum over all ranks is not {expected:g}"
 
         try:
-            return within(limit_s + slack_s, form, name=THREAD), False
+            return within(limit_s + slack_s, form, name=THREAD)
         except Late:
-            return f"nothing within {limit_s + slack_s:.1f} s", True
+            return f"nothing within {limit_s + slack_s:.1f} s"
         except RuntimeError as error:
-            return " ".join(str(error).split("] ", 1)[-1].split())[:200], False
+            return " ".join(str(error).split("] ", 1)[-1].split())[:200]
 
-    def _ended_alone(self, problem: str) -> Ended:
+    def _ended_alone(self, problem: str) -> int:
         """Print on this rank, since it cannot reach rank 0."""
         own = tuple(a for one in self._machine.interfaces for a in one.addresses)
         store = meeting_point(os.environ, own, self._wait_s, started=True)
@@ -266,7 +254,7 @@ class Examination:
             cure = "fix the name server first: torch waits for it before the ranks meet"
         lost = wrong("ranks", f"rank {self._rank} {problem}", cure)
         self._report(f"rank {self._rank}", (lost, store, *rest))
-        return Ended(1, stuck=True)
+        return 1
 
     def _by(self, part: float) -> float:
         return self._begun + part * self._limit_s

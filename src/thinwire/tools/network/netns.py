@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -114,14 +115,11 @@ class Link:
     @property
     def slower_bit_s(self) -> float | None:
         """Rate of the slower direction, which an exchange among equals waits for."""
-        if self.rate_bit_s is None or self.down_bit_s is None:
-            return self.rate_bit_s
-        return min(self.rate_bit_s, self.down_bit_s)
+        return min(filter(None, (self.rate_bit_s, self.down_bit_s)), default=None)
 
     def seconds(self, sent_bytes: float) -> float:
         """Return the seconds of `sent_bytes` on this link at the full rate, without latency."""
-        slower_bit_s = self.slower_bit_s
-        return 0.0 if slower_bit_s is None else 8 * sent_bytes / slower_bit_s
+        return 8 * sent_bytes / (self.slower_bit_s or inf)
 
     def __str__(self) -> str:
         """Return the link as written on the command line."""
@@ -326,8 +324,7 @@ def _hub_end(rank: int, address: str, link: Link) -> int:
 
 
 def _mtu(link: Link) -> int:
-    slower_bit_s = link.slower_bit_s
-    slow = slower_bit_s is not None and slower_bit_s < _SLOW_BIT_S
+    slow = (link.slower_bit_s or inf) < _SLOW_BIT_S
     return _SLOW_MTU if slow or link.loss else _MTU
 
 

@@ -170,8 +170,8 @@ def plan(  # noqa: D417 - the other arguments are described once, at thinwire.pl
         quiet: Show no progress.
     """
     asked = {name: value for name, value in locals().items() if name not in _OF_OUTPUT}
-    for name, path in (("out", out), ("html", html)):
-        _require_writable(name, path)
+    _require_writable("out", out)
+    _require_writable("html", html)
     if out is not None and html is not None and out.resolve() == html.resolve():
         raise ValueError(f"out and html are the same file, {str(out)!r}; give two files")
     measures = task is not None and step_seconds is None and sys.stderr.isatty()

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter, functional
 
 from thinwire.optim import muon_groups
-from thinwire.optim.muon import is_of_muon
 from thinwire.tools.run.config import HEAD_WIDTH, ConvolutionSize, ModelSize, RunConfig
 from thinwire.tools.run.text import CLASSES, PIXELS, SIDE, WHITE
 
@@ -109,11 +108,13 @@ def muon_shapes(model: nn.Module, *, conv: bool = False) -> list[torch.Size]:
         p.shape
         for group in muon_groups(model, conv=conv)
         for _, p in group["params"]
-        if p.requires_grad and is_of_muon(p, group)
+        if group["muon"] and (p.ndim == 2 or (conv and p.ndim > 2))
+        if p.requires_grad and not p.is_complex()
     ]
 
 
 Pair = tuple[Any, Any]
+LossFunction = Callable[[Any, Any], Tensor]
 
 
 def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -126,7 +127,7 @@ class _BuiltIn:
 
     make_optimizer: Callable[[list[Parameter]], torch.optim.Optimizer] | None = None
     alike = False
-    loss_fn: Callable[[Any, Any], Tensor] = staticmethod(loss_of)
+    loss_fn: LossFunction = staticmethod(loss_of)
 
     def __init__(self, config: RunConfig, rank: int, device: torch.device) -> None:
         torch.manual_seed(config.seed)

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from thinwire.checkpoint import random_state, set_random_state
 from thinwire.optim import Muon, muon_groups
-from thinwire.tools.run.built_in import ByteTransformer, Pair, loss_of, muon_shapes
+from thinwire.tools.run.built_in import ByteTransformer, LossFunction, Pair, loss_of, muon_shapes
 from thinwire.tools.run.config import ModelSize, muon_flops, muon_seconds
 from thinwire.tools.run.task import OwnTask, TaskError, called, device_of, made, own, run_alike
 
@@ -174,7 +174,7 @@ class _Clock:
     def __init__(
         self,
         model: nn.Module,
-        loss_fn: Callable[[Any, Any], Tensor],
+        loss_fn: LossFunction,
         batch: Pair,
         device: torch.device,
     ) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from thinwire.errors import ThinwireError
 from thinwire.task import Task
-from thinwire.tools.run.built_in import Digits, NextByte, Pair, seed_of
+from thinwire.tools.run.built_in import Digits, LossFunction, NextByte, Pair, seed_of
 from thinwire.tools.run.config import ConvolutionSize, RunConfig
 
 R = TypeVar("R")
@@ -124,7 +124,7 @@ class OwnTask:
         self.task = self._alike(lambda: made(word, seed))
         self._alike(self._compared)
         self.model = self._alike(lambda: self.task.model.to(device), f"model.to({device}) raised ")
-        self.loss_fn: Callable[[Any, Any], Tensor] = self._loss
+        self.loss_fn: LossFunction = self._loss
         self.make_optimizer = self.task.optimizer
         # a task may draw its batches likewise, and those of each rank are its own
         seed_all(seed_of(seed, rank))

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 from thinwire.comm import Group
 from thinwire.layout.traffic import ring_bytes
-from thinwire.tools.run.built_in import ConvolutionalNet, loss_of, muon_shapes
+from thinwire.tools.run.built_in import ConvolutionalNet, LossFunction, loss_of, muon_shapes
 from thinwire.tools.run.config import RunConfig
 from thinwire.tools.run.task import Workload, called
 
@@ -28,7 +28,6 @@ _RANK, _DENSE_STEPS = 2, 5
 """Rank, and number of initial dense steps, of torch's PowerSGD."""
 MOMENTUM, BETAS, WEIGHT_DECAY = 0.9, (0.9, 0.95), 0.1
 """Hyper-parameters of SGD, AdamW and Muon, the same for every strategy."""
-LossFunction = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,8 @@ def up(
     with Machines(run) as machines:
         known, lost = machines.states()
         running = known.keys() - machines.over
-        if lost and not running:
-            raise MachineError("; ".join(lost))
+        if not running:
+            _require_none(lost)
         starting = [
             job
             for job, state in known.items()
@@ -86,8 +86,7 @@ def up(
                 say(f"ending {left}; Ctrl-C again leaves running what has not ended by then")
             _stop(machines, known)
             machines.hear_last()
-    if failed:
-        raise MachineError("; ".join(failed))
+    _require_none(failed)
 
 
 def down(file: Path, /) -> None:
@@ -100,8 +99,7 @@ def down(file: Path, /) -> None:
         known, lost = machines.states()
         running = known.keys() - machines.over
         _stop(machines, known)
-    if lost:
-        raise MachineError("; ".join(lost))
+    _require_none(lost)
     if not running:
         say("nothing runs")
 
@@ -119,8 +117,13 @@ def status(file: Path, /) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
-    if lost:
-        raise MachineError("; ".join(lost))
+    _require_none(lost)
+
+
+def _require_none(failed: list[str]) -> None:
+    """Raise one error for all machines that have failed."""
+    if failed:
+        raise MachineError("; ".join(failed))
 
 
 def write(run: Run, system: str) -> tuple[Path, str]:
@@ -181,8 +184,8 @@ def _start(machines: Machines, jobs: list[Job], running: Set[Job]) -> None:
     """Copy the folder to the machines of these jobs and start them, the host first."""
     ready, failed = machines.at_once(machines.prepare, dict.fromkeys(job.machine for job in jobs))
     for name in ("host", "member", "rank", ""):  # none: only those that failed
-        if failed and not running:
-            raise MachineError("; ".join(failed))
+        if not running:
+            _require_none(failed)
         part = [job for job in jobs if job.name == name and job.machine in ready]
         failed += machines.at_once(machines.start, part)[1]
     for error in failed:
