@@ -94,10 +94,10 @@ def test_a_machine_travels_as_json() -> None:
 def test_torch_is_asked_which_address_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     machine = api.Machine.look()
-    assert (machine.gloo, machine.gloo_error) == (("127.0.0.1",), "")
+    assert (machine.gloo, machine.gloo_error) == (["127.0.0.1"], "")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such")
     machine = api.Machine.look()
-    assert machine.gloo == ()
+    assert machine.gloo == []
     assert machine.gloo_error == "Unable to find address for: no-such"
 
 

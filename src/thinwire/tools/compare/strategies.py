@@ -43,7 +43,8 @@ def choose(words: Iterable[str]) -> tuple[Recipe, ...]:
 def _by_name(word: str) -> Recipe:
     if word in STRATEGIES:
         return STRATEGIES[word]
-    meant = " or ".join(near(word, STRATEGIES))
+    *others, last = [name for name in STRATEGIES if name in near(word, STRATEGIES)] or [""]
+    meant = f"{', '.join(others)} or {last}" if others else last
     hint = f"did you mean {meant}? " if meant else ""
     raise ValueError(
         f"strategies={word!r} is unknown; {hint}choose from {', '.join(STRATEGIES)}, or name a "
