@@ -235,25 +235,29 @@ def _work_folder(settings: Settings) -> Iterator[Path]:
         return
     out = settings.out
     work, made = out / ".work", not out.exists()
-    with contextlib.ExitStack() as stack:
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-            lock = os.open(out, os.O_RDONLY)
-            stack.callback(os.close, lock)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
-            shutil.rmtree(work, ignore_errors=True)  # of an earlier run that was killed
-            work.mkdir()
-        except OSError as error:
-            problem = f"cannot be written: {error.strerror}; choose another folder"
-            if isinstance(error, BlockingIOError):
-                problem = "is in use by another comparison; wait for it, or choose another folder"
-            raise ValueError(f"out={str(out)!r} {problem}") from error
-        try:
+    try:
+        with contextlib.ExitStack() as stack:
+            try:
+                out.mkdir(parents=True, exist_ok=True)
+                lock = os.open(out, os.O_RDONLY)
+                stack.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+                shutil.rmtree(work, ignore_errors=True)  # of an earlier run that was killed
+                work.mkdir()
+            except OSError as error:
+                problem = f"cannot be written: {error.strerror}; choose another folder"
+                if isinstance(error, BlockingIOError):
+                    problem = (
+                        "is in use by another comparison; wait for it, or choose another folder"
+                    )
+                raise ValueError(f"out={str(out)!r} {problem}") from error
+            stack.callback(shutil.rmtree, work, ignore_errors=True)
             yield work
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-            if made and not any(out.iterdir()):
+    except BaseException:
+        if made:
+            with contextlib.suppress(OSError):  # it is not empty
                 out.rmdir()
+        raise
 
 
 def _write_corpus(corpus: Corpus, work: Path, *, tune: bool) -> dict[str, str]:
