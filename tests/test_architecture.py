@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "amp": BASE | {"core", "comm", "exchange"},
     "step": BASE | {"core"},
     "pipeline": BASE | {"core", "comm"},
-    "checkpoint": BASE | {"comm"},
+    "checkpoint": BASE | {"comm", "core"},
     # each rank's state goes into a file of its own; a strategy inside a framework's loop
     "integrations": BASE
     | {"core", "comm", "exchange", "local", "optim", "checkpoint", "strategy", "logs"},

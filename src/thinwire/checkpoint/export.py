@@ -13,10 +13,10 @@ from torch import Tensor
 from thinwire._files import replacing
 from thinwire._wording import listed, warn_user
 from thinwire.checkpoint.combine import combine, entry_of
-from thinwire.checkpoint.files import sync_directory
+from thinwire.checkpoint.files import sync_directory, write_pieces
 from thinwire.checkpoint.loading import CheckpointReader
 from thinwire.checkpoint.manifest import MANIFEST, found, found_at
-from thinwire.checkpoint.tensor_file import PLAIN, TensorReader, bytes_of, write_tensors
+from thinwire.checkpoint.tensor_file import PLAIN, TensorReader, bytes_of, pieces_of
 from thinwire.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing
 
 _KINDS = ("parameters", "buffers")
@@ -110,7 +110,7 @@ def export(
     }
     with replacing(target) as aside:
         named = {key: values[name] for key, name in names.items()}
-        size_bytes, _ = write_tensors(aside, named, metadata)
+        size_bytes = write_pieces(aside, pieces_of(named, metadata))
     sync_directory(target.parent)
     return Exported(
         file=target,

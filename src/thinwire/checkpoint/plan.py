@@ -38,7 +38,7 @@ from thinwire.checkpoint.manifest import (
     tensor_file,
     token_name,
 )
-from thinwire.checkpoint.tensor_file import digests_of, synchronize, write_tensors
+from thinwire.checkpoint.tensor_file import Hash, hashes_of, synchronize, write_tensors
 from thinwire.checkpoint.tree import encoded, table_entry
 from thinwire.errors import CheckpointError
 
@@ -55,7 +55,7 @@ class RankWriter:
         self._token_path = root / token_name(rank, token)
         self._root, self._rank, self._token = root, rank, token
         self._tensors: dict[str, Tensor] = {}
-        self._hashes: dict[str, bytes] = {}
+        self._hashes: dict[str, Hash] = {}
         self._digests: dict[str, str] = {}
         self._tree: Any = None
         self.facts: Any = None
@@ -67,9 +67,9 @@ class RankWriter:
         self.facts = encoded(dict(facts), None)
         self._tree = encoded(state, self._tensors)
         synchronize(self._tensors.values())
-        self._hashes = digests_of(self._tensors)
+        self._hashes = hashes_of(self._tensors)
         self._digests = {
-            name: f"{tensor.dtype} {tuple(tensor.shape)} {self._hashes[name].hex()}"
+            name: f"{tensor.dtype} {tuple(tensor.shape)} {self._hashes[name][0].hex()}"
             for name, tensor in self._tensors.items()
         }
         make_directory(self._root)

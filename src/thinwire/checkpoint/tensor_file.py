@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import chain, cycle
+from itertools import chain
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,9 +34,10 @@ from thinwire.checkpoint.tree import (
     parsed_table,
     table_entry,
 )
+from thinwire.core.checksum import checksum as checksum_of
 from thinwire.errors import CheckpointCorrupt, CheckpointError
 
-_HASHED_BYTES, _COPIED_BYTES, _READ_BYTES = 16 << 20, 4 << 20, 1 << 20
+_PIECE_BYTES = 1 << 20
 _READERS = 4
 """Number of threads; the SHA-256 of one tensor keeps a core busy."""
 PREFIX = struct.Struct("<Q")
@@ -58,46 +59,42 @@ PLAIN = {
 """Dtypes that every version of safetensors knows; others are written as bytes."""
 
 
+Hash = tuple[bytes, list[int]]
+"""SHA-256 of the bytes of a tensor, and a cheaper sum of each piece."""
+
+
 def write_tensors(
     path: Path,
     tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, str] | None = None,
-    digests: Mapping[str, bytes] | None = None,
+    metadata: Mapping[str, str] | None,
+    hashes: Mapping[str, Hash],
 ) -> tuple[int, str]:
     """Write a new safetensors file and force it to the disk, with at most one tensor on the
-    CPU at a time; return its size in bytes, and with digests its `checksum`. Raise
-    `CheckpointError` if the bytes of a tensor are not those of its digest.
+    CPU at a time; return its size in bytes and its `checksum`. Raise `CheckpointError` if the
+    bytes of a tensor are not those of its hash.
     """
-    if digests is None:
-        return write_pieces(path, pieces_of(tensors, metadata)), ""
     header = _header(tensors, metadata)
-    size = write_pieces(path, chain([header], _compared(tensors, digests)))
-    return size, _combined(header, map(digests.__getitem__, tensors))
+    size = write_pieces(path, chain([header], _compared(tensors, hashes)))
+    return size, _combined(header, (hashes[name][0] for name in tensors))
 
 
-def _compared(tensors: Mapping[str, Tensor], digests: Mapping[str, bytes]) -> Iterator[memoryview]:
-    """Yield the bytes of each tensor; raise if they are not those of its digest."""
-    # copies: another thread may change the tensor between its hash and the disk
-    buffers = cycle([bytearray(_COPIED_BYTES), bytearray(_COPIED_BYTES)])
-    with ThreadPool(1) as pool:  # hashes beside the disk
-        for name, tensor in tensors.items():
-            hasher, content = hashlib.sha256(), _memory(tensor)
-            hashing = []
-            for start in range(0, len(content), _COPIED_BYTES):
-                piece = content[start : start + _COPIED_BYTES]
-                copied = memoryview(next(buffers))[: len(piece)]
-                copied[:] = piece
-                hashing.append(pool.apply_async(hasher.update, (copied,)))
-                yield copied
-                if len(hashing) > 1:  # the other buffer is filled next
-                    hashing.pop(0).wait()
-            for hashed in hashing:
-                hashed.wait()
-            if hasher.digest() != digests[name]:
+def _compared(tensors: Mapping[str, Tensor], hashes: Mapping[str, Hash]) -> Iterator[memoryview]:
+    """Yield the bytes of each tensor; raise if they are not those of its hash."""
+    buffer = torch.empty(_PIECE_BYTES, dtype=torch.uint8, device="cpu")
+    for name, tensor in tensors.items():
+        for piece, known in zip(_pieces(tensor), hashes[name][1], strict=True):
+            # a copy: another thread may change the tensor between its sum and the disk
+            copied = buffer[: len(piece)].copy_(piece)
+            if checksum_of([copied]) != known:
                 raise CheckpointError(
                     f"{name} was changed during the save, so it failed: stop the thread that "
                     "changes it, or save with wait=False, which copies everything first"
                 )
+            yield copied.numpy().data
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    return torch.split(bytes_of(tensor), _PIECE_BYTES)
 
 
 def pieces_of(
@@ -109,8 +106,19 @@ def pieces_of(
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """Return the SHA-256 of the bytes of each tensor, by name."""
+    """Return the SHA-256 of each tensor, by name."""
     return dict(zip(tensors, by_threads(digest, tensors.values()), strict=True))
+
+
+def hashes_of(tensors: Mapping[str, Tensor]) -> dict[str, Hash]:
+    """Return the hash of each tensor, by name."""
+    return dict(zip(tensors, by_threads(_hash_of, tensors.values()), strict=True))
+
+
+def _hash_of(tensor: Tensor) -> Hash:
+    # sums first: what changes between both differs from them when it is written
+    sums = [checksum_of([piece]) for piece in _pieces(tensor)]
+    return digest(tensor), sums
 
 
 def checksum(path: Path) -> str:
@@ -161,7 +169,7 @@ def _digest_of_range(path: Path, ends: Sequence[int]) -> bytes:
     hasher, (at, end) = hashlib.sha256(), ends
     with path.open("rb") as file:
         file.seek(at)
-        while at < end and (chunk := file.read(min(_READ_BYTES, end - at))):
+        while at < end and (chunk := file.read(min(_PIECE_BYTES, end - at))):
             hasher.update(chunk)
             at += len(chunk)
             note_progress()
@@ -219,9 +227,9 @@ def synchronize(tensors: Iterable[Tensor]) -> None:
 
 def digest(tensor: Tensor) -> bytes:
     """Return the SHA-256 of every byte."""
-    hasher, content = hashlib.sha256(), _memory(tensor)
-    for start in range(0, len(content), _HASHED_BYTES):
-        hasher.update(content[start : start + _HASHED_BYTES])
+    hasher = hashlib.sha256()
+    for piece in _pieces(tensor):
+        hasher.update(piece.numpy().data)
         note_progress()
     return hasher.digest()
 
@@ -266,7 +274,7 @@ def write_rank_file(path: Path, state: Any) -> str:
     aside.unlink(missing_ok=True)
     try:
         metadata = {"tree": json.dumps(tree), "tensors": json.dumps(table)}
-        _, sha256 = write_tensors(aside, tensors, metadata, digests_of(tensors))
+        _, sha256 = write_tensors(aside, tensors, metadata, hashes_of(tensors))
         aside.replace(path)
     except (OSError, CheckpointError):
         aside.unlink(missing_ok=True)

@@ -90,10 +90,11 @@ def versions(where: str, /, *, token_file: Path | None = None, patience: float =
 
 def _write(version: Version, to: Path, *, quiet: bool) -> None:
     from thinwire._files import replacing
-    from thinwire.checkpoint.tensor_file import write_tensors
+    from thinwire.checkpoint.files import write_pieces
+    from thinwire.checkpoint.tensor_file import pieces_of
 
     metadata = {"format": "pt", "thinwire_step": str(version.step), "digest": version.digest}
     with replacing(to) as aside:
-        size, _ = write_tensors(aside, version.state_dict(), metadata)
+        size = write_pieces(aside, pieces_of(version.state_dict(), metadata))
     if not quiet:
         print(f"version {version.number}, step {version.step}: {size:,} bytes in {to}", flush=True)
