@@ -102,7 +102,7 @@ def pieces_of(
 ) -> Iterator[bytes | memoryview]:
     """Yield the content of a safetensors file: its header, then each tensor in turn."""
     yield _header(tensors, metadata)
-    yield from map(_memory, tensors.values())
+    yield from (bytes_of(tensor).numpy().data for tensor in tensors.values())
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
@@ -116,9 +116,10 @@ def hashes_of(tensors: Mapping[str, Tensor]) -> dict[str, Hash]:
 
 
 def _hash_of(tensor: Tensor) -> Hash:
+    content = bytes_of(tensor)  # once: a device copies it
     # sums first: what changes between both differs from them when it is written
-    sums = [checksum_of([piece]) for piece in _pieces(tensor)]
-    return digest(tensor), sums
+    sums = [checksum_of([piece]) for piece in _pieces(content)]
+    return digest(content), sums
 
 
 def checksum(path: Path) -> str:
@@ -239,10 +240,6 @@ def bytes_of(tensor: Tensor) -> Tensor:
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # one element counts as contiguous whatever its stride, but a view as bytes needs stride 1
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
-
-
-def _memory(tensor: Tensor) -> memoryview:
-    return bytes_of(tensor).numpy().data
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> bytes:
