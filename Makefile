@@ -36,8 +36,8 @@ test: $(INSTALLED)  ## what must hold, but for the slowest tests (minutes)
 
 # most of them start several processes each
 test-slow: AT_ONCE = 2
-test-slow: $(INSTALLED)  ## the slowest tests: whole commands, lost machines, kernels compiled anew, hundreds of steps
-	$(BIN)/python $(PYTEST) -m slow
+test-slow: $(INSTALLED)  ## the slowest tests: whole commands, lost machines, hundreds of steps (TENTH=0 to 9: a tenth of them)
+	$(BIN)/python $(PYTEST) -m slow $(TENTH:%=--tenth %)
 
 $(EXTRA_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(EXTRA_VENV)

@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator
+from zlib import crc32
 
 import pytest
 
@@ -12,6 +13,19 @@ from tests.ranks import Pool
 # torch asks for the name of the address of each connection to its store (pytorch 159596), and waits
 # 5 s where a name server lets one question drop
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--tenth`."""
+    parser.addoption("--tenth", type=int, choices=range(10), help="run a tenth of the tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of `--tenth`, by a checksum of the name: the same ones in every run."""
+    tenth = config.getoption("--tenth")
+    others = {item for item in items if tenth not in (None, crc32(item.nodeid.encode()) % 10)}
+    config.hook.pytest_deselected(items=[*others])
+    items[:] = [item for item in items if item not in others]
 
 
 def pytest_collection_finish() -> None:
