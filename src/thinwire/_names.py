@@ -59,7 +59,7 @@ def non_persistent_buffers(model: nn.Module) -> frozenset[str]:
     lasting = {
         id(buffer)
         for module in model.modules()
-        for name, buffer in module._buffers.items()
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
         if name not in module._non_persistent_buffers_set
     }
     return frozenset(name for name, buffer in named_buffers(model) if id(buffer) not in lasting)

@@ -216,7 +216,7 @@ class CommonOptimizer(torch.optim.Optimizer):
     @property
     def has_schedule(self) -> bool:
         """True if a schedule or a list drives the rate of any group."""
-        return any(schedule is not None for schedule in self._common.schedules)
+        return any(self._common.schedules)
 
     def shared_settings(self) -> dict[str, Any]:
         """Return the settings, beside `param_groups`, that must be equal on all ranks of a run."""
@@ -299,13 +299,13 @@ class CommonOptimizer(torch.optim.Optimizer):
     @_disable_dynamo
     def _step_untraced(self) -> None:
         # torch's `get_optimizer_state_dict` sets all rates to 0 to have the state created
-        if not any(group["lr"] for group in self.param_groups) and any(
-            s and rate_ahead(s, self.position, 0.0) for s in self._common.schedules
+        groups, schedules = self.param_groups, self._common.schedules
+        if not any(group["lr"] for group in groups) and any(
+            s and rate_ahead(s, self.position, 0.0) for s in schedules
         ):
             self._check_rate(0.0, "the learning rate, which somebody has set to 0,")
-            self._run_update([0.0] * len(self.param_groups))
+            self._run_update([0.0] * len(groups))
             return
-        groups, schedules = self.param_groups, self._common.schedules
         if self._run_update(rates_of_(groups, schedules, self.position, self._check_rate)):
             self.begin_at(self.position + 1)
 
@@ -517,3 +517,8 @@ class CommonOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_common": self._common}
+
+
+def common_settings(optimizer: CommonOptimizer) -> CommonSettings:
+    """Return the settings that all optimizers of this library share: live, for an engine."""
+    return optimizer._common

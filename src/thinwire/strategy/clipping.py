@@ -15,7 +15,7 @@ from thinwire.core.gradients import Clip, ClipByGlobalNorm, ClipByNorm, clipped,
 from thinwire.core.norms import global_norm, grad_norm, norms_over_shards
 from thinwire.core.tensors import coalesced, values_of, with_own_storage, with_values
 from thinwire.errors import StrategyError
-from thinwire.optim.common import CommonOptimizer
+from thinwire.optim.common import CommonOptimizer, common_settings
 from thinwire.optim.folded import why_no_local_clip
 
 
@@ -111,7 +111,7 @@ def take_clip_(
     """Remove from `optimizer` a clipping by norm that would see one stage or shard only."""
     over_parts = (ClipByGlobalNorm, ClipByNorm) if shards is not None else (ClipByGlobalNorm,)
     if isinstance(optimizer, CommonOptimizer) and (stages is not None or shards is not None):
-        common, own = optimizer._common, optimizer.grad_clip
+        common, own = common_settings(optimizer), optimizer.grad_clip
         if isinstance(own, over_parts):
             undo.callback(setattr, common, "grad_clip", own)
             common.grad_clip, grad_clip = None, own

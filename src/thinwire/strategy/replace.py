@@ -17,7 +17,7 @@ from thinwire.core.several import all_of
 from thinwire.core.tensors import state_dtype
 from thinwire.errors import StrategyError
 from thinwire.optim import SGD, Adam, AdamW, Lamb, Lars, LazyAdam
-from thinwire.optim.common import CommonOptimizer, CommonSettings
+from thinwire.optim.common import CommonOptimizer, CommonSettings, common_settings
 from thinwire.optim.folded import why_no_local_clip
 from thinwire.optim.groups import Exclusion, ParamRecord, excluded_flags, require_matches
 from thinwire.optim.layerwise import LAMB, LARS
@@ -450,7 +450,7 @@ def _settings_of(optimizer: torch.optim.Optimizer) -> _Settings:
     groups = optimizer.param_groups
     rates: list[float | Schedule]
     if isinstance(optimizer, CommonOptimizer):
-        common = optimizer._common
+        common = common_settings(optimizer)
         scheduled = zip(groups, common.schedules, strict=True)
         rates = [group["lr"] if schedule is None else schedule for group, schedule in scheduled]
         followed = [rate for rate, own in zip(rates, common.own_lr, strict=True) if not own]
@@ -484,7 +484,7 @@ def _restrict_(
     """
     undo = ExitStack()
     if isinstance(optimizer, CommonOptimizer):
-        common = optimizer._common
+        common = common_settings(optimizer)
         undo.callback(setattr, common, "records", common.records)
         undo.callback(setattr, common, "order", common.order)
         kept = [(param, record) for param, record in common.records.items() if keep(param)]
