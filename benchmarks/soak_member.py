@@ -25,6 +25,7 @@ from thinwire.comm.member_groups import Channel
 from thinwire.errors import ThinwireError
 from thinwire.local.averaging import Averaging, PendingAveraging
 from thinwire.local.joiners import JoinerState
+from thinwire.members.members import member_of
 from thinwire.members.transfer import Recipient, StateMessage
 from thinwire.tools.network.enter import die_with_parent, enter_network
 
@@ -128,7 +129,7 @@ class _Member:
         self._part, self._file = part, file
         self._folder = Path(part.folder)
         self._me = Trainee(part.number)
-        self._members: tw.Members | None = None
+        self._member: Any = None
         self._committed: dict[str, Any] | None = None
         self._losses: list[float] = []
 
@@ -145,7 +146,7 @@ class _Member:
         if error is not None:
             error_row = {"error": type(error).__name__, "text": str(error)}
             error.__traceback__ = error.__cause__ = error.__context__ = None
-        self._members = None
+        self._member = None
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # what was there holds on to the members
         after = self._settled(before)
         self._tell("end", step=step, left=left, before=before, after=after, **error_row)
@@ -159,9 +160,9 @@ class _Member:
             start_members=part.start_members,
             timeout=part.timeout_s,
         ) as members:
-            self._members = members
+            self._member = member_of(members)
             signal.signal(signal.SIGUSR1, lambda *_: members.leave())
-            self._tell("joined", id=members.id, joiner=members._joiner)
+            self._tell("joined", id=members.id, joiner=members.generation < 0)
             config = CONFIGS[part.config]
             with tw.local_sgd(me.net, me.optimizer, config, members=members) as sync:
                 self._tell("entered", id=members.id, step=sync.step)
@@ -179,8 +180,7 @@ class _Member:
     def _tell_of_averaging(self) -> None:
         about, self._committed = self._committed, None
         if about is not None:
-            assert self._members is not None, "joined"
-            gives = self._members._records(compressed=False)
+            gives = self._member.records(compressed=False)
             loss = sum(self._losses) / max(1, len(self._losses))
             self._losses.clear()
             self._tell("averaged", **about, loss=loss, gives=gives, **resources())
@@ -198,14 +198,13 @@ class _Member:
 
         def committed(averaging: Averaging, pending: PendingAveraging, *others: Any) -> None:
             commit(averaging, pending, *others)
-            assert self._members is not None, "joined"
             about = {"step": pending.step, "digest": digest(averaging, self._me.net)}
-            if self._members._joiner:
+            if self._member.joiner:
                 self._tell("received", **about)
                 return
             # the generation of the exchange, which may have been left since
-            group = self._members._group
-            self._committed = {**about, "generation": self._members.generation, "size": group.size}
+            group = self._member.group
+            self._committed = {**about, "generation": self._member.present()[0], "size": group.size}
 
         def taking(recipient: Recipient, at_most: int) -> Any:
             nonlocal taken
@@ -222,8 +221,7 @@ class _Member:
 
         def inherited(work: JoinerState, given: StateMessage, factor: float) -> None:
             inherit(work, given, factor)
-            assert self._members is not None, "joined"
-            about = {"id": self._members.id, "step": self._members.step, "factor": factor}
+            about = {"id": self._member.id, "step": self._member.step(), "factor": factor}
             self._tell("inherited", of=given.plain["of"], **about)
 
         Averaging.commit_ = committed  # type: ignore[assignment, method-assign]

@@ -101,10 +101,18 @@ class Sharer:
     """A member as its sampler sees it: what it took since the last averaging is lost with it."""
 
     def __init__(self, length: int, seed: int) -> None:
-        self.sampler = tw.ShardedSampler(range(length), seed=seed)
-        self.samples = iter(self.sampler)
+        self.sampler: Any = tw.ShardedSampler(range(length), seed=seed)
+        self.sampler._member = self
         self.since: list[int] = []
-        self.report: tuple[int, int] | None = None
+
+    def share(self, state: dict[str, Any], rank: int, size: int) -> None:
+        self.sharing_rank_and_size, self.report = (rank, size), None
+        self.reports: list[Any] = [None] * size
+        self.sampler.load_state_dict(state)
+        self.samples = iter(self.sampler)
+
+    def taken_of(self, sampler: Any) -> list[Any]:
+        return self.reports
 
     def take(self, count: int) -> None:
         while len(self.since) < count:  # epochs of few samples may have none for this rank
@@ -121,7 +129,7 @@ def history(seed: int) -> None:
     start = tw.ShardedSampler(range(length), seed=seed).state_dict()
     sharers = [Sharer(length, seed) for _ in range(size)]
     for rank, each in enumerate(sharers):
-        each.sampler._start_as_joiner(start, rank, size)
+        each.share(start, rank, size)
     trained: Counter[int] = Counter()
     for _ in range(chance.randint(3, 12)):
         for each in sharers:
@@ -129,17 +137,16 @@ def history(seed: int) -> None:
         kept = [each for each in sharers if chance.random() < 0.8] or sharers[:1]
         for each in kept:
             trained.update(each.since)
-            each.since, each.report = [], each.sampler._progress
+            each.since, each.report = [], each.sampler._progress()
         new = [Sharer(length, 0) for _ in range(chance.choice([0, 0, 1, 2]))]
         if kept != sharers or new:
-            reports, now = [each.report for each in sharers], [*kept, *new]
-            for rank, each in enumerate(kept):
-                each.sampler._redistribute(reports, rank, len(now))
-            for rank, each in enumerate(new, len(kept)):
-                each.sampler._start_as_joiner(kept[0].sampler.state_dict(), rank, len(now))
-            for each in now:
-                each.samples, each.report = iter(each.sampler), None
-            sharers = now
+            reports, sharers = [each.report for each in sharers], [*kept, *new]
+            for each in kept:
+                each.reports = reports
+            [state, *others] = [each.sampler.state_dict() for each in kept]
+            assert all(other == state for other in others)
+            for rank, each in enumerate(sharers):
+                each.share(state, rank, len(sharers))
     # all that is left until the end of the latest epoch
     last = max(each.sampler.epoch for each in sharers)
     for each in sharers:

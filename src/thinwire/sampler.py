@@ -9,7 +9,7 @@ from torch.utils.data import Sampler
 
 from thinwire import _validate as check
 from thinwire.comm import rank_and_size_in, require_process_group
-from thinwire.members.members import Members
+from thinwire.members.members import Members, member_of
 
 _KEYS = ("length", "seed", "shuffle", "epoch", "dealt", "dealt_beyond", "left_before")
 """Keys of a state."""
@@ -76,13 +76,12 @@ class ShardedSampler(Sampler[int]):
         self._orders: dict[int, list[int]] = {}
         self._lefts: dict[int, list[int]] = {}
         self._rank, self._ranks = rank_and_size_in(group)
-        self._members = members
-        if members is not None:
-            check.instance("members", members, Members)
+        self._member = member = member_of(members)
+        if member is not None:
             if group is not None:
                 raise ValueError("group and members both say who shares the data: give one")
-            self._rank, self._ranks = members._rank_and_size
-            members._register_sampler(self)
+            member.register_sampler(self, self._progress)
+            self._rank, self._ranks = member.sharing_rank_and_size
 
     @property
     def epoch(self) -> int:
@@ -108,7 +107,7 @@ class ShardedSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         epoch = self._epoch
-        # read for each sample: `_redistribute` may change epoch, rank and order between two
+        # read for each sample: a new membership may change epoch, rank and order between two
         while epoch == self._epoch and self._next < len(self._left(epoch)):
             position = self._left(epoch)[self._next]
             self._taken += 1
@@ -140,21 +139,17 @@ class ShardedSampler(Sampler[int]):
     def _sample(self, epoch: int, position: int) -> int:
         return ~position if position < 0 else self._order(epoch)[position]
 
-    @property
     def _progress(self) -> Taken:
         """Return this rank's progress, for the other ranks."""
         return self._epoch, self._taken
-
-    def _redistribute(self, taken: Sequence[Taken | None], rank: int, ranks: int) -> None:
-        """Distribute the remaining samples again, by the progress that each rank has reported."""
-        self._go_on(*self._remaining(taken))
-        self._rank, self._ranks = rank, ranks
 
     def _go_on(self, epoch: int, left: list[int]) -> None:
         # an epoch of which nothing is left is over
         self._lefts = {epoch: left} if left else {}
         self._epoch = self._start = epoch if left else epoch + 1
         self._taken = 0
+        if self._member is not None:
+            self._rank, self._ranks = self._member.sharing_rank_and_size
 
     def _remaining(self, taken: Sequence[Taken | None]) -> tuple[int, list[int]]:
         """Return the latest epoch of any rank, and the samples left of all epochs until then."""
@@ -173,10 +168,8 @@ class ShardedSampler(Sampler[int]):
         """Return the progress of all ranks together, if they have taken equally many samples: plain
         values. Members may have taken any number; their progress is that at the last averaging.
         """
-        same: list[Taken | None] = [self._progress] * self._ranks
-        epoch, left = self._remaining(
-            same if self._members is None else self._members._taken_of(self)
-        )
+        same: list[Taken | None] = [self._progress()] * self._ranks
+        epoch, left = self._remaining(same if self._member is None else self._member.taken_of(self))
         positions = [position for position in left if position >= 0]
         first = min(positions, default=self._length)
         return {
@@ -215,11 +208,6 @@ class ShardedSampler(Sampler[int]):
         self._shuffle, self._seed = check.boolean("shuffle", state["shuffle"]), seed
         self._orders = {}
         self._go_on(epoch, left)
-
-    def _start_as_joiner(self, state: Mapping[str, Any], rank: int, ranks: int) -> None:
-        """Begin as a new member, with the distribution of the others."""
-        self.load_state_dict(state)
-        self._rank, self._ranks = rank, ranks
 
 
 def _mixed(seed: int, epoch: int) -> int:

@@ -120,7 +120,7 @@ def test_the_line_is_cut_while_a_joiner_waits(line: Proxy, cut_s: float) -> None
     beating.start()
     try:
         with joined(line) as members:
-            assert members._joiner
+            assert members.generation == -1
             threading.Timer(cut_s, line.cut).start()
             begun = time.monotonic()
             with pytest.raises(PeerStalled, match=r"meeting place|none of its members sent"):

@@ -158,7 +158,7 @@ def members(
             fields: Any = {"optimizer": trained.optimizer, "adaptive_localsgd": config}
             made = stack.enter_context(closing(engine_of(trained.model, None, told=told, **fields)))
             made.follow_steps(lambda: torch.ones(()))
-            sync: Any = made._parts.sync
+            sync: Any = made.sync
         else:
             sync = stack.enter_context(trained.sync)
         while sync.step < 24:
@@ -167,9 +167,9 @@ def members(
                 found[sync.step] = trained.bits()
             if not rank and sync.step == 4:
                 Path(flag).touch()
-                until(joined._membership.waiting_joiners, "the joiner")
+                until(joined._member._membership.waiting_joiners, "the joiner")
             if not rank and sync.step == 14:
-                until(joined._membership.ready_joiners, "the joiner")
+                until(joined._member._membership.ready_joiners, "the joiner")
     return found
 
 

@@ -295,10 +295,10 @@ def flushing(rank: int, size: int, address: str, flag: str) -> Any:
             paced_step(net, optimizer)
             if rank == 0 and sync.step == 4:
                 Path(flag).touch()
-                until(members._membership.waiting_joiners, "the joiner")
+                until(members._member._membership.waiting_joiners, "the joiner")
             if sync.step == 14:
                 if rank == 0:
-                    until(members._membership.ready_joiners, "the joiner")
+                    until(members._member._membership.ready_joiners, "the joiner")
                 sync.flush()
         return entered, members.size
 

@@ -322,7 +322,7 @@ def engine(rank: int, size: int, address: str, folder: str, part: str) -> Any:
                     Path(folder, part).touch()
                 time.sleep(0.03)
             trained.flush()
-            text = digest(trained._parts.sync)
+            text = digest(trained.sync)
             trained.close()
         return loaded is not None, entered, text
 
@@ -371,7 +371,7 @@ def test_state_that_does_not_fit_is_one_clear_error(ranks: Pool, tmp_path: Path)
         return found
 
     assert all("a member is one" in each for each in said("sites"))
-    assert all("no mesh was given with members" in each for each in said("no mesh"))
+    assert all("mesh=None was given with members" in each for each in said("no mesh"))
     found = said("other shards", 3)
     assert found[:2] == ["no error"] * 2
     assert found[2].startswith("Mismatch: ")

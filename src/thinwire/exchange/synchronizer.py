@@ -44,18 +44,18 @@ _CURES = CURES | {
 
 
 class RunMember(Protocol):
-    """A member of a run, such as `thinwire.members.Members`."""
+    """A member of a run, such as `thinwire.members.members.Member`."""
 
     @property
-    def _job(self) -> Group:
+    def job(self) -> Group:
         """All ranks that agree."""
 
     @property
-    def _timeout_s(self) -> float:
+    def timeout_s(self) -> float:
         """Time in seconds for which a member waits for others."""
 
     @property
-    def _rank_and_size(self) -> tuple[int, int]:
+    def rank_and_size(self) -> tuple[int, int]:
         """Rank of this process, and number of ranks."""
 
 
@@ -68,7 +68,7 @@ class Ranks:
         *,
         timeout: float | datetime.timedelta | None = None,
         mesh: DeviceMesh | None = None,
-        members: RunMember | None = None,
+        member: RunMember | None = None,
         node_size: int | None = None,
         streams: int | None = None,
         between_sites: bool = False,
@@ -78,17 +78,17 @@ class Ranks:
         self._gloo = between_sites and process_group is None
         self.timeout_s = seconds_of(timeout)
         self.streams = None if streams is None else check.integer("streams", streams, at_least=1)
-        if mesh is not None and members is None:
+        if mesh is not None and member is None:
             size = None if node_size == 1 else node_size
             require_mesh(mesh, process_group=process_group, node_size=size)
-        self.process_group, self.mesh, self.members = process_group, mesh, members
+        self.process_group, self.mesh, self.member = process_group, mesh, member
 
     @cached_property
     def group(self) -> Group:
         """All ranks that agree. With a mesh, creating it is collective."""
         # members bring their group; meshes and process groups make one
-        if self.members is not None:
-            return self.members._job
+        if self.member is not None:
+            return self.member.job
         if self.mesh is not None:
             return sites_of(self.mesh, self.timeout_s, self.streams)
         return Group(self.process_group, self.timeout_s, self.streams, gloo=self._gloo)
@@ -106,20 +106,20 @@ class Ranks:
     @property
     def rank_and_size(self) -> tuple[int, int]:
         """Rank of this process, and number of ranks."""
-        if self.members is not None:
-            return self.members._rank_and_size
+        if self.member is not None:
+            return self.member.rank_and_size
         return rank_and_size_in(self.process_group)
 
     def deadline(self) -> AbstractContextManager[None]:
         """Return a context in which all waiting counts against one time-out."""
-        if self.members is not None:
-            return one_deadline(self.members._timeout_s)
+        if self.member is not None:
+            return one_deadline(self.member.timeout_s)
         return one_deadline(time_limit_s(self.process_group, self.timeout_s))
 
     def identity(self, kind: str) -> str:
         """Return the identity of the next engine or optimizer over these ranks."""
         # processes of members may have created other engines before, so counts would differ
-        single = self.members is not None
+        single = self.member is not None
         return kind if single else f"{kind} {next_identity(self.process_group)}"
 
     def compare(self, facts: Mapping[str, Any], purpose: str) -> None:
@@ -131,7 +131,7 @@ class Ranks:
         # the order matters: a site counts once, whatever its nodes are
         if self.group.replicas is not None:
             return self.group.replicas
-        if self.members is not None:
+        if self.member is not None:
             return self.group
         return agreed_sources(self.group, node_size, compared=compared)
 

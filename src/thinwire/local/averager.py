@@ -17,7 +17,7 @@ from thinwire.local.config import AdaptiveLocalSGD, fragments_of
 from thinwire.local.interval import Due, Stage, Timetable
 from thinwire.local.model import LocalModel, OtherBuffers, refuse_scaler
 from thinwire.local.steps import of_site, weights_of
-from thinwire.members.members import Members
+from thinwire.members.members import Member
 
 _FROZEN = (
     "frozen parameter {} (local updates do not average it: make it a buffer, keep it outside the "
@@ -49,7 +49,7 @@ class Averager(Synchronizer):
         scaler: OwnScale | None,
         identity: str = "",
         digest_every: int = 0,
-        members: Members | None = None,
+        member: Member | None = None,
         after_averaging: Callable[[bool], bool] = lambda goes_on: True,
     ) -> None:
         # after_averaging(another follows in this call) -> this rank continues with the others
@@ -69,7 +69,7 @@ class Averager(Synchronizer):
         self.applied = 0
         """Averagings that were applied here, whatever a loaded state counts."""
         self.weight = 1.0
-        self._members, self._after_averaging, self._scaler = members, after_averaging, scaler
+        self._member, self._after_averaging, self._scaler = member, after_averaging, scaler
         self._parts = fragments_of(tensors.trained, self.config)
         adaptive, shards = isinstance(self.config, AdaptiveLocalSGD), group.shards
         scaled_or_sharded = scaler is not None or shards is not None
@@ -139,7 +139,7 @@ class Averager(Synchronizer):
         """Set anchors to weights that were loaded since the last full sync."""
         if self.group.size > 1 and self.work is None:
             refuse_scaler(self.tensors.optimizer)
-        if self.when.unsynced or self.pending or self._members is not None or self.averaging.plain:
+        if self.when.unsynced or self.pending or self._member is not None or self.averaging.plain:
             return
         # other code wrote the parameters: not a change by this rank's steps
         if (digest := self.averaging.written()) is not None:
@@ -254,8 +254,8 @@ class Averager(Synchronizer):
             pending.round = None
 
     def _launch(self, pending: PendingAveraging) -> None:
-        members, compressed = self._members, self.averaging.changes is not None
-        record = members is not None and members._records(compressed=compressed)
+        member, compressed = self._member, self.averaging.changes is not None
+        record = member is not None and member.records(compressed=compressed)
         self.averaging.launch(pending, record=record)
 
     def _propose(
@@ -386,8 +386,8 @@ class Averager(Synchronizer):
         self.written = None
         self.counters.averagings += 1
         self.applied += 1
-        if self._members is not None:
-            self._members._receive_reports([report.get("members", {}) for report in answers])
+        if self._member is not None:
+            self._member.receive_reports([report.get("members", {}) for report in answers])
             self.last = pending
 
     def _verified(self, pending: PendingAveraging) -> Answers:
@@ -425,7 +425,7 @@ class Averager(Synchronizer):
                     last=True,
                     corrupt=corrupt,
                     user_error=self.tensors.difference() or self._missing_state(pending),
-                    members=None if self._members is None else self._members._report(),
+                    members=None if self._member is None else self._member.report(),
                     weight=None if self.work is None else self.weight,
                 )
         except Regrouped:

@@ -14,18 +14,18 @@ from thinwire.local.averager import Averager
 from thinwire.local.averaging import Changes, PendingAveraging, real_view, widened
 from thinwire.local.saving import copied
 from thinwire.members.group import ElasticGroup
-from thinwire.members.members import Members
+from thinwire.members.members import Member
 from thinwire.members.transfer import StateMessage
 
 _log = logging.getLogger("thinwire")
 
 
-def receive_state(averager: Averager, members: Members) -> float:
+def receive_state(averager: Averager, member: Member) -> float:
     """Copy the state of the run to this process, continue where the others are; return seconds."""
     began_s = time.perf_counter()
     averager.pending = None  # of a loaded state: the others have applied it
     with own_deadlines():
-        members._fetch_state(JoinerState(averager, members._group))
+        member.fetch_state(JoinerState(averager, member.group))
         for optimizer in averager.tensors.optimizers:
             if hasattr(optimizer, "begin_at"):  # the schedules of the other ranks are at this step
                 optimizer.begin_at(averager.counters.step)

@@ -41,7 +41,7 @@ from thinwire.local.model import (
     warn_of_others,
 )
 from thinwire.local.steps import FollowedSteps, require_tokens
-from thinwire.members.members import Members
+from thinwire.members.members import Member, Members, member_of
 from thinwire.wire.message import WIRE_VERSION
 
 _log = logging.getLogger("thinwire")
@@ -164,20 +164,20 @@ class LocalUpdates:
         self._planned = planned_row(plan)
         self._digest_every = check.integer("digest_every", digest_every, at_least=0)
         check.instance("config", config, (LocalSGD, AdaptiveLocalSGD))
-        if members is not None:
+        self._member = member = member_of(members)
+        if member is not None:
             node_size = None if config.node_size == 1 else config.node_size
             given = {"process_group": process_group, "timeout": timeout, "node_size": node_size}
-            _require_alone(members, mesh, streams=streams, **given)
+            _require_alone(member, mesh, streams=streams, **given)
         self._ranks = Ranks(
             process_group,
             timeout=timeout,
             mesh=mesh,
-            members=members,
+            member=member,
             node_size=config.node_size,
             streams=streams,
             between_sites=True,
         )
-        self._members = members
         if compression is not None:
             check.instance("compression", compression, tuple(COMPRESSIONS.values()))
             if config.compression is not None:
@@ -197,7 +197,7 @@ class LocalUpdates:
         """Config passed to the constructor."""
         self._scaler = scaler
         self._when = Timetable(config, optimizer)
-        self._when.keep_batch = members is not None and members._terms.keep_batch
+        self._when.keep_batch = member is not None and member.terms.keep_batch
         self._skipped, self._looked = 0, False
         self._averager: Averager | None = None
         self._start: Mapping[str, Any] | None = None
@@ -205,41 +205,16 @@ class LocalUpdates:
         self._entered_once = False
 
     def __enter__(self) -> "LocalUpdates":
-        return self._enter(follow=True)
+        enter(self)
+        return self
 
-    def _enter(self, *, follow: bool) -> "LocalUpdates":
-        """Enter the block. Without `follow`, steps are made by `_make_step`."""
-        if self._entered_once:
-            raise RuntimeError(
-                "this local_sgd block was entered before: create a new one with local_sgd(...)"
-            )
-        if follow and self._members is not None and self._members._terms.keep_batch:
-            raise ValueError(
-                "keep_batch=True needs an engine, which merges microbatches: use "
-                "DistributedStrategy(localsgd=...).prepare(..., members=members)"
-            )
-        own = set(map(id, self._tensors.model.parameters()))
-        if any(own & set(map(id, other._tensors.model.parameters())) for other in _open):
-            raise RuntimeError(
-                "this model is already in a local_sgd block, and blocks cannot be nested: leave "
-                "the other block first, or call engine.close() if an engine opened it"
-            )
-        with self._ranks.deadline():
-            try:
-                return self._entered(follow=follow)
-            except Regrouped:
-                raise PeerLost(
-                    "a member was lost while local updates were set up, so there is no state to "
-                    "continue from: start again"
-                ) from None
-
-    def _entered(self, *, follow: bool) -> "LocalUpdates":
-        members, ranks, tensors, config = self._members, self._ranks, self._tensors, self.config
+    def _entered(self, *, follow: bool) -> Averager:
+        member, ranks, tensors, config = self._member, self._ranks, self._tensors, self.config
         self._entered_once, group = True, ranks.group
         facts = _facts(config, self._of_gradients) | {"digest_every": self._digest_every}
         # every rank decodes products of matrices by itself, which processors round differently
         facts |= arithmetic(tensors.device, elementwise=not isinstance(self._changes, LowRank))
-        _compare(facts, tensors, ranks, members)
+        _compare(facts, tensors, ranks, member)
         dense = config.node_size is None and self._changes is None
         separate = ranks.mesh is None and (dense or config.by_time)
         sources = group if separate else ranks.sources(config.node_size)
@@ -254,17 +229,17 @@ class LocalUpdates:
             scaler=self._scaler,
             identity=ranks.identity("local updates"),
             digest_every=self._digest_every,
-            members=members,
+            member=member,
             after_averaging=self._after_averaging,
         )
         joining_s = 0.0
-        if members is not None:
-            members._step = lambda: self.step
+        if member is not None:
+            member.step = lambda: self.step
             if self._start is not None:
                 saving.load(self._start, averager)
                 self._start = None
-            if members._joiner:
-                joining_s = receive_state(averager, members)
+            if member.joiner:
+                joining_s = receive_state(averager, member)
         first = ranks.rank_and_size[0] == 0
         averager.pace = Pace(self._planned if first else None)
         averager.pace.exclude(joining_s, "joining")
@@ -285,7 +260,7 @@ class LocalUpdates:
         for optimizer in tensors.optimizers:
             if call_params := getattr(optimizer, "call_params", None):  # of this library
                 call_params({p: name for name, p in named_parameters(tensors.model)})
-        return self
+        return averager
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
@@ -296,10 +271,10 @@ class LocalUpdates:
 
     def _follow(self, move: Callable[[], None]) -> None:
         """Run the averager's work after a step, or in place of one."""
-        averager, k_steps, members = self._open_averager(), self.k_steps, self._members
+        averager, k_steps, member = open_averager(self), self.k_steps, self._member
         # take up a change of membership here; ranks of a site, and ranks that have already agreed
         # on a change, do so at the averaging instead
-        shared = None if members is None or members._site.mesh is not None else members._group
+        shared = None if member is None or member.site.mesh is not None else member.group
         if shared is not None and shared.pending_after is None:
             shared.bind_latest()
         with (
@@ -317,11 +292,11 @@ class LocalUpdates:
 
     def _after_averaging(self, goes_on: bool) -> bool:
         """Admit joiners and release leaving members; return True if this rank continues."""
-        members, averager = self._members, self._averager
-        if members is not None and averager is not None:
-            members._end_round(JoinerState(averager, members._group), goes_on=goes_on)
+        member, averager = self._member, self._averager
+        if member is not None and averager is not None:
+            member.end_round(JoinerState(averager, member.group), goes_on=goes_on)
             averager.last = None
-            if members.left:
+            if member.left:
                 self.close()
                 return False
         return True
@@ -335,8 +310,8 @@ class LocalUpdates:
         compare, now = self.step > self.config.begin_step, time.perf_counter()
         if warning := pace.round(steps, now, averager.waited_s, rate, compare=compare):
             warn_user(warning)
-        if self._members is not None:
-            self._members._show({"step": self.step, **self._counts()}, self._last_loss)
+        if self._member is not None:
+            self._member.show({"step": self.step, **counts(self)}, self._last_loss)
 
     @property
     def _last_loss(self) -> float | Tensor | None:  # for a page of the run
@@ -370,12 +345,7 @@ class LocalUpdates:
     @property
     def left(self) -> bool:
         """True if this rank was a member of the run and has left."""
-        return self._members is not None and self._members.left
-
-    @property
-    def _anchors(self) -> Mapping[str, Tensor]:
-        """This rank's part of the parameters as the last averaging left them, exactly."""
-        return self._open_averager(or_left=True).averaging.anchors
+        return self._member is not None and self._member.left
 
     @property
     def pending(self) -> PendingAveraging | None:
@@ -402,28 +372,11 @@ class LocalUpdates:
         """
         self._when.interval.observe(loss)
         if tokens is not None:
-            self._count_tokens(tokens)
-
-    def _count_tokens(self, tokens: int) -> None:
-        require_tokens(tokens, self.config)
-        work = self._open_averager().work
-        assert work is not None, "it ends by time"
-        work.observe(tokens)
+            count_tokens(self, tokens)
 
     def skip_step(self) -> None:
         """Count a step that this rank drops, for instance after an overflow; instead of `step`."""
-        self._make_step(None)
-
-    def _make_step(self, step: Callable[[], None] | None) -> None:
-        """Make a local step by calling `step`, or drop it; average if that is due."""
-        averager = self._open_averager()
-        averager.before_step()
-        self._when.interval.before_step(self.step + 1, dropped=step is None)
-        if step is None:
-            self._skipped += 1
-        else:
-            step()
-        self._follow(averager.after_step)
+        make_step(self, None)
 
     def end_round(self) -> None:
         """Join the averaging of a timed round with the steps made so far, even none."""
@@ -432,7 +385,7 @@ class LocalUpdates:
                 "end_round is for LocalSGD(round_seconds=...): where steps are counted, call "
                 "skip_step instead of step"
             )
-        self._follow(self._open_averager().end_round)
+        self._follow(open_averager(self).end_round)
 
     def flush(self) -> None:
         """Apply a result in flight; average everything if ranks made steps since the last full
@@ -445,7 +398,7 @@ class LocalUpdates:
             Mismatch: Ranks are at different steps.
             ThinwireError: As in any averaging.
         """
-        averager = self._open_averager()
+        averager = open_averager(self)
         self._steps.finish()
         group, averager.all_flush = averager.group, not self.config.by_time
         averager.flushing = True
@@ -465,25 +418,7 @@ class LocalUpdates:
 
     def require_equal(self) -> None:
         """Raise `Diverged` on all ranks if values that must be equal differ; call it on all."""
-        self._open_averager(or_left=True).require_equal()
-
-    def _counts(self) -> dict[str, Any]:
-        """Return the traffic and further numbers of `thinwire.core.stats`."""
-        averagings, averager = self._when.counters.averagings, self._averager
-        found: dict[str, Any] = {"averagings": averagings, "sparsity": 0.0}
-        found |= {"merge_steps": self._when.microbatches, "batch_share": self._when.batch_share}
-        if self._changes is not None and self._compressed:
-            found["sparsity"] = self._changes.unsent_share(self.step)
-        if averager is None:
-            return found | NO_TRAFFIC
-        download = None if self._members is None else self._members._download
-        found |= {} if download is None else download.stats
-        # each fragment has an outer optimizer of its own
-        averagings = -(-averagings // self.config.fragments)
-        averaging, made = averager.averaging, self.step - self._skipped
-        found["applied_share"] = averaging.applied_share(averagings)
-        found["drift"] = averaging.drift
-        return found | averager.traffic() | averager.pace.goodput(made, self._skipped)
+        open_averager(self, or_left=True).require_equal()
 
     def stats(self) -> dict[str, float]:
         """Return flat numbers about this rank so far; names as in `thinwire.Engine.stats`.
@@ -500,12 +435,12 @@ class LocalUpdates:
             loss_scale=1.0 if self._scaler is None else self._scaler.scale,
             bytes_dense=4 * numel * self.step,
             grad_norm=grad_norm(self._tensors.trained.values()),
-            **self._counts(),
+            **counts(self),
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of this rank's state without the optimizer's; communicates nothing."""
-        state = saving.saved(self._open_averager(or_left=True))
+        state = saving.saved(open_averager(self, or_left=True))
         return {
             **state,
             PROVENANCE: Provenance(
@@ -526,10 +461,10 @@ class LocalUpdates:
         """
         provenance = Provenance.read(state.get(PROVENANCE)) if isinstance(state, Mapping) else None
         state = without_provenance(state)
-        if self._members is not None and not self._entered_once:
+        if self._member is not None and not self._entered_once:
             self._start = state
             return
-        saving.load(state, self._open_averager())
+        saving.load(state, open_averager(self))
         own = saving.own_checksum(state)
         if provenance is not None and (provenance.checksum or own):
             problem = provenance.problem(*self._ranks.rank_and_size, own)
@@ -540,7 +475,7 @@ class LocalUpdates:
         """Continue from the current parameters and buffers, equal on all ranks, without residuals
         and outer momentum: for weights restored in the middle of a run, after `flush()`.
         """
-        averager = self._open_averager()
+        averager = open_averager(self)
         if averager.pending is not None:
             raise RuntimeError(
                 "an averaging of the old parameters is still in flight: call flush() before "
@@ -548,13 +483,83 @@ class LocalUpdates:
             )
         averager.start_anew()
 
-    def _open_averager(self, *, or_left: bool = False) -> Averager:
-        """Return the averager of the open block; with `or_left` also after it."""
-        if self._averager is None or not (self._hooks or or_left):
-            raise RuntimeError(
-                "this needs an open local_sgd block: call it inside `with local_sgd(...) as sync:`"
-            )
-        return self._averager
+
+def enter(sync: LocalUpdates, *, merge_steps: int | None = None) -> Averager:
+    """Enter the block. With `merge_steps` it is an engine's, which calls `make_step`."""
+    if merge_steps is not None:
+        sync._when.merge_steps = merge_steps
+    follow = merge_steps is None
+    if sync._entered_once:
+        raise RuntimeError(
+            "this local_sgd block was entered before: create a new one with local_sgd(...)"
+        )
+    if follow and sync._member is not None and sync._member.terms.keep_batch:
+        raise ValueError(
+            "keep_batch=True needs an engine, which merges microbatches: use "
+            "DistributedStrategy(localsgd=...).prepare(..., members=members)"
+        )
+    own = set(map(id, sync._tensors.model.parameters()))
+    if any(own & set(map(id, other._tensors.model.parameters())) for other in _open):
+        raise RuntimeError(
+            "this model is already in a local_sgd block, and blocks cannot be nested: leave "
+            "the other block first, or call engine.close() if an engine opened it"
+        )
+    with sync._ranks.deadline():
+        try:
+            return sync._entered(follow=follow)
+        except Regrouped:
+            raise PeerLost(
+                "a member was lost while local updates were set up, so there is no state to "
+                "continue from: start again"
+            ) from None
+
+
+def open_averager(sync: LocalUpdates, *, or_left: bool = False) -> Averager:
+    """Return the averager of the open block; with `or_left` also after it."""
+    if sync._averager is None or not (sync._hooks or or_left):
+        raise RuntimeError(
+            "this needs an open local_sgd block: call it inside `with local_sgd(...) as sync:`"
+        )
+    return sync._averager
+
+
+def make_step(sync: LocalUpdates, step: Callable[[], None] | None) -> None:
+    """Make a local step by calling `step`, or drop it; average if that is due."""
+    averager = open_averager(sync)
+    averager.before_step()
+    sync._when.interval.before_step(sync.step + 1, dropped=step is None)
+    if step is None:
+        sync._skipped += 1
+    else:
+        step()
+    sync._follow(averager.after_step)
+
+
+def count_tokens(sync: LocalUpdates, tokens: int) -> None:
+    """Count the tokens of this step; see `LocalUpdates.observe`."""
+    require_tokens(tokens, sync.config)
+    work = open_averager(sync).work
+    assert work is not None, "it ends by time"
+    work.observe(tokens)
+
+
+def counts(sync: LocalUpdates) -> dict[str, Any]:
+    """Return the traffic and further numbers of `thinwire.core.stats`."""
+    averagings, averager = sync._when.counters.averagings, sync._averager
+    found: dict[str, Any] = {"averagings": averagings, "sparsity": 0.0}
+    found |= {"merge_steps": sync._when.microbatches, "batch_share": sync._when.batch_share}
+    if sync._changes is not None and sync._compressed:
+        found["sparsity"] = sync._changes.unsent_share(sync.step)
+    if averager is None:
+        return found | NO_TRAFFIC
+    download = None if sync._member is None else sync._member.download
+    found |= {} if download is None else download.stats
+    # each fragment has an outer optimizer of its own
+    averagings = -(-averagings // sync.config.fragments)
+    averaging, made = averager.averaging, sync.step - sync._skipped
+    found["applied_share"] = averaging.applied_share(averagings)
+    found["drift"] = averaging.drift
+    return found | averager.traffic() | averager.pace.goodput(made, sync._skipped)
 
 
 def _warn_of_evaluation(model: nn.Module, _: object) -> None:
@@ -563,7 +568,7 @@ def _warn_of_evaluation(model: nn.Module, _: object) -> None:
         return
     for block in _open:
         own = block._tensors.model is model and block._when.unsynced and not block.synced
-        if own and block._open_averager().group.size > 1:
+        if own and open_averager(block).group.size > 1:
             block._hooks.pop().remove()  # it was appended last
             warn_user(
                 "the model is evaluated between two averagings, with this rank's own parameters "
@@ -581,25 +586,24 @@ def _facts(config: LocalConfig, of_gradients: GradientConfig | None) -> dict[str
 
 
 def _compare(
-    facts: Mapping[str, Any], tensors: LocalModel, ranks: Ranks, members: Members | None
+    facts: Mapping[str, Any], tensors: LocalModel, ranks: Ranks, member: Member | None
 ) -> None:
     """Compare the setup over the ranks, and with the run of members; raise where it differs."""
     problem = tensors.difference()
     facts = {**facts, **ranks.facts, "user error": problem, **tensors.facts()}
-    if members is not None:
-        members._require_same_setup("local", facts)
+    if member is not None:
+        member.require_same_setup("local", facts)
     ranks.compare(facts, "setting up local updates")
     if problem is not None:
         raise RuntimeError(problem)
 
 
-def _require_alone(members: Members, mesh: DeviceMesh | None, **given: object) -> None:
+def _require_alone(member: Member, mesh: DeviceMesh | None, **given: object) -> None:
     """Raise if arguments that choose the ranks are given beside members."""
-    check.instance("members", members, Members)
     for name, value in given.items():
         if value is not None:
             raise ValueError(
                 f"{name} and members were both given: members form their own group, in which each "
                 f"counts on its own, and use what join was given; omit {name}"
             )
-    members._require_mesh(mesh)
+    member.require_mesh(mesh)

@@ -19,14 +19,13 @@ class Decision:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a form that JSON can represent."""
-        members = {"ids": self.ids, "settled": self.continuing}
-        return members | {"votes": self.votes, "answers": packed(self.answers)}
+        return {**vars(self), "answers": packed(self.answers)}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "Decision":
         """Return the decision that `to_dict` wrote."""
         answers = tuple(unpacked(value["answers"]))
-        return cls(tuple(value["ids"]), tuple(value["settled"]), value["votes"], answers)
+        return cls(tuple(value["ids"]), tuple(value["continuing"]), value["votes"], answers)
 
 
 @dataclass

@@ -193,7 +193,9 @@ def run_host(
     ready("" if shown is None else shown.url)
     reported: dict[str, str] = {}
     while not stop.wait(_LOOK_S):
-        for run in _runs(store):
+        for run in filter(_RUN.fullmatch, sorted(_names(store))):
+            if not store.check([f"run/{run}/gen"]):
+                continue
             of_run = run_store(store, run, token, session)
             generation, ids, line = _state(of_run)
             known = run in reported or len(reported) < _MOST_RUNS
@@ -207,12 +209,6 @@ def run_host(
 def _names(store: TCPStore) -> set[str]:
     """Return the names of runs that members connected for; a stranger may write any."""
     return set(store.compare_set(_RUNS, "", "").decode(errors="replace").split())
-
-
-def _runs(store: TCPStore) -> list[str]:
-    return sorted(
-        run for run in _names(store) if _RUN.fullmatch(run) and store.check([f"run/{run}/gen"])
-    )
 
 
 def _state(of_run: AuthenticatedStore) -> tuple[Any, list[str], str]:

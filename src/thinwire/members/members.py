@@ -81,42 +81,32 @@ class SharedState(Protocol):
         """Upper bound on the tensor bytes of one message."""
 
 
-class Members:
-    """The members of a run, as `join` returns them; this process is one of them.
-
-    Leaving the `with` block leaves the run. An exception counts as a crash: the others notice it
-    after the time-out.
-
-    Example::
-
-        with tw.join("tcp://10.0.0.1:29400", run="llm", token_file="token") as members:
-            with tw.local_sgd(model, optimizer, config, members=members) as sync:
-                while sync.step < 10_000 and not members.left:
-                    train_step()
-    """
+class Member:
+    """This process as a member of a run: what `Members` shows, and what local updates use."""
 
     def __init__(self, kv: KeyValueView, terms: Terms, site: SingleRank) -> None:
-        self._site, self._terms, self._timeout_s = site, terms, terms.timeout_s
-        self._kv = kv if site.mesh is None else kv.under(f"shard/{site.rank}")
-        key = self._kv.store.key_for("state") or b""
-        self._transfer_context = TransferContext(self._kv, terms.endpoint, terms.timeout_s, key)
+        self.site, self.terms, self.timeout_s = site, terms, terms.timeout_s
+        self.kv = kv if site.mesh is None else kv.under(f"shard/{site.rank}")
+        key = self.kv.store.key_for("state") or b""
+        self._named = {} if terms.name is None else {"name": terms.name}
+        self._transfer_context = TransferContext(self.kv, terms.endpoint, terms.timeout_s, key)
         self._membership = self._join_run()
-        self._group = ElasticGroup(self._membership)
-        self._group.streams = terms.streams
-        self._job = SiteGroup(site, self._group) if isinstance(site, Site) else self._group
+        self.group = ElasticGroup(self._membership)
+        self.group.streams = terms.streams
+        self.job = SiteGroup(site, self.group) if isinstance(site, Site) else self.group
         self._donors: list[Donor] = []
         self._donor_ids: list[str] = []
         self._kept: list[tuple[int, StateMessage]] = []
         """Latest rounds, `_MOST_KEPT` states in all, for a joiner that has the state of one."""
         self._incoming_handoffs: list[tuple[Download, float]] = []
-        self._download: Download | None = None
+        self.download: Download | None = None
         self._refused_donors: set[str] = set()
-        self._leaving = self._has_state = self.left = False
+        self.leaving = self._has_state = self.left = False
         self._outgoing_handoff: Donor | None = None
         self._agreed: Facts = {}
-        self._step: Callable[[], int] = lambda: 0
-        self._leaving_ids: tuple[str, ...] = ()
-        self._samplers: list[Any] = []
+        self.step: Callable[[], int] = lambda: 0
+        self._samplers: dict[Any, Callable[[], Any]] = {}
+        """Samplers of this member, and what returns the progress of each."""
         self._sharing_ids: tuple[str, ...] = ()
         self._taken: dict[tuple[str, int], list[Any]] = {}
         """Last reported progress of each sampler since then, by member and rank of its site."""
@@ -125,37 +115,29 @@ class Members:
 
     def _join_run(self) -> Membership:
         own_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        own_id = self._site.broadcast_value("naming the site", own_id)
-        membership = Membership(self._kv.clone(), own_id, self._terms)
-        membership.shared.shown = self._named()
+        own_id = self.site.broadcast_value("naming the site", own_id)
+        membership = Membership(self.kv.clone(), own_id, self.terms)
+        membership.shared.shown = self._named
         try:
-            _meet(membership, self._site)
+            _meet(membership, self.site)
         except BaseException:  # Ctrl-C too: else the thread would remain as an idle member
             membership.close()
-            self._kv.disconnect()
+            self.kv.disconnect()
             raise
         return membership
 
-    def _require_mesh(self, mesh: DeviceMesh | None) -> None:
-        own_mesh = self._site.mesh
-        if mesh != own_mesh:
-            which = "no mesh" if mesh is None else "a mesh" if own_mesh is None else "another mesh"
+    def require_mesh(self, mesh: DeviceMesh | None) -> None:
+        """Raise unless this is the mesh of the site, which `join` was given."""
+        if mesh != self.site.mesh:
             raise ValueError(
-                f"{which} was given with members, and join was given "
-                f"{'none' if own_mesh is None else 'one'}: for a site of shards, pass the same "
-                "mesh=, (1, shards) over its ranks, to both"
+                f"mesh={mesh} was given with members, and join was given mesh={self.site.mesh}: "
+                "for a site of shards, pass the same mesh=, (1, shards) over its ranks, to both"
             )
 
-    def __enter__(self) -> "Members":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._close(leaves=kind is None)
-
     @property
-    def _joiner(self) -> bool:
+    def joiner(self) -> bool:
         """True until this process has received the state of a run that had begun without it."""
-        return self._group.bound is None and self._group.pending_after is None
+        return self.group.bound is None and self.group.pending_after is None
 
     @property
     def id(self) -> str:
@@ -165,7 +147,7 @@ class Members:
     @property
     def ids(self) -> tuple[str, ...]:
         """Identities of all members in the order of their ranks; empty on a joiner."""
-        return self._present()[1]
+        return self.present()[1]
 
     @property
     def rank(self) -> int:
@@ -174,38 +156,16 @@ class Members:
         return ids.index(self.id) if self.id in ids and not self.left else -1
 
     @property
-    def size(self) -> int:
-        """Number of members; 1 on a joiner."""
-        return max(len(self.ids), 1)
+    def rank_and_size(self) -> tuple[int, int]:
+        """Rank of this process and number of all, over the ranks of all sites."""
+        site = self.site
+        return max(self.rank, 0) * site.size + site.rank, max(len(self.ids), 1) * site.size
 
-    @property
-    def _rank_and_size(self) -> tuple[int, int]:
-        site = self._site
-        return max(self.rank, 0) * site.size + site.rank, self.size * site.size
-
-    @property
-    def generation(self) -> int:
-        """Number of membership changes up to the last averaging; -1 on a joiner."""
-        return self._present()[0]
-
-    def _present(self) -> tuple[int, tuple[str, ...]]:
-        if (bound := self._group.bound) is not None:
+    def present(self) -> tuple[int, tuple[str, ...]]:
+        """Return the number and the identities of the current generation."""
+        if (bound := self.group.bound) is not None:
             return bound.number, bound.ids
-        admitted = None if self._joiner else self._membership.shared.admitted
-        return (-1, ()) if admitted is None else admitted
-
-    @property
-    def step(self) -> int:
-        """Local steps of the run; a joiner continues the count of the others."""
-        return self._step()
-
-    def on_change(self, callback: "Callable[[Members], None]") -> None:
-        """Call `callback` with the members after each change, between two exchanges."""
-        self._group.on_rebind.append(lambda: callback(self))
-
-    def leave(self) -> None:
-        """Leave the run after the current round. The others continue without an error."""
-        self._leaving = True
+        return (not self.joiner and self._membership.shared.admitted) or (-1, ())
 
     def _hand_over(
         self, state: SharedState, leaving_id: str, successor: str, now: Generation, factor: float
@@ -220,94 +180,93 @@ class Members:
             where = self._transfer_context, number, successor, Part(0, 1, "")
             self._outgoing_handoff = Donor(*where, {}, [own])
 
-    def close(self) -> None:
-        """Leave the run at once. The others continue without this member. May be called twice."""
-        self._close(leaves=True)
-
-    def _close(self, *, leaves: bool) -> None:
+    def close(self, *, leaves: bool) -> None:
+        """Leave the run; unless `leaves`, as a member that was lost."""
         for donor in self._donors:
             donor.close()
         self._donors = []
         if self._outgoing_handoff is not None:
-            self._outgoing_handoff.close(self._timeout_s)
+            self._outgoing_handoff.close(self.timeout_s)
         shared = self._membership.shared
         if leaves and shared.end_reason is None and shared.store_problem is None:
-            self._kv.limit_s = min(_LEAVE_S, self._timeout_s)
-            shared.announce_leaving(self._kv)
+            self.kv.limit_s = min(_LEAVE_S, self.timeout_s)
+            shared.announce_leaving(self.kv)
         self._membership.close()
-        self._kv.disconnect()
+        self.kv.disconnect()
 
-    # for local updates
+    def show(self, stats: Facts, loss: Any) -> None:
+        """Show numbers of this member on the page of the run."""
+        self._membership.shared.shown = report_of(stats, loss) | self._named
 
-    def _show(self, stats: Facts, loss: Any) -> None:
-        self._membership.shared.shown = report_of(stats, loss) | self._named()
-
-    def _named(self) -> dict[str, str]:
-        return {} if self._terms.name is None else {"name": self._terms.name}
-
-    def _register_sampler(self, sampler: Any) -> None:
-        self._samplers.append(sampler)
+    def register_sampler(self, sampler: Any, progress: Callable[[], Any]) -> None:
+        """Add a sampler, whose samples are distributed again when the membership changes."""
+        self._samplers[sampler] = progress
         self._sharing_ids = self._sharing_ids or self.ids
-        if self._sampler_states:
-            self._start_sampler(len(self._samplers) - 1)
+        self._start_samplers(len(self._samplers) - 1)
 
-    def _start_sampler(self, index: int) -> None:
+    def _start_samplers(self, first: int = 0) -> None:
+        """Give samplers, from number `first` on, the states that this joiner received."""
+        if not self._sampler_states:
+            return
         self._sharing_ids = tuple(self._sampler_states["sharing_ids"])
         states = self._sampler_states["states"]
-        if index >= len(states):
+        if len(self._samplers) > len(states):
             raise Mismatch(
-                f"this member has made {index + 1} samplers, and the others {len(states)}: make "
-                "the same samplers on all members, before local updates begin"
+                f"this member has made {len(self._samplers)} samplers, and the others "
+                f"{len(states)}: make the same samplers on all members, before local updates begin"
             )
-        rank, ranks = self._rank_and_size_in(self._sharing_ids)
-        self._samplers[index]._start_as_joiner(states[index], rank, ranks)
+        for sampler, state in [*zip(self._samplers, states, strict=False)][first:]:
+            sampler.load_state_dict(state)
 
     def _sampler_facts(self) -> Facts:
-        if not self._samplers:
-            return {}
         states = [sampler.state_dict() for sampler in self._samplers]
-        return {"samplers": {"sharing_ids": self._sharing_ids, "states": states}}
+        return {"samplers": {"sharing_ids": self._sharing_ids, "states": states}} if states else {}
 
-    def _rank_and_size_in(self, ids: Sequence[str]) -> tuple[int, int]:
-        site = self._site
+    @property
+    def sharing_rank_and_size(self) -> tuple[int, int]:
+        """`rank_and_size` among those that share the samples, as of the last distribution."""
+        ids, site = self._sharing_ids or (self.id,), self.site
         return ids.index(self.id) * site.size + site.rank, len(ids) * site.size
 
     def _redistribute_samples(self, ids: Sequence[str]) -> None:
         # a lost one has taken those of its last report: what it computed later reached nobody
         if not self._samplers or tuple(ids) == self._sharing_ids or self.id not in ids:
             return
-        for sampler in self._samplers:
-            sampler._redistribute(self._taken_of(sampler), *self._rank_and_size_in(ids))
+        states = [sampler.state_dict() for sampler in self._samplers]
         self._sharing_ids, self._taken = tuple(ids), {}
+        for sampler, state in zip(self._samplers, states, strict=True):
+            sampler.load_state_dict(state)
 
-    def _taken_of(self, sampler: Any) -> list[tuple[int, int] | None]:
+    def taken_of(self, sampler: Any) -> list[tuple[int, int] | None]:
         """Return what each rank had taken at the last averaging; None if nothing since it began."""
-        index = self._samplers.index(sampler)
-        ranks = range(self._site.size)
+        index = [*self._samplers].index(sampler)
+        ranks = range(self.site.size)
         reports = [self._taken.get((one, rank)) for one in self._sharing_ids for rank in ranks]
         return [None if report is None else tuple(report[index]) for report in reports]
 
-    def _require_same_setup(self, occasion: str, facts: Facts) -> None:
-        kv = self._kv
+    def require_same_setup(self, occasion: str, facts: Facts) -> None:
+        """Raise if these facts differ from those of the other members."""
+        kv = self.kv
         kv.call(lambda: require_same(kv.store.under(occasion), dict(leaves("", facts))))
 
-    def _fetch_state(self, state: SharedState) -> None:
+    def fetch_state(self, state: SharedState) -> None:
+        """Copy the state of the run from donors, and wait for admission."""
         try:
             while (problem := self._attempt(state)) is not None:
                 _log.warning("asking another member for the state: %s", problem)
                 if self._refused_donors >= {*self._membership.shared.expected, *self._donor_ids}:
                     raise PayloadCorrupt(f"no member is left to ask for the state: {problem}")
         except ThinwireError as error:
-            self._site.announce_end(error)
+            self.site.announce_end(error)
             raise
-        self._group.pending_after = -1
+        self.group.pending_after = -1
 
     def _attempt(self, state: SharedState) -> ThinwireError | None:
         problem: ThinwireError | None = None
         try:
             self._fetch_from_donor(state)
         except (PeerLost, PeerStalled, PayloadCorrupt) as error:
-            if self._membership.kv.waiting_s > self._timeout_s / 2:
+            if self._membership.kv.waiting_s > self.timeout_s / 2:
                 raise  # the meeting place is stalled: no other member can be asked either
             self._membership.require_heartbeat()
             problem = error
@@ -315,16 +274,16 @@ class Members:
         if problem is not None and ready:
             # the others may have admitted this member, which has no state: join as a new one
             self._membership.close()
-            self._membership = self._group.membership = self._join_run()
+            self._membership = self.group.membership = self._join_run()
             self._has_state = False
         return problem
 
     def _outcome(self, problem: ThinwireError | None) -> tuple[bool, ThinwireError | None]:
         """Return True if a rank of this site is ready, and the error of one not admitted."""
         own_text = None if problem is None else str(problem)
-        indices = [] if self._download is None else self._download.refused
-        report = [self._has_state, own_text, self.step, [self._donor_ids[n] for n in indices]]
-        answers = self._site.gather_values("waiting for admission", report)
+        indices = [] if self.download is None else self.download.refused
+        report = [self._has_state, own_text, self.step(), [self._donor_ids[n] for n in indices]]
+        answers = self.site.gather_values("waiting for admission", report)
         self._refused_donors.update(*(refused for *_, refused in answers))
         texts = [text for _, text, *_ in answers if text is not None]
         if not texts and len({step for _, _, step, _ in answers}) > 1:
@@ -333,40 +292,39 @@ class Members:
         return ready, PeerLost(texts[0]) if texts else None
 
     def _fetch_from_donor(self, state: SharedState) -> None:
-        site, shared = self._site, self._membership.shared
+        site, shared = self.site, self._membership.shared
         asks: Facts = {"has": state.averagings, "without": [*self._refused_donors]}
-        number = shared.say_hello(self._kv, **asks) if site.rank == 0 else 0
+        number = shared.say_hello(self.kv, **asks) if site.rank == 0 else 0
         number = site.broadcast_value("asking for admission", number)
-        message = None
         try:
             # either all ranks of the site are ready, or none
             with site.raising_together("receiving the state"):
                 self._donor_ids = self._wait_for_donor(number)
                 where = self._transfer_context, number, len(self._donor_ids)
-                self._download = Download(*where, state.tensors(), state.max_bytes)
+                self.download = download = Download(*where, state.tensors(), state.max_bytes)
                 # until it has caught up: the others wait for it from then on
-                while (message := self._download.next(wait=False)) is not None:
+                while (message := download.next(wait=False)) is not None:
                     state.apply(message)
-            assert self._download is not None, "received"
             self._has_state = True
             if site.rank == 0:
-                self._kv.put(f"ready/{number}", {"id": shared.own_id})
-            while message is None or not message.last:
-                message = self._download.next(wait=True)
+                self.kv.put(f"ready/{number}", {"id": shared.own_id})
+            while True:
+                message = download.next(wait=True)
                 assert message is not None, "waited for"
                 state.apply(message)
+                if message.last:
+                    break
             self._sampler_states = message.plain.get("samplers") or {}
-            for index in range(len(self._samplers)) if self._sampler_states else ():
-                self._start_sampler(index)
+            self._start_samplers()
         finally:
-            if self._download is not None:
-                self._download.close()
+            if self.download is not None:
+                self.download.close()
         if not self._membership.is_admitted():
             raise PeerStalled("the membership changed while this member was being admitted")
 
     def _wait_for_donor(self, number: int) -> list[str]:
         began = logged = time.monotonic()
-        while (found := self._kv.get_verified(f"donor/{number}")) is None:
+        while (found := self.kv.get_verified(f"donor/{number}")) is None:
             self._membership.require_heartbeat()
             time.sleep(_POLL_S)
             if time.monotonic() - logged > _NEWS_S:
@@ -374,33 +332,33 @@ class Members:
                 _log.info("waited %.0f s for the end of a round to join", logged - began)
         return [*map(str, found)]
 
-    def _report(self) -> dict[str, Any]:
-        report: dict[str, Any] = {"leaving": self.id} if self._leaving else {}
+    def report(self) -> dict[str, Any]:
+        """Return what this member reports in the agreement of a round."""
+        report: dict[str, Any] = {"leaving": self.id} if self.leaving else {}
         if self._samplers:
-            taken = [sampler._progress for sampler in self._samplers]
-            report["taken"] = [self.id, self._site.rank, taken]
-        if self._group.rank == self._site.rank == 0:
+            taken = [progress() for progress in self._samplers.values()]
+            report["taken"] = [self.id, self.site.rank, taken]
+        if self.group.rank == self.site.rank == 0:
             report["assign"] = self._membership.waiting_joiners()
             report["admit"] = self._membership.ready_joiners()
         return report
 
-    def _receive_reports(self, reports: Sequence[Facts]) -> None:
-        self._agreed = reports[0]
+    def receive_reports(self, reports: Sequence[Facts]) -> None:
+        """Take the reports of all members, which all of them have agreed on."""
         # identities, not ranks: the reports may belong to a generation that has ended by now
-        leaving_ids = (report["leaving"] for report in reports if "leaving" in report)
-        self._leaving_ids = tuple(dict.fromkeys(leaving_ids))
+        leaving_ids = [report["leaving"] for report in reports if "leaving" in report]
+        self._agreed = {**reports[0], "leave": leaving_ids}
         progress = [report["taken"] for report in reports if "taken" in report]
         self._taken |= {(member, rank): taken for member, rank, taken in progress}
 
-    def _end_round(self, state: SharedState, *, goes_on: bool = False) -> None:
+    def end_round(self, state: SharedState, *, goes_on: bool = False) -> None:
         """Send states, admit joiners and release leaving members, as all members have agreed."""
         # goes_on: the same call makes another round at once, before which no member joins or leaves
         agreed, self._agreed = {} if goes_on else self._agreed, {}
-        leaving_ids, self._leaving_ids = () if goes_on else self._leaving_ids, ()
         # the generation of the agreement, equal on all members, even if a new one has formed since
-        now = self._group.bound
+        now = self.group.bound
         assert now is not None, "exchanged"
-        leaving_ids = tuple(member for member in leaving_ids if member in now.ids)
+        leaving_ids = [member for member in now.ids if member in agreed.get("leave", [])]
         remaining = [member for member in now.ids if member not in leaving_ids]
         admitted = [member for member in agreed.get("admit", []) if member not in now.ids]
         following = len(remaining) + len(admitted)
@@ -420,22 +378,16 @@ class Members:
                 plain = {**update.plain, **(self._sampler_facts() if last else {})}
                 donor.enqueue(replace(update, plain=plain, last=last))
         for number, hello in agreed.get("assign", []):
-            with self._membership.shared.changed:
-                self._membership.shared.donor_assigned_s[number] = time.monotonic()
-            good = [member for member in remaining if member not in hello.get("without", ())]
-            first = number % max(len(good), 1)
-            donors = [*good[first:], *good[:first]][:MOST_DONORS]
-            if self.id in donors:
-                self._donate(state, number, hello["id"], hello.get("has", 0), donors)
-        for handoff in [one for one in self._incoming_handoffs if not one[0].alive]:
-            self._incoming_handoffs.remove(handoff)
+            self._assign_donors(state, number, hello, remaining)
+        for download, factor in [one for one in self._incoming_handoffs if not one[0].alive]:
+            self._incoming_handoffs.remove((download, factor))
             try:
-                message = handoff[0].next(wait=True)
+                message = download.next(wait=True)
             except (ThinwireError, RuntimeError) as error:
                 _log.warning("the handoff of a leaving member was lost: %s", error)
             else:
                 assert message is not None, "waited for"
-                state.add_handoff(message, handoff[1])
+                state.add_handoff(message, factor)
         if admitted or leaving_ids:
             # the residual's share of the mean over all members stays the same
             factor = following / now.size
@@ -446,20 +398,110 @@ class Members:
                 self._membership.wait_for_decision()
                 self.left = True
                 return
-            self._group.pending_after = now.number  # the next one connects while this member trains
+            self.group.pending_after = now.number  # the next one connects while this member trains
 
-    def _donate(
-        self, state: SharedState, number: int, joiner: str, has: int, donors: Sequence[str]
+    def _assign_donors(
+        self, state: SharedState, number: int, hello: Facts, remaining: Sequence[str]
     ) -> None:
+        """Become a donor of this joiner, if its request chooses this member."""
+        shared = self._membership.shared
+        with shared.changed:
+            shared.donor_assigned_s[number] = time.monotonic()
+        good = [member for member in remaining if member not in hello.get("without", ())]
+        first = number % max(len(good), 1)
+        has = hello.get("has", 0)
+        donors = [*good[first:], *good[:first]][:MOST_DONORS]
+        if self.id not in donors:
+            return
         counters, since = state.counters(), [update for at, update in self._kept if at > has]
         if has == 0 or len(since) != state.averagings - has:  # they would be of no use
             since = []
         part = Part(donors.index(self.id), len(donors), json.dumps(counters.plain), donors)
-        where = self._transfer_context, number, joiner, part, state.tensors()
-        self._donors.append(Donor(*where, [*since, counters], self._group.is_exchanging))
+        where = self._transfer_context, number, hello["id"], part, state.tensors()
+        self._donors.append(Donor(*where, [*since, counters], self.group.is_exchanging))
 
-    def _records(self, *, compressed: bool) -> bool:
-        return (compressed and self.size > 1) or any(donor.alive for donor in self._donors)
+    def records(self, *, compressed: bool) -> bool:
+        """Return True if the messages of the next averaging must be kept for joiners."""
+        return (compressed and len(self.ids) > 1) or any(donor.alive for donor in self._donors)
+
+
+class Members:
+    """The members of a run, as `join` returns them; this process is one of them.
+
+    Leaving the `with` block leaves the run. An exception counts as a crash: the others notice it
+    after the time-out.
+
+    Example::
+
+        with tw.join("tcp://10.0.0.1:29400", run="llm", token_file="token") as members:
+            with tw.local_sgd(model, optimizer, config, members=members) as sync:
+                while sync.step < 10_000 and not members.left:
+                    train_step()
+    """
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+
+    def __enter__(self) -> "Members":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._member.close(leaves=kind is None)
+
+    @property
+    def id(self) -> str:
+        """Identity of this member: host, process and eight digits."""
+        return self._member.id
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Identities of all members in the order of their ranks; empty on a joiner."""
+        return self._member.ids
+
+    @property
+    def rank(self) -> int:
+        """Rank of this member, from 0; -1 on a joiner, and after leaving."""
+        return self._member.rank
+
+    @property
+    def size(self) -> int:
+        """Number of members; 1 on a joiner."""
+        return max(len(self.ids), 1)
+
+    @property
+    def generation(self) -> int:
+        """Number of membership changes up to the last averaging; -1 on a joiner."""
+        return self._member.present()[0]
+
+    @property
+    def step(self) -> int:
+        """Local steps of the run; a joiner continues the count of the others."""
+        return self._member.step()
+
+    @property
+    def left(self) -> bool:
+        """True if this process has left the run."""
+        return self._member.left
+
+    def on_change(self, callback: "Callable[[Members], None]") -> None:
+        """Call `callback` with the members after each change, between two exchanges."""
+        self._member.group.on_rebind.append(lambda: callback(self))
+
+    def leave(self) -> None:
+        """Leave the run after the current round. The others continue without an error."""
+        self._member.leaving = True
+
+    def close(self) -> None:
+        """Leave the run at once. The others continue without this member. May be called twice."""
+        self._member.close(leaves=True)
+
+
+def member_of(members: Members | None) -> Member | None:
+    """Return this process as a member; None without members."""
+    if members is None:
+        return None
+    check.instance("members", members, Members)
+    return members._member
 
 
 def _meet(membership: Membership, site: SingleRank) -> None:
@@ -536,9 +578,10 @@ def join(
     timeout_s = seconds_of(timeout) or _TIMEOUT_S
     check.instance("address", address, str)
     host = parse_address("address", address, scheme=True)
+    token = None
     if token_file is not None:
         check.instance("token_file", token_file, (str, Path))
-    token = None if token_file is None else read_token(token_file)
+        token = read_token(token_file)
     check.instance("relay", relay, bool)
     name = os.environ.get("THINWIRE_NAME") if name is None else name
     if name is not None:
@@ -559,7 +602,7 @@ def join(
     facts = {"shards of a site": site.size, "streams": streams, "keep_batch": keep_batch}
     kv.call(lambda: require_same(kv.store.under("site"), facts))
     terms = Terms(endpoint, min_members, start_members, timeout_s, streams, keep_batch, name)
-    return Members(kv, terms, site)
+    return Members(Member(kv, terms, site))
 
 
 def _authority(ca: str | Path) -> ssl.SSLContext:

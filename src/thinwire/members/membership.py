@@ -251,9 +251,11 @@ class Membership:
     def _joiners(self) -> list[tuple[int, dict[str, Any]]]:
         shared = self.shared
         with shared.changed:
-            asked = sorted(shared.hellos.items())
-            asked = [(n, one) for n, one in asked if one["id"] not in shared.past_members]
-        return [(n, one) for n, one in asked if shared.is_alive(one["id"])]
+            return [
+                (number, one)
+                for number, one in sorted(shared.hellos.items())
+                if one["id"] not in shared.past_members and shared.is_alive(one["id"])
+            ]
 
     def close(self) -> None:
         """End the thread. May be called twice."""
@@ -322,12 +324,14 @@ class Watcher:
 
     def _freeze(self) -> None:
         """Accept no further agreement of this generation, and end all waits in it."""
-        with self.shared.changed:
-            self.shared.frozen = True
-        if self.shared.generation is not None:
-            self.shared.generation.disconnect()
+        shared = self.shared
+        with shared.changed:
+            shared.frozen = True
+        if shared.generation is not None:
+            shared.generation.disconnect()
 
     def _meet(self) -> None:
+        shared = self.shared
         hint = self.kv.get("gen")
         number = self._latest_from(-1 if hint is None else int(hint))
         first_generation, begun, enough_s = -1, 0.0, math.inf
@@ -338,27 +342,27 @@ class Watcher:
             met = number + 1 if written is None else met
             self._enter(met, self._decided(met, Decision(self.founders, self.founders, 0)))
             return
-        self.shared.last_alive_s = time.monotonic()
+        shared.last_alive_s = time.monotonic()
         while not self.stopped.is_set():
             number, decision, alive = self._poll(number)
             if self.own_id in decision.ids:
-                with self.shared.changed:
-                    self.shared.votes, self.shared.admitted = decision.votes, (number, decision.ids)
-                    self.shared.changed.notify_all()
+                with shared.changed:
+                    shared.votes, shared.admitted = decision.votes, (number, decision.ids)
+                    shared.changed.notify_all()
                 self._enter(number, decision)
                 return
             if alive or (self.founders is not None and number >= 0):
-                with self.shared.changed:  # the main thread fetches the state meanwhile
-                    self.shared.joiner = True
-                    self.shared.changed.notify_all()
+                with shared.changed:  # the main thread fetches the state meanwhile
+                    shared.joiner = True
+                    shared.changed.notify_all()
             now, first = time.monotonic(), number + 1
             # no member is alive, or there was never one: found a generation with the others
-            if not self.shared.joiner and (
-                first == first_generation or not decision.ids or self.shared.is_silent()
+            if not shared.joiner and (
+                first == first_generation or not decision.ids or shared.is_silent()
             ):
                 if first != first_generation:
                     first_generation, begun, enough_s = first, now, math.inf
-                    self.shared.say_hello(self.kv, first_generation)
+                    shared.say_hello(self.kv, first_generation)
                     if number >= 0:
                         text = "no member of generation %d is alive: the run restarts"
                         _log.warning(text, number)
@@ -455,7 +459,8 @@ class Watcher:
         return self.shared.is_alive(other)
 
     def _watch(self) -> None:
-        now = self.shared.generation
+        shared = self.shared
+        now = shared.generation
         assert now is not None, "entered"
         try:
             self._beat()
@@ -470,20 +475,20 @@ class Watcher:
             if now.rank == 0:
                 self._check_joiners()
             self._poll_heartbeat(now.ids[self._beat_count % now.size])
-            shown, self.shared.shown = self.shared.shown, {}
+            shown, shared.shown = shared.shown, {}
             if shown:
                 self.kv.put(f"shown/{self.own_id}", shown)
-            self.shared.store_problem = None
+            shared.store_problem = None
         except ThinwireError:
             raise
         except RuntimeError as error:
-            if self.shared.store_problem is None and not self.stopped.is_set():
+            if shared.store_problem is None and not self.stopped.is_set():
                 _log.warning(
                     "the meeting place does not answer (%s): rounds continue, but no member can "
                     "join, and the loss of a member ends the run",
                     error,
                 )
-            self.shared.store_problem = str(error)
+            shared.store_problem = str(error)
 
     def _check_joiners(self) -> None:
         """Update the set of joiners, for at most `_SCAN_S`: the others wait for a heartbeat."""
@@ -516,6 +521,7 @@ class Watcher:
 
     def _read_hellos(self, until: float) -> None:
         """Read the new requests, and, while time is left, older ones from the last on."""
+        shared = self.shared
         if self._next_hello == 0:
             self._next_hello = self.kv.get_verified(_HELLOS) or 0
             self._unread = list(range(self._next_hello))
@@ -528,28 +534,29 @@ class Watcher:
             else:
                 if value is None:
                     break
-                with self.shared.changed:
-                    self.shared.hellos[self._next_hello] = value
+                with shared.changed:
+                    shared.hellos[self._next_hello] = value
             self._next_hello += 1
         while self._unread and time.monotonic() < until:
             number = self._unread.pop()
             if (value := self.kv.get_verified(f"hello/{number}")) is not None:
-                with self.shared.changed:
-                    self.shared.hellos[number] = value
+                with shared.changed:
+                    shared.hellos[number] = value
 
     def change_generation(
         self, number: int, ids: tuple[str, ...], continuing: tuple[str, ...]
     ) -> None:
         """Write the generation after this one, as its members have agreed, and enter it."""
-        old = self.shared.generation
+        shared = self.shared
+        old = shared.generation
         if old is None or old.number != number:  # another one was formed meanwhile
             if self.own_id not in ids:
-                self.shared.announce_leaving(self.kv)
+                shared.announce_leaving(self.kv)
                 raise Evicted("this member has left")
             return
-        with self.shared.changed:
-            self.shared.frozen = True
-            decision = Decision(ids, continuing, self.shared.votes, self.shared.answers)
+        with shared.changed:
+            shared.frozen = True
+            decision = Decision(ids, continuing, shared.votes, shared.answers)
         self._enter(number + 1, self._decided(number + 1, decision))
 
     def regroup(self, why: str, number: int | None = None) -> None:

@@ -488,12 +488,11 @@ class Engine:
 
     @property
     def pending(self) -> str:
-        """Return the pending work of `flush` in words, such as "2 merged microsteps"; empty if
-        there is none.
-        """
+        """Pending work of `flush`, such as "2 merged microsteps"; empty if there is none."""
         microsteps = self._parts.merge.microsteps
         waiting = [f"{microsteps} merged microsteps"] if microsteps else []
-        if self.sync is not None and self.sync._when.unsynced:
+        averager = self._parts.averager
+        if averager is not None and averager.when.unsynced:
             waiting.append("an averaging")
         return " and ".join(waiting)
 

@@ -23,7 +23,7 @@ from thinwire.exchange.agreement import StepDecision
 from thinwire.exchange.gradients import Grads
 from thinwire.exchange.synchronizer import COUNTED
 from thinwire.local.steps import require_tokens
-from thinwire.local.updates import LocalUpdates
+from thinwire.local.updates import LocalUpdates, count_tokens, counts, make_step, open_averager
 from thinwire.optim.common import CommonOptimizer
 from thinwire.strategy.engine_checks import Joining
 from thinwire.strategy.ownership import (
@@ -74,8 +74,8 @@ class Microsteps:
     @property
     def merging(self) -> bool:
         """True if the present microstep is merged, and no update follows it."""
-        parts, sync = self.parts, self.sync
-        steps = parts.merge_steps if sync is None else sync._when.microbatches
+        parts, local = self.parts, self.parts.averager
+        steps = parts.merge_steps if local is None else local.when.microbatches
         return parts.merge.microsteps + 1 < steps
 
     def position(self) -> int:
@@ -104,9 +104,8 @@ class Microsteps:
         """Return the averagings that were applied here, or without local updates the updates. A
         state that is loaded changes nothing.
         """
-        if self.sync is None:
-            return self._updates_here
-        return self.sync._open_averager(or_left=True).applied
+        averager = self.parts.averager
+        return self._updates_here if averager is None else averager.applied
 
     def count_from(self, counters: Mapping[str, float]) -> None:
         """Continue the counters of an earlier run."""
@@ -123,7 +122,7 @@ class Microsteps:
         """Return what this rank counts and measures, by names of `stats`."""
         counters = self.counters() | self.parts.clip.counts(self.parts.params.values())
         if self.sync is not None:
-            return self.sync._counts() | counters
+            return counts(self.sync) | counters
         goodput = self.pace.goodput(self.step, int(counters["dropped_steps"]))
         parts = self.parts
         found = {"sparsity": parts.unsent_share(self.step), "merge_steps": parts.merge_steps}
@@ -160,7 +159,7 @@ class Microsteps:
             self.clear_grads()
         if self.sync is not None:
             with self.with_advice():
-                self.sync._open_averager().refuse(problem)
+                open_averager(self.sync).refuse(problem)
         elif self.parts.runner is None:
             with self.trained.as_prepared(), self._exchanging(early=early) as launch_all:
                 launch_all()
@@ -254,7 +253,7 @@ class Microsteps:
             if loss is not None:
                 self.sync.observe(loss)
             if self.tokens is not None:
-                self.sync._count_tokens(self.tokens)
+                count_tokens(self.sync, self.tokens)
         held = {n: shard_of(p.grad) for n, p in parts.params.items() if p.grad is not None}
         scaler = parts.scaler
         overflow = scaler is not None and scaler.overflowed(held.values())
@@ -336,7 +335,7 @@ class Microsteps:
             self.forget_merged()
             sync.skip_step()  # it counts towards the next averaging
         else:
-            sync._make_step(partial(self._step_here, self._limited(grads)))
+            make_step(sync, partial(self._step_here, self._limited(grads)))
         if self.joining is not None:
             self.joining.due = sync.synced
 

@@ -20,10 +20,11 @@ from thinwire.core.gradients import Clip
 from thinwire.core.stats import Planned
 from thinwire.exchange.gradients import GradientExchange
 from thinwire.exchange.overlap import Overlap
-from thinwire.exchange.synchronizer import Ranks, Synchronizer
+from thinwire.exchange.synchronizer import Ranks
 from thinwire.local import saving
-from thinwire.local.updates import LocalUpdates
-from thinwire.members.members import Members
+from thinwire.local.averager import Averager
+from thinwire.local.updates import LocalUpdates, open_averager
+from thinwire.members.members import Member, Members
 from thinwire.optim.folded import FoldedSGD
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.step.merge import GradientSum
@@ -50,6 +51,7 @@ class Setup:
     members: Members | None
     mesh: DeviceMesh | None
     streams: int | None
+    member: Member | None = field(init=False)
     planned: Planned | None = field(init=False)
     ranks: Ranks = field(init=False)
     grid: Grid | None = None
@@ -105,6 +107,9 @@ class Parts:
     folds: bool = False
     """True if the compression keeps the optimizer's momentum."""
     sync: LocalUpdates | None
+    averager: Averager | None = None
+    """Averager of `sync`, once its block is entered."""
+    member: Member | None
     scaler: LossScaler | None
     merge: GradientSum = field(default_factory=GradientSum)
     merge_steps: int
@@ -132,12 +137,11 @@ class Parts:
     """Facts that a checkpoint must share with the engine that loads it."""
 
     @property
-    def exchange(self) -> Synchronizer:
+    def exchange(self) -> Averager | GradientExchange:
         """The one of the two exchanges that this engine uses."""
-        if self.sync is not None:
-            return self.sync._open_averager(or_left=True)
-        assert self.gradients is not None, "one of the two"
-        return self.gradients
+        exchange = self.averager or self.gradients
+        assert exchange is not None, "one of the two"
+        return exchange
 
     def votes(self) -> list[Group]:
         """Return the groups of what agrees over the ranks beside the exchange."""
@@ -146,15 +150,15 @@ class Parts:
 
     def saved_exchange(self) -> dict[str, Any]:
         """Return this rank's state that later updates depend on, without the optimizer's: live."""
-        if self.sync is not None:
-            return saving.saved(self.sync._open_averager(or_left=True), copy=False)
-        assert self.gradients is not None, "one of the two"
-        return self.gradients.state_dict()
+        exchange = self.exchange
+        if isinstance(exchange, Averager):
+            return saving.saved(exchange, copy=False)
+        return exchange.state_dict()
 
     def load_exchange(self, state: Mapping[str, Any]) -> None:
         """Continue from `saved_exchange`. Everything is checked before anything changes."""
         if self.sync is not None:
-            saving.load(state, self.sync._open_averager())
+            saving.load(state, open_averager(self.sync))
         if self.gradients is not None:
             self.gradients.load_state_dict(state)
 

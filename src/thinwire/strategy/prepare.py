@@ -34,7 +34,8 @@ from thinwire.exchange.gradients import gradients_of
 from thinwire.exchange.overlap import Overlap
 from thinwire.exchange.synchronizer import Ranks
 from thinwire.local.model import require_own_params, warn_of_misplaced, warn_of_others
-from thinwire.local.updates import LocalUpdates
+from thinwire.local.updates import LocalUpdates, enter
+from thinwire.members.members import member_of
 from thinwire.optim import Lamb, Lars
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.folded import FoldedSGD
@@ -77,10 +78,11 @@ _log = logging.getLogger("thinwire")
 
 def prepare(setup: Setup) -> Engine:
     """See `DistributedStrategy.prepare`."""
-    strategy, model, members, mesh = setup.strategy, setup.model, setup.members, setup.mesh
-    if members is not None:
-        require_members_work(strategy, members)
-        members._require_mesh(mesh)
+    strategy, model, mesh = setup.strategy, setup.model, setup.mesh
+    setup.member = member = member_of(setup.members)
+    if member is not None:
+        require_members_work(strategy, member)
+        member.require_mesh(mesh)
     if mesh is not None:
         require_mesh_works(strategy, mesh)
         require_elementwise(setup.optimizer)
@@ -93,7 +95,7 @@ def prepare(setup: Setup) -> Engine:
     setup.digest_every = check.integer("digest_every", setup.digest_every, at_least=0)
     local = mesh is not None or strategy.local is not None
     setup.ranks = Ranks(
-        timeout=setup.timeout, members=members, streams=setup.streams, between_sites=local
+        timeout=setup.timeout, member=member, streams=setup.streams, between_sites=local
     )
     with setup.ranks.deadline():
         return _prepared(setup)
@@ -129,7 +131,7 @@ def _prepared(setup: Setup) -> Engine:
 
 def _form_groups_(setup: Setup) -> None:
     """Compare strategies, and make the groups of ranks. Changes `setup`."""
-    strategy, group, members = setup.strategy, setup.group, setup.members
+    strategy, group, member = setup.strategy, setup.group, setup.member
     facts = {
         "wire version": WIRE_VERSION,
         "strategy": compared_settings(strategy),
@@ -138,15 +140,15 @@ def _form_groups_(setup: Setup) -> None:
         **setup.ranks.facts,
         **_rounding_facts(strategy, setup.model, setup.optimizer),
     }
-    if members is not None:
-        members._require_same_setup("strategy", facts)
+    if member is not None:
+        member.require_same_setup("strategy", facts)
     setup.ranks.compare(facts, "comparing strategies")
     setup.replicas = group.size
     if strategy.pipeline is not None:
         setup.grid = Grid(strategy.pipeline.stages, setup.timeout)
         setup.replicas = setup.grid.replicas
     if setup.mesh is not None:
-        own = None if members else sites_of(setup.mesh, setup.timeout, setup.streams)
+        own = None if member else sites_of(setup.mesh, setup.timeout, setup.streams)
         setup.sites = own or group
         setup.replicas = setup.sites.replica_count
     if strategy.expected_replicas not in (None, setup.replicas):
@@ -266,7 +268,6 @@ def _planned_for(setup: Setup, stage: nn.Module, params: dict[str, Parameter]) -
             plan=setup.planned,
             mesh=setup.mesh,
         )
-        sync._when.merge_steps = strategy._merge_steps
     merge = strategy.gradient_merge
     return Parts(
         model=stage,
@@ -277,6 +278,7 @@ def _planned_for(setup: Setup, stage: nn.Module, params: dict[str, Parameter]) -
         part=setup.part,
         compression=strategy.compression,
         sync=sync,
+        member=setup.member,
         scaler=scaler,
         merge_steps=strategy._merge_steps,
         merge_avg=merge is None or merge.avg,
@@ -298,7 +300,7 @@ def _assemble(setup: Setup, parts: Parts, undo: ExitStack) -> None:
         parts.autocast = partial(torch.autocast, device, dtype=dtype)
         if strategy.pipeline is None:
             undo.callback(Autocast(model, dtype).remove)
-    scaler, grid, members = parts.scaler, setup.grid, setup.members
+    scaler, grid = parts.scaler, setup.grid
     if strategy.pipeline is not None:
         assert grid is not None, "made for the pipeline"
         record_stage_split(model, split_model(model, strategy.pipeline))
@@ -307,10 +309,11 @@ def _assemble(setup: Setup, parts: Parts, undo: ExitStack) -> None:
             parts.model, strategy.pipeline, grid, setup.loss_fn, dtype=dtype, scale=scale
         )
     if parts.sync is not None:
-        undo.callback(parts.sync._enter(follow=False).close)
+        parts.averager = enter(parts.sync, merge_steps=parts.merge_steps)
+        undo.callback(parts.sync.close)
     stages = None if grid is None or grid.stages == 1 else grid.peers
     parts.clip = take_clip_(optimizer, setup.grad_clip, undo, stages=stages, shards=setup.shards)
-    peers = setup.replica_ranks() if members is None else members._group
+    peers = setup.member.group if setup.member else setup.replica_ranks()
     parts.buffers = MovingBuffers(parts.model, peers)
     _exchange(setup, parts)
     for single in all_of(optimizer):

@@ -14,7 +14,6 @@ from thinwire.comm import Group, while_busy
 from thinwire.compress.quantized_change import Quantized
 from thinwire.core.sharded import is_sharded, sharded_like
 from thinwire.errors import StreamError
-from thinwire.members.members import Members
 from thinwire.strategy.parts import Parts
 from thinwire.stream.files import Storage
 from thinwire.stream.publisher import Publisher
@@ -56,9 +55,10 @@ class EnginePublisher:
         )
         """True if an averaging changes an anchor by one of few values: fewer bits than rounded."""
         self._last = events()
+        self._member = parts.member
         self.closed = False
         self._publisher: Publisher | None = None
-        if self._members is not None:
+        if self._member is not None:
             self._try_storage()
         elif any(map(is_sharded, tensors_of(parts.model)[0].values())):
             self._begin_together()
@@ -80,21 +80,16 @@ class EnginePublisher:
             self._publish()
 
     @property
-    def _members(self) -> Members | None:
-        sync = self._parts.sync
-        return None if sync is None else sync._members
-
-    @property
     def _ranks(self) -> Group:
         """All ranks, with those of this site if the model is sharded."""
         return self._parts.exchange.group
 
     def _is_first(self) -> bool:
         """Return True on the rank, or on the ranks of the site, that publishes now."""
-        group, members = self._ranks, self._members
-        if members is not None:
-            return members.rank == 0
-        return (group if group.replicas is None else group.replicas).rank == 0
+        group, member = self._ranks, self._member
+        if member is not None:
+            return member.rank == 0
+        return (group.replicas or group).rank == 0
 
     def _begin_together(self) -> None:
         """Begin on the first site, or raise on all ranks."""
@@ -144,18 +139,18 @@ class EnginePublisher:
 
         After the failure of a version before, this one is given all the same.
         """
-        members, step = self._members, self._position()
+        member, step = self._member, self._position()
         for _ in range(2):
             try:
-                if self._publisher is None and members is not None:
-                    room = hashlib.sha256(members._kv.store.room.encode()).hexdigest()
-                    self._publisher = self._made(room, members.generation)
+                if self._publisher is None and member is not None:
+                    room = hashlib.sha256(member.kv.store.room.encode()).hexdigest()
+                    self._publisher = self._made(room, member.present()[0])
                 assert self._publisher is not None, "made when publishing began"
                 self._publisher.give(step)
                 return
             except StreamError as error:
                 warn_user(f"a version was not published: {error}")
-                if members is not None and isinstance(error, Overtaken):
+                if member is not None and isinstance(error, Overtaken):
                     self._publisher = None  # this member was away meanwhile
 
     def _state(self) -> dict[str, Tensor]:
@@ -165,8 +160,8 @@ class EnginePublisher:
         return shared | {name: shared[first] for name, first in tied.items()}
 
     def _shared(self, name: str, tensor: Tensor) -> Tensor:
-        sync = self._parts.sync
-        if sync is None or (anchor := sync._anchors.get(name)) is None:
+        local = self._parts.averager
+        if local is None or (anchor := local.averaging.anchors.get(name)) is None:
             return tensor
         if tensor.is_complex():
             anchor = torch.view_as_complex(anchor)
@@ -188,9 +183,9 @@ class EnginePublisher:
         Raises:
             StreamError: The last version could not be written.
         """
-        publisher, members = self._publisher, self._members
+        publisher, member = self._publisher, self._member
         if not self.closed and publisher is not None:
-            if members is not None and (members.left or members._leaving):
+            if member is not None and (member.left or member.leaving):
                 publisher.abandon()
                 publisher.wait()
             else:

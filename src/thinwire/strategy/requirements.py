@@ -17,7 +17,7 @@ from thinwire.compress import field_of
 from thinwire.core.gradients import Clip
 from thinwire.core.several import all_of
 from thinwire.errors import StrategyError
-from thinwire.members.members import Members
+from thinwire.members.members import Member
 from thinwire.optim.muon import Muon
 from thinwire.strategy.fields import Fields
 from thinwire.strategy.ownership import StageSplit, holds_one_stage
@@ -55,9 +55,8 @@ def require_mesh_works(strategy: Fields, mesh: DeviceMesh) -> None:
         raise StrategyError(f"mesh= does not work with {'; '.join(problems)}")
 
 
-def require_members_work(strategy: Fields, members: Members) -> None:
+def require_members_work(strategy: Fields, member: Member) -> None:
     """Refuse fields that do not go with ranks that join and leave."""
-    check.instance("members", members, Members)
     if strategy.local is None:
         raise StrategyError(
             "members join and leave between two averagings, so members= needs localsgd or "
@@ -71,7 +70,7 @@ def require_members_work(strategy: Fields, members: Members) -> None:
             f"members= does not work with {field_of(strategy.compression)}: remove it, and give "
             "localsgd a compression such as tw.Sparse(0.97)"
         )
-    if members._terms.keep_batch and strategy.gradient_merge and not strategy.gradient_merge.avg:
+    if member.terms.keep_batch and strategy.gradient_merge and not strategy.gradient_merge.avg:
         raise StrategyError(
             "keep_batch=True changes how many gradients are merged, which must not scale the "
             "update: use GradientMerge(avg=True)"

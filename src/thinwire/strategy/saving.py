@@ -232,8 +232,8 @@ def load_all(
         )  # it checks everything before it changes anything
         undo.pop_all()
     copy_values_(state, parts, left)
-    if parts.sync is not None:
-        parts.sync._tensors.buffers_restored()
+    if parts.averager is not None:
+        parts.averager.tensors.buffers_restored()
     # buffers that a merge has changed on each rank are made equal by its update
     parts.buffers.forget(equal=not parts.merge.microsteps, alike=not left)
     set_random_state(state["random"])
