@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -159,6 +160,11 @@ def test_only_optimizers_that_exchange_import_an_exchange(path: Path) -> None:
 def test_no_modules_import_one_another_in_a_circle() -> None:
     """Inside packages too; what is only needed for types is there at run time as well."""
     assert circles() == []
+
+
+def test_no_test_reaches_into_the_parts_of_an_engine() -> None:
+    texts = {path: path.read_text(encoding="utf-8") for path in Path(__file__).parent.rglob("*.py")}
+    assert [path.name for path, text in texts.items() if re.search(r"[.]_parts\b", text)] == []
 
 
 def test_all_names_exist() -> None:

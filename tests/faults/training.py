@@ -86,7 +86,7 @@ class Trainer:
     sync: Any = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors that training depends on, the live ones, by kind and name."""
+        """All tensors that training depends on, by kind and name."""
         names = {p: name for name, p in self.model.named_parameters()}
         found = {f"parameter {name}": p.detach() for p, name in names.items()}
         found |= {f"buffer {n}": b for n, b in self.model.named_buffers() if b.is_floating_point()}
@@ -94,8 +94,8 @@ class Trainer:
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim():
                     found[f"{key} {names[param]}"] = value
-        for name, residual in _residuals(self.engine).items():
-            found[f"residual {name}"] = residual
+        kept = {} if self.engine is None else self.engine.state_dict()["exchange"]
+        found |= {f"residual {name}": value for name, value in kept.get("residuals", {}).items()}
         if self.sync is not None:
             assert self.sync._averager is not None, "inside its block"
             averaging = self.sync._averager.averaging
@@ -175,10 +175,3 @@ def make(way: str, **options: Any) -> Trainer:
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """Of names and all bits."""
     return bits(tensors[name] for name in sorted(tensors)) + " ".join(sorted(tensors))
-
-
-def _residuals(engine: Any) -> dict[str, Tensor]:
-    """Those that an engine keeps beside an ordinary optimizer, the live ones."""
-    if engine is None:
-        return {}
-    return dict(engine._parts.exchange.state_dict().get("residuals", {}))

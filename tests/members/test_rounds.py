@@ -329,7 +329,7 @@ def _saving(rank: int, size: int, address: str, folder: str, run: str, flag: str
                 end = min(end, members.step + 8)
             time.sleep(0.02)
         engine.flush()
-        digests = digest(engine._parts.sync)
+        digests = digest(engine.sync)
         random = torch.rand(2).tolist()
         engine.close()
     return loaded is not None, first, digests, random

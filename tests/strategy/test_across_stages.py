@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import thinwire as tw
-from tests.api import Group, take_clip_
+from tests.api import Grid, Group, PipelineRunner, take_clip_
 from tests.ranks import Pool, Raised
 from tests.strategy.training import flat
 
@@ -220,12 +220,12 @@ def bytes_of_another_call(rank: int, size: int, who: str) -> None:
         else:
             clip({"weight": torch.ones(4)}, [])
         return
-    engine = prepared()
+    grid = Grid(2)
+    runner = PipelineRunner(nn.Linear(4, 4), tw.Pipeline(2, 2), grid, mse_loss)
     if rank:
-        peers = engine._parts.runner._grid.peers
-        peers.gather_bytes(b"\xff\x00\xff", action="another call")
+        grid.peers.gather_bytes(b"\xff\x00\xff", action="another call")
     else:
-        engine.train_step(*batch(0, rank))
+        runner.step(*batch(0, rank))
 
 
 @pytest.mark.parametrize("who", ["clip", "runner"])

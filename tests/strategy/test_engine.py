@@ -41,9 +41,6 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-# ---- a strategy with no field set is DDP
-
-
 def engine_and_ddp(
     rank: int, size: int, dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
@@ -138,9 +135,6 @@ def test_damaged_batch_statistics_are_not_written_and_all_ranks_hear_of_it(ranks
     assert "parameters, optimizer and counters are updated" in second[0][1]
 
 
-# ---- merge
-
-
 def merged_and_whole(rank: int, size: int, avg: bool) -> float:
     merge = tw.GradientMerge(4, avg=avg)
     merged = prepared(make_model(plain=True, **DOUBLE), gradient_merge=merge)
@@ -159,9 +153,6 @@ def merged_and_whole(rank: int, size: int, avg: bool) -> float:
 @pytest.mark.parametrize("avg", [True, False])
 def test_merge_of_k_is_one_batch_k_times_as_large(avg: bool, ranks: Pool) -> None:
     assert max(ranks.run(merged_and_whole, avg, size=2)) < 1e-12
-
-
-# ---- recompute and pipeline
 
 
 @pytest.mark.parametrize("fields", [(), ("amp",), ("gradient_merge",)])
@@ -211,9 +202,6 @@ def test_pipeline_times_data_parallel_is_one_process(
     assert seen == set(whole)
 
 
-# ---- loops of one's own, and what an engine leaves behind
-
-
 @pytest.mark.parametrize("fields", [{}, {"pipeline": tw.Pipeline(1, 2)}], ids="-".join)
 def test_inputs_and_targets_may_be_nested(fields: dict[str, Any]) -> None:
     loss_fn = lambda outputs, targets: cross_entropy(outputs, targets["y"][0])  # noqa: E731
@@ -260,9 +248,6 @@ def test_an_engine_that_is_forgotten_leaves_nothing_on_the_model() -> None:
     assert "forward" not in vars(model[1])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tw.DistributedStrategy(localsgd=tw.LocalSGD(2)).prepare(model, optimizer).close()
-
-
-# ---- overflow
 
 
 def overflowing(
@@ -360,9 +345,6 @@ def test_ten_local_steps_that_are_not_finite_in_a_row_are_an_error_on_all_ranks(
     assert step + 1 == averaging and all(finite for *_, finite in answers)
     assert f"rank {max(size - 1, 0)}: local step {step + 1} was dropped" in text
     assert f"this was dropped step {step + 1} in a row" in text
-
-
-# ---- bad input
 
 
 def refuse(rank: int, size: int, case: str) -> None:

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
-from tests.api import Overlap
+from tests.api import GradientExchange, Overlap, prepare
 from tests.ranks import Pool
 from tests.strategy.test_resume import TRAFFIC
 from tests.strategy.training import batch, digest
+from tests.toys import engine_of
 from thinwire.errors import Mismatch, ThinwireError
 
 cross_entropy = nn.functional.cross_entropy
@@ -149,32 +150,29 @@ CASES = {
 }
 
 
-def make(case: Case, *, early: bool) -> Any:
+def make(case: Case, *, early: bool = True, events: "Events | None" = None) -> Any:
     """An engine with small buckets; not `early` sends the same buckets after the backward pass."""
     model = Net(**case.model)
     for name in case.frozen:
         model.get_parameter(name).requires_grad_(False)
-    engine = tw.DistributedStrategy(**case.strategy).prepare(
-        model, case.optimizer(model), cross_entropy
-    )
-    parts = engine._parts
-    parts.overlap.remove()
-    parts.overlap = Overlap(
-        parts.params, parts.gradients, bucket_bytes=BUCKET_BYTES, first_bytes=200
-    )
-    parts.undo.callback(parts.overlap.remove)
-    if not early:
-        parts.overlap.remove()
-        parts.overlap = None
-    return engine
+
+    def small(params: Any, gradients: Any, **_: Any) -> Any:
+        if events is not None:
+            events.follow(gradients)
+        made = Overlap(params, gradients, bucket_bytes=BUCKET_BYTES, first_bytes=200)
+        if not early:
+            made.during = lambda *_: contextlib.nullcontext()
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "Overlap", small)
+        return engine_of(model, cross_entropy, optimizer=case.optimizer(model), **case.strategy)
 
 
 class Events(list[str]):
-    """What an engine does, in order."""
+    """What an exchange does, in order."""
 
-    def __init__(self, engine: Any) -> None:
-        super().__init__()
-        gradients = gradients_of(engine)
+    def follow(self, gradients: Any) -> None:
         launch, exchange = gradients.launch, gradients.exchange
 
         def launched(step: int, bucket: int, grads: Any) -> None:
@@ -192,15 +190,9 @@ class Events(list[str]):
         gradients.launch, gradients.exchange = launched, exchanged
 
 
-def gradients_of(engine: Any) -> Any:
-    """The exchange of an engine."""
-    return engine._parts.gradients
-
-
 def side_by_side(rank: int, size: int, name: str) -> tuple[list[bool], int, str]:
-    case = CASES[name]
-    early, late = (make(case, early=early) for early in (True, False))
-    events = Events(early)
+    case, events = CASES[name], Events()
+    early, late = make(case, events=events), make(case, early=False)
     same = []
     for step in range(20):
         x, y = batch(step, rank)
@@ -256,9 +248,6 @@ def test_sent_early_or_late_the_bits_are_the_same(name: str, size: int, ranks: P
         assert bits == answers[0][2]
 
 
-# ---- when something is sent
-
-
 @contextlib.contextmanager
 def noted(events: list[str], model: Net) -> Iterator[None]:
     handle = model.first.weight.register_post_accumulate_grad_hook(
@@ -269,10 +258,11 @@ def noted(events: list[str], model: Net) -> Iterator[None]:
 
 
 def when(rank: int, size: int) -> tuple[list[str], list[str], list[str], list[str]]:
-    engine = make(CASES["dgc merge"], early=True)
+    events, found = Events(), []
+    engine = make(CASES["dgc merge"], events=events)
     for step in range(4):
         engine.train_step(*batch(step, rank))
-    events, found = Events(engine), []
+    events.clear()
     with noted(events, engine.model):
         for step in (4, 5):
             engine.train_step(*batch(step, rank))
@@ -305,8 +295,8 @@ def test_buckets_leave_during_the_backward_pass_that_updates_and_in_no_other(ran
 
 def alone(rank: int, size: int) -> bool:
     model = Net()
-    engine = tw.DistributedStrategy(dgc=DGC).prepare(model, plain(model), cross_entropy)
-    return engine._parts.overlap is None and not model.first.weight._post_accumulate_grad_hooks
+    engine_of(model, cross_entropy, optimizer=plain(model), dgc=DGC)
+    return not model.first.weight._post_accumulate_grad_hooks
 
 
 def test_one_rank_has_nobody_to_send_to(ranks: Pool) -> None:
@@ -318,7 +308,7 @@ def left_behind(rank: int, size: int) -> tuple[int, int, bool, bool]:
     def hooks(model: nn.Module) -> int:
         return sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
 
-    engine = make(CASES["dense"], early=True)
+    engine = make(CASES["dense"])
     for step in range(3):
         engine.train_step(*batch(step, rank))
     model, gone, before = engine.model, weakref.ref(engine), hooks(engine.model)
@@ -336,12 +326,9 @@ def test_hooks_go_with_the_engine_and_do_not_go_with_a_copy(ranks: Pool) -> None
         assert clean
 
 
-# ---- ranks that differ, and errors
-
-
 def lopsided(rank: int, size: int, fields: dict[str, Any], recovered: bool) -> tuple[str, str, int]:
     """One rank leaves a block out in step 4; what it says, and whether all can go on after it."""
-    engine = make(Case(fields), early=True)
+    engine = make(Case(fields))
     text = ""
     for step in range(8):
         engine.model.skipped = 1 if (step, rank) == (4, 1) else None
@@ -375,9 +362,8 @@ def test_ranks_that_become_ready_in_different_orders_agree(ranks: Pool) -> None:
 
 
 def raising(rank: int, size: int, where: str) -> tuple[str, str, int, list[str]]:
-    engine = make(CASES["dgc"], early=True)
-    events = Events(engine)
-    text = ""
+    events, text = Events(), ""
+    engine = make(CASES["dgc"], events=events)
     for step in range(7):
         wrong = (step, rank) == (4, 1)
         engine.model.at_half = _fail if wrong and where == "middle" else None
@@ -408,13 +394,13 @@ def test_error_in_backward_of_a_rank_is_reported_to_all(where: str, ranks: Pool)
         assert "Nothing was applied on any rank" in text
 
 
-def narrow(rank: int, size: int, where: str) -> tuple[str, int, str, int]:
+def narrow(rank: int, size: int, where: str) -> tuple[str, str, str, int]:
     """bfloat16 whose merged gradients are float32; rank 1 lacks some, or has an error."""
     torch.manual_seed(7)
     engine = make(
         Case({"gradient_merge": tw.GradientMerge(2)}, model={"dtype": torch.bfloat16}), early=True
     )
-    text, microsteps = "", -1
+    text = pending = ""
     for step in range(14):
         engine.model.skipped = 1 if where == "unused" and (step, rank) in {(8, 1), (9, 1)} else None
         engine.model.at_half = _fail if where == "error" and (step, rank) == (9, 1) else None
@@ -423,8 +409,8 @@ def narrow(rank: int, size: int, where: str) -> tuple[str, int, str, int]:
             engine.train_step(x.bfloat16(), y)
         except (ZeroDivisionError, ThinwireError) as error:
             text = f"{type(error).__name__}: {error}"
-            microsteps = engine._parts.merge.microsteps
-    return text, microsteps, digest(engine), engine.stats()["step"]
+            pending = engine.pending
+    return text, pending, digest(engine), engine.stats()["step"]
 
 
 def _fail(_: Tensor) -> Tensor:
@@ -436,7 +422,7 @@ def test_zeros_for_a_missing_gradient_travel_as_the_gradient_would(where: str, r
     """Another type would be another collective on one rank; a merge stays as it was on all."""
     answers = ranks.run(narrow, where, size=3)
     assert len({(bits, steps) for _, _, bits, steps in answers}) == 1
-    assert all(microsteps == 1 for _, microsteps, _, _ in answers)
+    assert all(pending == "1 merged microsteps" for _, pending, _, _ in answers)
     text = (
         "Mismatch"
         if where == "unused"
@@ -448,22 +434,24 @@ def test_zeros_for_a_missing_gradient_travel_as_the_gradient_would(where: str, r
 
 def interrupted(rank: int, size: int, how: str) -> list[str]:
     """Rank 1 is asked to end, or fails to send: it sends no more, and others notice it."""
-    engine = make(CASES["dense"], early=True)
+    engine = make(CASES["dense"])
     for step in range(3):
         engine.train_step(*batch(step, rank))
 
     def stop(_: Tensor) -> Tensor:
         raise KeyboardInterrupt
 
+    patch = pytest.MonkeyPatch()
+
     def refuse(*_: Any) -> None:
-        del gradients_of(engine).launch
+        patch.undo()
         raise MemoryError("no room for a bucket")
 
     if rank == 1:
         if how == "interrupt":
             engine.model.at_half = stop
         else:
-            gradients_of(engine).launch = refuse
+            patch.setattr(GradientExchange, "launch", refuse)
     texts = []
     for step in (3, 4)[: 1 + rank]:
         try:
@@ -491,7 +479,8 @@ def test_an_exchange_left_half_way_is_refused_from_then_on(how: str, ranks: Pool
 
 
 def changed_by_a_hook(rank: int, size: int) -> tuple[bool, list[str]]:
-    early, late = (make(CASES["dgc"], early=early) for early in (True, False))
+    events = Events()
+    early, late = make(CASES["dgc"], events=events), make(CASES["dgc"], early=False)
 
     def halve(param: Tensor) -> None:
         assert param.grad is not None
@@ -499,7 +488,6 @@ def changed_by_a_hook(rank: int, size: int) -> tuple[bool, list[str]]:
 
     for engine in (early, late):  # registered after the engine's own hook, so it comes after it
         engine.model.last.weight.register_post_accumulate_grad_hook(halve)
-    events = Events(early)
     for step in range(5):
         for engine in (early, late):
             engine.train_step(*batch(step, rank))

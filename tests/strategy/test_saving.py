@@ -24,8 +24,6 @@ from tests.ranks import Pool
 from tests.strategy.training import FIELDS, batch, digest, make_engine, make_model, prepared, train
 from thinwire.errors import CheckpointError, CheckpointMismatch, CheckpointMissing
 
-# ---- nothing there yet, and how many stay
-
 
 def test_nothing_there_yet_may_be_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = prepared()
@@ -54,9 +52,6 @@ def test_existing_checkpoint_is_not_missing_because_an_argument_is_wrong(tmp_pat
     (path / "rank_00000.json").write_text("?")
     with pytest.raises(CheckpointError, match="no checkpoint is intact"):
         engine.load(tmp_path, if_any=True)
-
-
-# ---- whatever else the user has
 
 
 class Sampler:
@@ -161,8 +156,6 @@ def test_state_one_rank_cannot_save_is_an_error_on_all(ranks: Pool, tmp_path: Pa
         "CheckpointError", ["rank 1: ", "extra['x']"], broken_extra, str(tmp_path), size=2
     )
 
-
-# ---- schedulers
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "lambda": lambda o: torch_schedulers.LambdaLR(o, lambda n: 0.5**n),
@@ -277,8 +270,6 @@ def test_a_scheduler_that_cannot_be_saved_is_refused_aloud(tmp_path: Path) -> No
         engine.save(tmp_path)
     assert kept.last_epoch == 0
 
-
-# ---- strategies that differ
 
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "k_steps": (
@@ -514,9 +505,6 @@ def test_a_pipe_is_no_file_of_a_model(tmp_path: Path, name: str) -> None:
         prepared().load_parameters(source, torch_checkpoint=True)
 
 
-# ---- all or nothing
-
-
 def groups_of(model: nn.Module, sizes: tuple[int, ...]) -> Any:
     params = list(model.named_parameters())
     cuts = [sum(sizes[:i]) for i in range(len(sizes) + 1)] + [len(params)]
@@ -570,9 +558,6 @@ def test_state_one_rank_refuses_is_loaded_on_none(ranks: Pool, tmp_path: Path) -
         assert "rank 1: " in text and "not here" in text
         assert unchanged
         assert len(losses) == 2
-
-
-# ---- names decide whose state it is
 
 
 def shuffled(
