@@ -155,6 +155,6 @@ def test_launcher_sets_the_node_size_where_changes_are_compressed(ranks: Pool) -
 
 def test_members_that_come_and_go_share_no_nodes() -> None:
     model, optimizer = bag()
-    members = object.__new__(Members)
+    members = Members(object())
     with pytest.raises(ValueError, match="node_size and members were both given"):
         tw.local_sgd(model, optimizer, tw.LocalSGD(2, node_size=2), members=members)
