@@ -69,7 +69,7 @@ test-torch: $(OTHER_VENV)/.installed  ## the tests with another version of torch
 PACKAGES := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 test-soak: $(INSTALLED)  ## a minute of it, on a machine with nothing else to do
-	THINWIRE_SOAK=required $(BIN)/python -m pytest tests/members/test_soak.py
+	THINWIRE_SOAK=required $(BIN)/python -m pytest benchmarks/tests/test_soak.py
 
 SECONDS_ ?= 1800
 SEED ?= 1

@@ -18,13 +18,8 @@ from benchmarks import report
 from benchmarks.common import bare_parser
 
 SUITE: dict[str, list[str]] = {
-    "codec": ["--threads", "2"],
-    "optimizers": ["--threads", "2"],
-    "scaling": [],
-    "scale": [],
-    "startup": ["--threads", "2"],
-    "memory": [],
-    "overlap": [],
+    name: ["--threads", "2"] if name in ("codec", "optimizers", "startup") else []
+    for name in report.SECTIONS
 }
 """The benchmarks in order, with their arguments."""
 

@@ -1,13 +1,8 @@
-"""Tables of what to use on which link: from the lines that `benchmarks.evidence`, `benchmarks.law`,
-`benchmarks.plan_check` and `benchmarks.lag` have written, and from the planner.
-
-python -m benchmarks.choosing            # prints them
-python -m benchmarks.choosing --write    # into the pages, between their marks
+"""Tables of what to use on which link: from the lines that `benchmarks.evidence` and
+`research.plan.check` have written, and from the planner. `research.pages` puts them into the pages.
 """
 
-import argparse
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +10,6 @@ from statistics import fmean, stdev
 from typing import Any
 
 import thinwire as tw
-from benchmarks import gaps, lag, large
 from benchmarks.common import json_lines, markdown, student_t
 from benchmarks.evidence import (
     LINKS,
@@ -28,19 +22,14 @@ from benchmarks.evidence import (
     Variant,
     as_it_is,
 )
-from benchmarks.plan_check import LINES, SIZE
 from thinwire.tools.compare.record import first_reached
 from thinwire.tools.compare.strategies import STRATEGIES
 from thinwire.tools.report.page import bytes_text
 
-ROOT = Path(__file__).parent.parent
-PAGES = tuple(
-    ROOT / name
-    for name in ("docs/choosing.md", "docs/law.md", "docs/track.md", "benchmarks/research.md")
-)
+LINES, SIZE = RESULTS.with_name("plan_check.jsonl"), "small"
+"""Steps on links that `research.plan.check` timed, and the model that it trained."""
 TRACK_WORKERS, TRACK_LINKS = (2, 4, 8), ("20mbit", "100mbit")
 PLANNED_LINKS = ("5mbit", "20mbit", "100mbit", "1gbit", "10gbit")
-MARK = re.compile(r"(<!-- evidence: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -348,63 +337,12 @@ def _planned_times(text: str) -> str:
     return text if text == "never" else f"{text} x"
 
 
-def filled(page: str, lines: Sequence[Mapping[str, Any]]) -> str:
-    """A page with the tables of today between its marks."""
-
-    def made(match: re.Match[str]) -> str:
-        kind, *words = match[2].split()
-        if kind == "plan":
-            params, step_seconds, workers, latency = words
-            text = planned(params, float(step_seconds), int(workers), latency)
-        elif kind == "law":
-            text = gaps.fit_table(gaps.measured())
-        elif kind == "track":
-            text = track(lines, float(words[0]))
-        elif kind == "large":
-            text = large.tables()
-        elif kind == "lag":
-            size, workers, steps = words
-            text = lag.table(json_lines(lag.RESULTS), size, int(workers), int(steps))
-        else:
-            size, workers, *steps = words
-            scope = Scope(int(workers), size, *map(int, steps))
-            text = {"table": table, "settings": settings, "whole": whole}[kind](lines, scope)
-        return match[1] + "\n" + "\n".join(text) + "\n\n" + match[3]
-
-    return MARK.sub(made, page)
-
-
 def evidence(path: Path = RESULTS, steps: Path = LINES) -> list[dict[str, Any]]:
     """Return what was measured and did not diverge; first `steps`, on links without latency."""
     found = []
     for line in json_lines(steps):
-        if line["kind"] != "probe" and line["latency"] == "0ms":
-            of = {"kind": "link", "workers": line["workers"], "size": SIZE, "link": line["rate"]}
-            found.append({"cell": {**as_it_is(line["kind"]), **of}, "step_ms": line["step_ms"]})
+        cell = line["cell"]
+        if cell["kind"] != "probe" and cell["latency"] == "0ms":
+            of = {"kind": "link", "workers": cell["workers"], "size": SIZE, "link": cell["rate"]}
+            found.append({"cell": {**as_it_is(cell["kind"]), **of}, "step_ms": line["step_ms"]})
     return found + [line for line in json_lines(path) if line.get("loss", 0.0) is not None]
-
-
-def main() -> None:
-    """Print the tables, or write them."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    lines = evidence(arguments.results)
-    if arguments.write:
-        for page in PAGES:
-            page.write_text(filled(page.read_text(), lines))
-        return
-    shown = {
-        Scope(line["cell"]["workers"], line["cell"]["size"], line["cell"]["steps"])
-        for line in lines
-        if line["cell"]["kind"] == "training"
-    }
-    for scope in sorted(shown, key=lambda scope: (scope.size, scope.workers, scope.steps)):
-        print(f"{scope.size}, {scope.workers} workers, {scope.steps:,} steps")
-        for made in (settings, table, whole):
-            print("\n".join(made(lines, scope)))
-
-
-if __name__ == "__main__":
-    main()

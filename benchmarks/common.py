@@ -1,14 +1,11 @@
-"""Shared parts of the benchmarks: interleaved contenders, memory bandwidth, command line."""
+"""Shared parts of the benchmarks: interleaved contenders, memory bandwidth, command line, rows."""
 
 import argparse
 import contextlib
 import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import torch
 
 from thinwire.tools.compare.results import describe_machine
-from thinwire.tools.network.netns import Network
-from thinwire.tools.run.launch import Events, environments, signal_group, start
+from thinwire.tools.run.launch import Events
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -159,77 +155,6 @@ def markdown(titles: Sequence[str], rows: Iterable[Iterable[object]]) -> list[st
         "|" + "---|" * len(titles),
         *(f"| {' | '.join(map(str, row))} |" for row in rows),
     ]
-
-
-class RanksLate(TimeoutError):
-    """The ranks took too long.
-
-    Attributes:
-        printed: What each of them had printed.
-    """
-
-    def __init__(self, limit_s: float, printed: list[str]) -> None:
-        super().__init__(f"the ranks took more than {limit_s:.0f} s")
-        self.printed = printed
-
-
-class RanksFailed(RuntimeError):
-    """A rank failed; the text is what those have printed that ended before they were killed.
-
-    Attributes:
-        printed: What each of them had printed.
-    """
-
-    def __init__(self, printed: list[str], failed: list[int]) -> None:
-        super().__init__("\n".join(printed[rank][-2000:] for rank in failed))
-        self.printed = printed
-
-
-def run_on_ranks(
-    command: Sequence[str],
-    count: int,
-    limit_s: float,
-    *,
-    net: Network | None = None,
-    paths: Sequence[Path] = (),
-) -> list[str]:
-    """Run a command on ranks, with the variables of torchrun; return what each of them printed.
-
-    Args:
-        command: Starts a rank.
-        count: Number of ranks.
-        limit_s: Seconds after which all are ended; all are ended too where one fails.
-        net: Networks that the ranks run in; None for this machine's.
-        paths: Folders that Python imports from, before those of the environment.
-
-    Raises:
-        RanksFailed: A rank failed.
-        RanksLate: The ranks took longer than `limit_s`.
-    """
-    ranks: list[subprocess.Popen[bytes]] = []
-    late, end_s = False, time.monotonic() + limit_s
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, f"{rank}.log") for rank in range(count)]
-        try:
-            for file, (fd, environment) in zip(files, environments(count, net), strict=True):
-                known = filter(None, [environment.get("PYTHONPATH")])
-                own = environment | {"PYTHONPATH": os.pathsep.join([*map(str, paths), *known])}
-                with file.open("wb") as log:
-                    ranks.append(start(command, own, fd, log, subprocess.STDOUT))
-            while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
-                if late := time.monotonic() > end_s:
-                    break
-                time.sleep(0.1)
-        finally:
-            for rank in ranks:
-                signal_group(rank.pid, signal.SIGKILL)
-                rank.wait()
-        printed = [file.read_text() for file in files]
-    if late:
-        raise RanksLate(limit_s, printed)
-    if failed := [rank for rank, code in enumerate(codes) if code]:
-        raise RanksFailed(printed, failed)
-    return printed
 
 
 def save(result: dict[str, object], path: Path | None) -> None:

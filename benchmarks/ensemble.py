@@ -38,7 +38,8 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.common import json_lines, markdown
-from benchmarks.ensemble_models import Ensemble, Run
+from benchmarks.ensemble_averaging import Run
+from benchmarks.ensemble_models import Ensemble
 from benchmarks.ensemble_texts import Texts, write
 from benchmarks.gaps import SIZES, Cell
 from benchmarks.law import steps_of

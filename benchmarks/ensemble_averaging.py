@@ -1,21 +1,45 @@
 """Averagings of stacked models: whole changes, signs, largest entries, factors, pairs."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from benchmarks.gaps import Cell
 from thinwire.layout.message import WholeLayout
 from thinwire.layout.shares import Piece
 from thinwire.layout.traffic import EXCHANGES, GATHER, SPLIT, chosen_split
 
-if TYPE_CHECKING:
-    from benchmarks.ensemble_models import Ensemble, Run
-
 MATRICES = ("qkv", "merge", "widen", "narrow")
 _FEWEST = 1024
 """Entries of a tensor that is not sent whole."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training."""
+
+    cell: Cell
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def way(self) -> str:
+        """Runs of one way are averaged together."""
+        shown = {k: v for k, v in self.options.items() if not k.startswith(("adam", "rows"))}
+        return json.dumps([self.cell.interval, self.cell.bits, shown], sort_keys=True)
+
+
+class Stacked(Protocol):
+    """Models whose weights are stacked."""
+
+    params: dict[str, Tensor]
+    moments: dict[str, Tensor]
+    summed: dict[str, Tensor]
+    corrections: dict[str, Tensor]
+    done: int
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
@@ -31,7 +55,7 @@ def orthonormal(matrix: Tensor) -> Tensor:
 class Way:
     """Averaging of runs with one interval, code and outer step."""
 
-    def __init__(self, ensemble: "Ensemble", runs: Sequence["Run"], begin: int) -> None:
+    def __init__(self, ensemble: Stacked, runs: Sequence[Run], begin: int) -> None:
         self.runs, self.ensemble, self.options = runs, ensemble, runs[0].options
         cell = runs[0].cell
         self.interval, self.bits, self.workers = cell.interval, cell.bits, cell.workers

@@ -1,19 +1,18 @@
 """Models of many runs as one: weights are stacked, and one batched product serves all of them."""
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.ensemble_averaging import MATRICES, Way, orthonormal
+from benchmarks.ensemble_averaging import MATRICES, Run, Way, orthonormal
 from benchmarks.ensemble_texts import HELD_OUT_SEQUENCES, Texts
-from benchmarks.gaps import SIZES, Cell
+from benchmarks.gaps import SIZES
 from thinwire.tools.run.built_in import ByteTransformer
 from thinwire.tools.run.config import HEAD_WIDTH, ModelSize
 from thinwire.tools.run.trainers import BETAS, WEIGHT_DECAY
@@ -21,20 +20,6 @@ from thinwire.tools.run.training import rate_factor
 
 EVALUATIONS, CHUNK = 5, 64
 MOMENTUM, COEFFICIENTS, ITERATIONS, EPS = 0.95, (3.4445, -4.7750, 2.0315), 5, 1e-8
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training."""
-
-    cell: Cell
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def way(self) -> str:
-        """Runs of one way are averaged together."""
-        shown = {k: v for k, v in self.options.items() if not k.startswith(("adam", "rows"))}
-        return json.dumps([self.cell.interval, self.cell.bits, shown], sort_keys=True)
 
 
 def stacked(size: ModelSize, seeds: Sequence[int], copies: int) -> dict[str, Tensor]:

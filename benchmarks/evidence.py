@@ -1,9 +1,8 @@
-"""Loss against steps of every strategy, seconds and bytes of a step on every link, and the tables
-that both give together.
+"""Loss against steps of every strategy, and seconds and bytes of a step on every link.
 
 python -m benchmarks.evidence tune train links
 python -m benchmarks.evidence whole --workers 2 --strategies muon-local --links 20mbit --seeds 5
-python -m benchmarks.choosing
+python -m research.pages       # puts the tables that both give together into the pages
 
 Loss per step does not depend on the link, nor the time of a step on the seed: so the loss is
 measured on real ranks without a limit on the link, once per seed, and the time in few steps on

@@ -33,7 +33,7 @@ from typing import Any
 
 from benchmarks.common import bare_parser, json_lines, markdown, save
 from benchmarks.goodput_worker import MEMBERS, ROUND_S, step_seconds
-from benchmarks.soak import host
+from benchmarks.ranks import host
 from thinwire.tools.compare.results import describe_machine
 from thinwire.tools.network.netns import Link, Network, inside, network
 from thinwire.tools.run.launch import signal_group, start

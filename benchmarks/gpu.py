@@ -28,14 +28,8 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "src"))  # thinwire need not be installed
 
-from benchmarks.common import (  # noqa: E402
-    RanksFailed,
-    RanksLate,
-    bare_parser,
-    markdown,
-    run_on_ranks,
-    save,
-)
+from benchmarks.common import bare_parser, markdown, save  # noqa: E402
+from benchmarks.ranks import RanksFailed, RanksLate, run_on_ranks  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 PARTS = ("kernels", "strategies", "steps", "waits", "law")

@@ -10,17 +10,13 @@ parameter, of the rank that has more.
 """
 
 import gc
-import json
-import multiprocessing
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -30,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from benchmarks.common import markdown, parser_for, save, surroundings
+from benchmarks.ranks import on_ranks
 
 RANKS = 2
 SITES, SHARDED_RANKS = 2, 4
@@ -37,15 +34,6 @@ WIDTHS = {"full": (1250, 4000), "quick": (100, 320), "warm": (60, 120)}
 """Narrow and wide sides of the layers; five of them are 25 million parameters, the largest a fifth.
 """
 BATCH = 8
-
-PRELOADED = (
-    "benchmarks.common",
-    "thinwire.kernels.cpu",
-    "thinwire.strategy.prepare",
-    "torch._dynamo",
-    "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
-)
-"""Modules that every process has from its beginning."""
 
 Step = Callable[[], None]
 Kept = Callable[[], Any]
@@ -289,42 +277,17 @@ def measured(name: str, size: str, steps: int) -> dict[str, Any]:
     }
 
 
-def work(name: str, size: str, steps: int, threads: int, rank: int, folder: str) -> None:
-    """One rank of one contender; writes what it measured."""
+def work(rank: int, size: int, name: str, shape: str, steps: int, threads: int) -> dict[str, Any]:
+    """One rank of one contender."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks_of(name)
-    )
-    figures = measured(name, size, steps)
-    Path(folder, f"{rank}.json").write_text(json.dumps(figures), encoding="ascii")
-    dist.barrier()
-    dist.destroy_process_group()
+    return measured(name, shape, steps)
 
 
-def ranks_of(name: str) -> int:
-    return SHARDED_RANKS if name in SHARDED else RANKS
-
-
-def race(name: str, size: str, steps: int, threads: int) -> dict[str, Any]:
+def race(name: str, shape: str, steps: int, threads: int) -> dict[str, Any]:
     """One contender on fresh processes; of each figure the larger one."""
-    context = multiprocessing.get_context("forkserver")
-    with tempfile.TemporaryDirectory() as folder:
-        workers = [
-            context.Process(target=work, args=(name, size, steps, threads, rank, folder))
-            for rank in range(ranks_of(name))
-        ]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        codes = [worker.exitcode for worker in workers]
-        if any(codes):
-            raise RuntimeError(f"{name}: the ranks ended with {codes}")
-        ranks = [
-            json.loads(Path(folder, f"{rank}.json").read_text(encoding="ascii"))
-            for rank in range(ranks_of(name))
-        ]
+    size = SHARDED_RANKS if name in SHARDED else RANKS
+    ranks = on_ranks(work, size, name, shape, steps, threads)
     figures = {key: max(report[key] for report in ranks) for key in ("peak", "resident", "kept")}
     settled = all(report["peak_is_of_steps"] for report in ranks)
     return {"name": name, "numel": ranks[0]["numel"], "peak_is_of_steps": settled, **figures}
@@ -334,7 +297,6 @@ def measure(size: str, steps: int) -> dict[str, object]:
     around = surroundings(steps)
     # freed tensors go back to the system at once, and do not blur the peak
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
-    multiprocessing.set_forkserver_preload(list(PRELOADED))
     rows = []
     for name in [*CONTENDERS, *SHARDED]:
         rows.append(race(name, size, steps, torch.get_num_threads()))

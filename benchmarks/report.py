@@ -1,16 +1,17 @@
 """The table of limits and the page benchmarks/performance.md, both made from the JSON of the
 benchmarks and nothing else.
 
-python -m benchmarks.report
+python -m benchmarks.report            # makes them
+python -m benchmarks.report --check    # fails where they are not those of today
 """
 
 import importlib
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import comparison
 from benchmarks.common import markdown
 from benchmarks.limits import LIMITS, Limit
 
@@ -30,13 +31,6 @@ SECTIONS = {
     "memory": "Memory: plain DDP, PowerSGD and ours",
     "overlap": "Overlap: two workers over 1 Gbit/s",
 }
-COMPARISONS = {
-    "compare_20mbit_2_workers": "20 Mbit/s, two workers",
-    "compare_100mbit_2_workers": "100 Mbit/s, two workers",
-    "compare_20mbit_4_workers": "20 Mbit/s, four workers",
-    "compare_100mbit_4_workers": "100 Mbit/s, four workers",
-}
-
 _HEAD = """# Performance
 
 Made by `make bench` from the JSON files in `benchmarks/results`; what is compared and how to read
@@ -45,13 +39,24 @@ ratio within one run: the contenders take turns and medians count. Times are the
 """
 
 
+def made() -> dict[Path, str]:
+    """Return the text of both files."""
+    results = read(RESULTS)
+    return {TABLE: limits_table(results) + "\n", PAGE: page(results)}
+
+
 def write() -> None:
     """Make both files anew."""
-    results = read(RESULTS)
-    TABLE.write_text(limits_table(results) + "\n", encoding="utf-8")
-    PAGE.write_text(page(results), encoding="utf-8")
-    print(limits_table(results))
-    print(f"written: {TABLE.relative_to(ROOT)}, {PAGE.relative_to(ROOT)}")
+    for path, text in made().items():
+        path.write_text(text, encoding="utf-8")
+        print(f"written: {path.relative_to(ROOT)}")
+    print(made()[TABLE])
+
+
+def old() -> list[str]:
+    """Return which files are not those of today, and limits of no benchmark."""
+    found = [path.name for path, text in made().items() if path.read_text("utf-8") != text]
+    return found + [limit.figure for limit in LIMITS if limit.benchmark not in SECTIONS]
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -72,10 +77,6 @@ def page(results: Mapping[str, Any]) -> str:
             f"`{result['command']}`, {machine(result)}\n",
             module.printed(result) + "\n",
         ]
-    parts.append("## Training over slow links\n")
-    for name, title in COMPARISONS.items():
-        where = f"benchmarks/results/{name}.json"
-        parts += [f"{title} (`{where}`):\n", "\n".join(comparison.table(results[name])) + "\n"]
     return "\n".join(parts)
 
 
@@ -103,4 +104,7 @@ def machine(result: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    write()
+    if sys.argv[1:] != ["--check"]:
+        write()
+    elif wrong := old():
+        sys.exit(f"old: {', '.join(wrong)}: run make bench, or python -m benchmarks.report")

@@ -4,7 +4,7 @@
     python -m benchmarks.scale --quick
     python -m benchmarks.scale --figure docs/scale.svg --drawn-from benchmarks/results/scale.json
 
-No real ranks here; `benchmarks.scale_check` compares the simulation with them. The figure needs
+No real ranks here; `research.scale.check` compares the simulation with them. The figure needs
 matplotlib.
 """
 

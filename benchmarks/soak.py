@@ -15,12 +15,11 @@ import multiprocessing as mp
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -30,11 +29,11 @@ from statistics import median_low
 from typing import Any
 
 from benchmarks.common import bare_parser
+from benchmarks.ranks import host
 from benchmarks.soak_member import CONFIGS, RUN, Part, train
 from benchmarks.soak_replay import Trace, compiled, replay, undisturbed
 from thinwire.members.kv import KeyValueView
 from thinwire.members.meeting import connect
-from thinwire.tools.network import enter
 from thinwire.tools.network.netns import Link, Network, inside, network, why_unavailable
 
 __all__ = ["Process", "Soak", "generations_of", "soak"]
@@ -410,24 +409,6 @@ class Soak:
     @property
     def _there_at_end(self) -> list[Process]:
         return [one for one in self.all if not one.fate and one.lines]
-
-
-@contextlib.contextmanager
-def host(net: Network | None) -> Iterator[str]:
-    """`thinwire host` in a process of its own; its address."""
-    fd = -1 if net is None else net.namespace_fds[0]
-    bind = "127.0.0.1:0" if net is None else f"{net.addresses[0]}:29400"
-    trampoline = [sys.executable, "-P", str(Path(enter.__file__)), str(fd), str(os.getpid())]
-    command = [sys.executable, "-m", "thinwire", "host", "--quiet", "--bind", bind]
-    passed = () if net is None else (fd,)
-    with subprocess.Popen(
-        [*trampoline, *command], stdout=subprocess.PIPE, text=True, pass_fds=passed
-    ) as process:
-        try:
-            assert process.stdout is not None
-            yield process.stdout.readline().split()[-1]
-        finally:
-            process.kill()
 
 
 def generations_of(net: Network | None, address: str) -> dict[int, list[str]]:

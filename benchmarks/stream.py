@@ -1,4 +1,4 @@
-"""Bytes of a version of a model: our differences, six formats in use, and the entropy.
+"""Bytes of a version of a model: our differences, five formats in use, and the entropy.
 
 python -m benchmarks.stream            # all cases; needs the packages numba and zstandard
 python -m benchmarks.stream --quick    # small and short, without results
@@ -14,8 +14,7 @@ exponent of the old value, from counts of each tensor; it leaves out the bytes o
 Every message is decoded and compared. Speeds are megabytes of new weights for a second of one
 thread's processor time, the median of five; speeds on a machine with other work count as ratios.
 Those of one and of two threads over eight tensors are for a second of the clock, the best of five.
-Memory is what is asked for: of the room for words, pages that no word needs are never touched.
-The six formats are written here from what their users say of them. zstd at level 19 has the first
+The five formats are written here from what their users say of them. zstd at level 19 has the first
 million entries of a tensor.
 """
 
@@ -23,7 +22,6 @@ import json
 import sys
 import tempfile
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -88,7 +86,6 @@ FORMATS: dict[str, Callable[[Array, Array], float]] = {
     "gaps, value, zstd 3": gaps_and_value,
     "XOR, zstd 3": lambda old, new: len(zstd(old ^ new, 3)),
     "XOR planes, zstd 19": xor_planes,
-    "full": lambda old, new: new.nbytes,
     "full, zstd 3": lambda old, new: len(zstd(new, 3)),
 }
 
@@ -143,19 +140,11 @@ def synthetic(numel: int, move: float) -> tuple[Tensor, Tensor]:
 
 
 def speeds(old: Tensor, new: Tensor) -> dict[str, Any]:
-    """Return MB/s a core, and the most memory beside the two tensors as a part of one."""
-    import zstandard
-
-    before, after = bits(old), bits(new)
-    xor, message = zstd(before ^ after, 3), encode(old, new)
-    became = old.clone()
-    unpacked = zstandard.ZstdDecompressor()
+    """Return MB/s of one core, and of threads."""
+    message, became = encode(old, new), old.clone()
     works: dict[str, Callable[[], object]] = {
         "encode": lambda: encode(old, new),
         "decode": lambda: decode(became.copy_(old), message),
-        "XOR, zstd 3": lambda: zstd(before ^ after, 3),
-        "back": lambda: before ^ np.frombuffer(unpacked.decompress(xor), before.dtype),
-        "copy": before.copy,
     }
     taken: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(REPEATS):
@@ -163,16 +152,9 @@ def speeds(old: Tensor, new: Tensor) -> dict[str, Any]:
             begin = time.process_time()
             work()
             taken[name].append(time.process_time() - begin)
-    peaks = {}
-    for name in ("encode", "decode"):
-        tracemalloc.start()
-        works[name]()
-        peaks[name] = round(tracemalloc.get_traced_memory()[1] / old.nbytes, 2)
-        tracemalloc.stop()
     return {
         "mb_s": {name: round(old.nbytes / median(s) / 1e6, 1) for name, s in taken.items()},
         "threads": {f"{count} threads": threaded(old, new, count) for count in (1, 2)},
-        "peak": peaks,
     }
 
 
@@ -301,11 +283,10 @@ def main() -> None:
     print("\n".join(table([row for part in parts for row in part])))
     if timed := result.get("speeds"):
         threads = [f"{name}, {count}" for count, t in timed["1 %"]["threads"].items() for name in t]
-        titles = ["changed", *timed["1 %"]["mb_s"], *threads, "memory to encode", "to decode"]
+        titles = ["changed", *timed["1 %"]["mb_s"], *threads]
         rows = (
             [name, *t["mb_s"].values()]
             + [speed for each in t["threads"].values() for speed in each.values()]
-            + [*t["peak"].values()]
             for name, t in timed.items()
         )
         print("\n".join(["", *markdown(titles, rows)]))

@@ -5,6 +5,7 @@
                                               # ceiling above the least that it ever had
     python -m benchmarks.structure --write    # lowers ceilings to the counts; raises none
     python -m benchmarks.structure --list     # the files on the way of a step, as JSON
+    python -m benchmarks.structure --circles  # circles of imports, as JSON
 
 Needs no network. The unit is the token of code: no comments, docstrings or blank lines. The way of
 a step is traced in the third step of two gloo ranks on this machine, after everything has been set
@@ -33,21 +34,21 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import thinwire as tw
+from benchmarks.ranks import on_ranks
 from thinwire.compress import protocol
-from thinwire.tools.run.launch import free_port
 
 SOURCE = Path(tw.__file__).parent
 ROOT = SOURCE.parents[1]
-TESTS = ROOT / "tests"
 CEILINGS = Path(__file__).with_suffix(".json")
 RAISED = "raised"
 """The key of the ceilings' file that has a reason for each ceiling above its least."""
-BESIDE = ("benchmarks", "research", "examples")
+MEASURING = ("benchmarks", "research")
+TESTS = [ROOT / "tests", *(ROOT / folder / "tests" for folder in MEASURING)]
+"""Folders of tests, which are counted in lines."""
+BESIDE = (*MEASURING, "examples")
 """Folders of code that is not installed."""
 TEXTS = ("html", "js", "css", "j2", "sh")
 """Suffixes of what is installed and is not Python."""
@@ -117,20 +118,14 @@ def called_in(work: Callable[[], Any]) -> Walk:
     return walk
 
 
-def way(rank: int, port: int, kind: str, answers: Any) -> None:
-    """The files that one step crosses, of rank 0."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def way(rank: int, size: int, kind: str) -> Walk:
+    """Return what one step crosses on this rank."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 4))
     steps = _own_steps(model, rank) if kind == "own" else _engine_steps(model, rank, kind)
     for _ in range(STEP - 1):
         next(steps)()
-    found = called_in(next(steps))
-    if rank == 0:
-        answers.put(found)
-    dist.barrier()
-    dist.destroy_process_group()
+    return called_in(next(steps))
 
 
 def _batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,16 +157,8 @@ def _engine_steps(model: nn.Module, rank: int, kind: str) -> Iterator[Callable[[
 
 
 def traced(kind: str) -> Walk:
-    """See `way`, in two processes; `kind` is one of `KINDS`."""
-    context = mp.get_context("spawn")
-    port = free_port()
-    answers = context.Queue()
-    ranks = [context.Process(target=way, args=(rank, port, kind, answers)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    found: Walk = answers.get(timeout=300)
-    for process in ranks:
-        process.join()
+    """Return `way` of rank 0 of two; `kind` is one of `KINDS`."""
+    found: Walk = on_ranks(way, 2, kind)[0]
     return found
 
 
@@ -239,7 +226,7 @@ def tests_of_internals() -> list[str]:
         return parts[0] == "thinwire" and len(parts) > 1 and parts[1] not in PUBLIC
 
     found = []
-    for path in sorted(TESTS.rglob("*.py")):
+    for path in sorted(TESTS[0].rglob("*.py")):
         names: set[str] = set()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
@@ -247,7 +234,7 @@ def tests_of_internals() -> list[str]:
             elif isinstance(node, ast.ImportFrom):
                 names.add(str(node.module))
         if any(map(internal, names)):
-            found.append(str(path.relative_to(TESTS)))
+            found.append(str(path.relative_to(TESTS[0])))
     return found
 
 
@@ -286,6 +273,7 @@ def _defined(tree: ast.Module) -> Iterator[str]:
 
 def counted() -> dict[str, int]:
     """All counts without a run, by what they count."""
+    tests = {path for folder in TESTS for path in folder.rglob("*.py")}
     by_package: dict[str, int] = {}
     for path in files():
         package = package_of(path)
@@ -298,7 +286,8 @@ def counted() -> dict[str, int]:
         f"tokens of {', '.join(TEXTS)}": sum(map(tokens_of, texts)),
     }
     for folder in BESIDE:
-        groups[f"tokens of {folder}"] = sum(map(tokens_of, (ROOT / folder).rglob("*.py")))
+        own = (path for path in (ROOT / folder).rglob("*.py") if path not in tests)
+        groups[f"tokens of {folder}"] = sum(map(tokens_of, own))
     return {
         **{f"tokens of {package}": tokens for package, tokens in sorted(by_package.items())},
         **groups,
@@ -311,21 +300,21 @@ def counted() -> dict[str, int]:
         "members of the protocols of methods": members_of_protocols(),
         "classes under Lamb": classes_under(tw.optim.Lamb),
         "test files that import internals": len(tests_of_internals()),
-        "lines of tests": sum(map(lines_of, TESTS.rglob("*.py"))),
+        "lines of tests": sum(map(lines_of, tests)),
     }
 
 
 def circles() -> list[list[str]]:
-    """Groups of modules that import each other in a circle when they are loaded, inside packages
-    too.
-    """
-    modules = {_module(path): path for path in files()}
+    """Groups of modules that import each other in a circle, of the library and of benchmarks."""
+    own = (path for folder in MEASURING for path in (ROOT / folder).rglob("*.py"))
+    modules = {_module(path): path for path in [*files(), *own]}
     graph = {name: _imports(path, modules.keys()) for name, path in modules.items()}
     return [sorted(group) for group in _strong(graph) if len(group) > 1]
 
 
 def _module(path: Path) -> str:
-    parts = ("thinwire", *path.relative_to(SOURCE).with_suffix("").parts)
+    root = SOURCE.parent if path.is_relative_to(SOURCE) else ROOT
+    parts = path.relative_to(root).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -424,12 +413,16 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="fail where a count is too high")
     parser.add_argument("--write", action="store_true", help="lower ceilings to the counts")
     parser.add_argument("--list", action="store_true", help="what is on the way of a step")
+    parser.add_argument("--circles", action="store_true", help="circles of imports alone")
     parser.add_argument("--history", type=Path, help="look at raises of this file alone")
     given = parser.parse_args()
     if given.list:
         print(json.dumps({kind: traced(kind).functions for kind in KINDS}, indent=1))
         found = {"circles": circles(), "private": private_names(), "tests": tests_of_internals()}
         print(json.dumps(found, indent=1))
+        return
+    if given.circles:
+        print(json.dumps(circles()))
         return
     named, wrong = raised(given.history or CEILINGS)
     if given.history is None:

@@ -139,7 +139,7 @@ _NAMES = {
     ),
     "thinwire.tools.planning": "command",
     "thinwire.tools.planning.grid": "Candidate LEFT_OUT candidates",
-    "thinwire.tools.planning.loss": "MEASURED law law_beta=beta loss_gap steps_to_dense_loss",
+    "thinwire.tools.planning.loss": "law law_beta=beta loss_gap steps_to_dense_loss",
     "thinwire.tools.planning.methods": "cost_of",
     "thinwire.tools.planning.network": "FRAMES crowding network_Network=Network reduce_pairs",
     "thinwire.tools.planning.command": "plan_page=render",
@@ -164,8 +164,6 @@ _NAMES = {
     "thinwire.tools.run.task": "called work_of",
     "thinwire.tools.run.text": "Corpus read_digits read_folder read_standard_library",
     "thinwire.tools.run.trainers": "DDPTrainer Prepared Setup build_trainer",
-    "benchmarks.simulation_lines": "Deal Gather Jitter Lines Reduce finished switch Vote",
-    "benchmarks.simulation": "Entries Method Trouble Whole simulate",
     "thinwire.wire": "codes whole",
     "thinwire.wire.message": (
         "message_pack=pack message_unpack=unpack pack_nonfinite pack_whole unpack_whole"

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import thinwire
-from benchmarks.structure import circles
-from tests.processes import ran_code
+from tests.processes import ran, ran_code
 
 ROOT = Path(thinwire.__file__).parent
+REPOSITORY = Path(__file__).parents[1]
 BASE = {"errors", "_version", "_validate", "_names", "_watchdog", "_wording", "_launched", "_files"}
 BASE |= {"_at_exit"}
 MATHS = BASE | {"layout", "schedules", "kernels", "core"}
@@ -159,7 +159,25 @@ def test_only_optimizers_that_exchange_import_an_exchange(path: Path) -> None:
 
 def test_no_modules_import_one_another_in_a_circle() -> None:
     """Inside packages too; what is only needed for types is there at run time as well."""
-    assert circles() == []
+    done = ran([sys.executable, "-m", "benchmarks.structure", "--circles"], cwd=REPOSITORY)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("folder", "others"),
+    [
+        ("src", {"tests", "benchmarks", "research"}),
+        ("tests", {"benchmarks", "research"}),
+        ("benchmarks", {"tests", "research"}),
+        ("research", {"tests"}),
+    ],
+)
+def test_benchmarks_and_tests_are_strangers(folder: str, others: set[str]) -> None:
+    for path in (REPOSITORY / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            assert not others & {name.partition(".")[0] for name in names}, path
 
 
 def test_no_test_reaches_into_the_parts_of_an_engine() -> None:

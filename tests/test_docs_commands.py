@@ -18,6 +18,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "benchmarks" / "README.md",
+    *(ROOT / "research").rglob("README.md"),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -71,7 +72,7 @@ def check(app: App, words: list[str]) -> None:
         assert not unknown, f"no target of make: {unknown}"
     elif program == "python" and rest[0] == "-m":
         module = rest[1].replace(".", "/")
-        if rest[1].partition(".")[0] in {"benchmarks", "tests"}:
+        if rest[1].partition(".")[0] in {"benchmarks", "research", "tests"}:
             places = (f"{module}.py", f"{module}/__main__.py")
             assert any((ROOT / place).exists() for place in places), f"no module {rest[1]}"
     elif program == "python":

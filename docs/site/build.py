@@ -30,7 +30,8 @@ ELSEWHERE = {
     ROOT / "SECURITY.md": "reporting.md",
     ROOT / "benchmarks" / "README.md": "benchmarks.md",
     ROOT / "benchmarks" / "performance.md": "performance.md",
-    ROOT / "benchmarks" / "research.md": "research.md",
+    ROOT / "research" / "README.md": "research.md",
+    **{page: f"research/{page.parent.name}.md" for page in ROOT.glob("research/*/README.md")},
     EXAMPLES: "examples/index.md",
 }
 """Pages of the site whose source lies outside docs/."""
@@ -151,7 +152,8 @@ def add_pages_without_a_place(folder: Path) -> None:
     index = folder / "index.md"
     text = index.read_text(encoding="utf-8")
     named = set(re.findall(r"^(?:.*<)?([\w/]+)>?$", text, re.MULTILINE))
-    pages = {place(page).removesuffix(".md") for page in DOCS.rglob("*.md")}
+    beside = (page for page in ELSEWHERE if page.suffix == ".md")
+    pages = {place(page).removesuffix(".md") for page in (*DOCS.rglob("*.md"), *beside)}
     others = "\n".join(sorted(pages - named - {"index"}))
     if others:
         text += f"\n```{{toctree}}\n:hidden:\n:caption: More\n\n{others}\n```\n"

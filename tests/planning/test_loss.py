@@ -1,19 +1,16 @@
 """What a plan says of the loss: the law by hand, what was measured, and a line's two directions."""
 
 import json
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import thinwire as tw
-from benchmarks.choosing import Scope, evidence, rows
-from benchmarks.gaps import measured
-from tests.api import MEASURED, crowding, law, law_beta, loss_gap, steps_to_dense_loss
+from tests.api import crowding, law, law_beta, loss_gap, steps_to_dense_loss
 from tests.api import network_Network as Network
 
-SMALL, SMALLEST = 869_504, 100_000
+SMALL = 869_504
 NUMBERS: dict[str, Any] = {"params": "124M", "step_seconds": 0.35, "latency": "20ms"}
 ONE_BIT = {"quantized": {"value_bits": 1}}
 
@@ -64,35 +61,6 @@ def test_interval_bits_and_delay_multiply_the_law(
     assert gap.mid == pytest.approx(mid, rel=2e-3)
     assert gap.low * gap.high == pytest.approx(gap.mid**2)
     assert "arXiv 2505.23725" in gap.source
-
-
-@pytest.mark.parametrize("workers", [2, 4])
-def test_measured_gaps_lie_inside(workers: int) -> None:
-    """At 0.87 million parameters, where the figures are from."""
-    plan = tw.plan(params=SMALL, step_seconds=0.1, workers=workers)
-    found = {row.name: row.loss for row in rows(evidence(), Scope(workers, "small"))}
-    local = ("muon-local", "quantized-local", "sparse-local", "localsgd", "diloco")
-    for name in (name for name in local if name in found):
-        low, _, high = plan[name].loss_gap
-        dense = found["dense-muon" if name == "muon-local" else "dense"]
-        assert low < found[name] / dense - 1 < high, name
-    for name in ("powersgd", "low-rank", "dgc"):
-        assert plan[name].loss_gap[1] == pytest.approx(found[name] / found["dense"] - 1, abs=5e-4)
-    low, mid, high = plan["fp16"].loss_gap
-    assert (mid, low < found["fp16"] / found["dense"] - 1 < high) == (0, True)
-
-
-def test_measured_settings_equal_the_data_of_the_fit() -> None:
-    # 45,216 parameters are too few to be asked for advice
-    gaps = [gap for gap in measured() if gap.numel > SMALLEST]
-    seeds = Counter(replace(gap.cell, lr=0.0, seed=0) for gap in gaps)
-    found: dict[tuple[str, int], set[int]] = {}
-    for cell, count in seeds.items():
-        if count >= 3:
-            found.setdefault((cell.optimizer, cell.bits), set()).add(cell.interval)
-    assert {gap.cell.workers for gap in measured()} == {2, 4, 8, 16}
-    whole = {(kind, bits): span for (kind, share, bits), span in MEASURED.items() if share == 1}
-    assert whole == {key: (min(steps), max(steps)) for key, steps in found.items()}
 
 
 @pytest.mark.parametrize(("workers", "twice_from"), [(2, 1000), (4, 32), (8, 1)])

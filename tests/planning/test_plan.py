@@ -22,7 +22,7 @@ from tests.api import network_Network as Network
 from tests.api import work_Work as Work
 from tests.processes import ran_thinwire
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+MEMORY = Path(__file__).parents[2] / "research" / "plan" / "memory.json"
 NUMBERS: dict[str, Any] = {"params": "124M", "step_seconds": 0.35, "workers": 8}
 KEYS = {
     *("name", "step_seconds", "bytes_per_step", "memory_bytes", "memory", "waiting_share"),
@@ -265,8 +265,8 @@ def test_shares_are_sent_on_in_a_ring(value_bits: int, ranks: int, params: int, 
 
 
 def test_memory_is_within_a_tenth_of_resident_memory() -> None:
-    """Of two ranks, less a process that trained a tiny model (`benchmarks.plan_check memory`)."""
-    found = json.loads((RESULTS / "plan_memory.json").read_text())
+    """Of two ranks, less a process that trained a tiny model (`research.plan.check memory`)."""
+    found = json.loads(MEMORY.read_text())
     assert {line["strategy"] for line in found} >= {"dense", "muon-local", "quantized-local"}
     for line in found:
         row = tw.plan(params=line["parameters"], step_seconds=1.0, workers=2)[line["strategy"]]

@@ -1,8 +1,10 @@
 """What ranks have in common beside their strategy: builds, processors, kernels, buffers."""
 
+import json
 import os
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from benchmarks.mixed import MACHINES, METHODS, answers_of
+from tests.processes import ran
 from tests.ranks import Pool
 from thinwire.optim import DGCMomentum
+
+ROOT = Path(__file__).parents[2]
 
 
 def prepared(rank: int, size: int, way: str, setting: str) -> list[str]:
@@ -94,12 +98,13 @@ def test_another_instruction_set_is_allowed_in_averagings(way: str, ranks: Pool)
 
 @pytest.mark.slow
 def test_other_instruction_sets_lead_to_equal_anchors() -> None:
-    here, machines = [sys.executable], [MACHINES["default"], MACHINES["two threads"]]
-    both = list(answers_of([here, here], machines, 8))
-    assert len(both) == len(METHODS)
-    for method, (first, second) in zip(METHODS, both, strict=True):
-        assert first == second, method
-        assert len(first.get("digests", [0] * 4)) == 4
+    words = ["research.mixed", "--pairs", "default,two threads", "--rounds", "8"]
+    done = ran([sys.executable, "-m", *words], cwd=ROOT)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(lines) == 13, done.stderr
+    for line in lines:
+        assert line["equal"], line
+        assert len(line.get("digests", [0] * 4)) == 4, line
 
 
 def test_another_number_of_threads_is_mismatch_where_muon_updates_ranks_alike(ranks: Pool) -> None:

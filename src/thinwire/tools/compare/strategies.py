@@ -149,14 +149,14 @@ def _own(
     return Recipe(name, summary, _PREPARED, every, _OWN, options, field, ramp, optimizer=optimizer)
 
 
-# tuned at about 90 averagings, where momentum 0.9 and 0.6 lose (benchmarks/research.md)
+# tuned at about 90 averagings, where momentum 0.9 and 0.6 lose (research/README.md)
 _OUTER = {"outer_lr": 0.7, "outer_momentum": 0.3, "outer_nesterov": True}
 _RAMP = (0.75, 0.9375, 0.984375, 0.996, 0.999)
 # Of AdamW the rates are the best of 0.003, 0.006 and 0.012 in 100 steps of the small model on the
 # validation part, one seed (`--link loopback --tune --size small --steps 100 --lr`).
 # Of SGD the rates of fp16, powersgd and dgc are the better of 0.07 and 0.15, at as many steps as 90
 # s over 100 Mbit/s allow. Those of dense and of the local ones were chosen at what 20 Mbit/s
-# allows: the grid is in benchmarks/README.md.
+# allows.
 _RECIPES = (
     _ddp("dense", "DDP, every gradient in float32"),
     _ddp("dense-muon", "DDP, every gradient in float32, with Muon for the hidden matrices"),
