@@ -79,7 +79,7 @@ def sites(rank: int, size: int) -> list[Counter[int]]:
     assert job.replicas is not None
     for one in (job.shards, job.replicas, job):
         before, part = _calls(), torch.full((100,), float(rank))
-        one.all_reduce_(part, action="adding").wait()
+        part = one.all_reduce_(part, action="adding").wait()
         one.gather_bytes(bytes([rank]), action="agreeing")
         assert part[0].item() == sum(one.global_ranks)
         seen.append(_calls() - before)

@@ -40,6 +40,12 @@ class Row:
     case: Case = field(default_factory=Case)
     size: int = 2
 
+    @property
+    def rides(self) -> bool:
+        """True if the facts of ranks ride on dense sums, which nobody can refuse for all."""
+        fields = self.case.fields
+        return fields is not None and fields.keys() <= {"amp"} and not self.case.told
+
 
 def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01)
@@ -62,6 +68,7 @@ ENGINES = {
     "dense": Case(fields={}),
     "dense, merged": Case(fields={}, merge=3),
     "dense, adam": Case(fields={}, optimizer=adam),
+    "dense, before": Case(fields={}, told={"verify": "before"}),
     "dgc, merged": Case(merge=3),
     "dgc, adam": Case(fields={"dgc": COMPRESSED}, optimizer=adam),
     "dgc, adam, nodes": Case(
@@ -195,8 +202,10 @@ def poisoned(rank: int, size: int, row: Row, where: str) -> tuple[list[str], lis
         way.train(rank, bad, bad + 1)
         now[0] = -1
         way.train(rank, bad + 1, bad + row.case.merge)
-    after = flat(way.state())
-    way.train(rank, bad + row.case.merge, 2 * bad + 2 * row.case.merge)
+        after = flat(way.state())
+        # where facts ride, ranks tell each other in the next update
+        way.train(rank, bad + row.case.merge, bad + 2 * row.case.merge)
+    way.train(rank, bad + 2 * row.case.merge, 2 * bad + 2 * row.case.merge)
     told = [str(each.message) for each in caught if "dropped" in str(each.message)]
     stats = way.stats()
     way.end()
@@ -244,7 +253,14 @@ def always_poisoned(rank: int, size: int, row: Row) -> tuple[int, str]:
 
 @pytest.mark.fault
 @pytest.mark.parametrize(
-    "name", [*(way.__name__ for way in GRADIENTS), "OwnStep, nodes", "WithEngine, dgc, merged"]
+    "name",
+    [
+        *(way.__name__ for way in GRADIENTS),
+        "OwnStep, nodes",
+        "WithEngine, dgc, merged",
+        "WithEngine, dense",
+        "WithEngine, dense, before",
+    ],
 )
 def test_ten_dropped_steps_in_a_row_are_an_error_everywhere(ranks: Pool, name: str) -> None:
     for done, text in ranks.run(always_poisoned, SENDING[name], size=SENDING[name].size):
@@ -322,16 +338,19 @@ def damaged(rank: int, size: int, row: Row, deals: bool) -> tuple[str, list[str]
     merge = row.case.merge
     begin = {1: 6, 2: 9, 3: 8}[merge]
     way.train(rank, 0, begin)
-    last = begin + (row.case.steps if local else 1)
+    # where facts ride, the others learn of it in the next update
+    last = begin + (row.case.steps if local else 1 + row.rides * merge)
     for step in range(begin, last):
         with damaging(rank, size // 2, deals):
             try:
                 before = flat(way.state())  # waits for what is in flight, which may be damaged
                 way.train(rank, step, step + 1)
-            except tw.errors.PayloadCorrupt as error:
+            except (tw.errors.PayloadCorrupt, tw.errors.PeerLost) as error:
                 text = str(error)
                 break
     moved = changed(before, flat(way.state()))
+    if row.rides:
+        return text, moved, ""
     if local:
         way.close()
         return text, [at for at in moved if any(kind in at for kind in KEPT)], ""
@@ -346,19 +365,19 @@ def damaged(rank: int, size: int, row: Row, deals: bool) -> tuple[str, list[str]
 @pytest.mark.fault
 @pytest.mark.parametrize("name", rows([*SENDING, *AVERAGING]))
 def test_a_damaged_message_is_refused_by_all_and_nothing_is_applied(ranks: Pool, name: str) -> None:
-    """The call can be made again."""
+    """The call can be made again; where facts ride on the sums the ranks end instead."""
     for deals in (True, False) if "split" in name else (True,):
         check_damaged(ranks, name, deals)
 
 
 def check_damaged(ranks: Pool, name: str, deals: bool) -> None:
     row = {**SENDING, **AVERAGING}[name]
-    answers = ranks.run(damaged, row, deals, size=row.size)
-    assert len({text for text, *_ in answers}) == 1
+    answers = ranks.run(damaged, row, deals, size=row.size, group_timeout_s=20.0)
+    assert len({text for text, *_ in answers}) == 1 or row.rides
     for text, moved, _ in answers:
-        assert "refused" in text and "othing was applied" in text
+        assert ("refused" in text or row.rides) and "othing" in text and "was applied" in text
         assert moved == []
-    if name in SENDING:
+    if name in SENDING and not row.rides:
         straight = ranks.run(trained, row.frontend, row.case, size=row.size)
         assert [bits for *_, bits in answers] == [each.bits for each in straight]
 

@@ -304,6 +304,19 @@ def test_harmless_edit_is_not_noticed(how: str) -> None:
     assert late(engine, model, changes[how]) == []
 
 
+def test_editing_one_gradient_is_noticed_within_eight_steps() -> None:
+    """In steady training an update looks at an eighth of the gradients."""
+    engine = prepared(loss=None)
+    *_, (name, last) = engine.model.named_parameters()
+    assert late(engine, engine.model, lambda: None, steps=5) == []
+
+    def edit() -> None:
+        last.grad = last.grad * 0.5
+
+    (said,) = late(engine, engine.model, edit, steps=9)
+    assert name in said
+
+
 def test_a_gradient_put_there_by_hand_is_noticed() -> None:
     model = make_model(plain=True)
     engine = tw.DistributedStrategy().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

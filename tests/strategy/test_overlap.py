@@ -180,7 +180,7 @@ class Events(list[str]):
             launch(step, bucket, grads)
 
         def exchanged(*args: Any, **kwargs: Any) -> Any:
-            early, steady = kwargs.get("again"), gradients.steady
+            early, steady = kwargs.get("at_once"), gradients.steady
             outcome = exchange(*args, **kwargs)
             if early:
                 again = steady is not None and gradients.steady is None
@@ -389,7 +389,7 @@ def test_error_in_backward_of_a_rank_is_reported_to_all(where: str, ranks: Pool)
     assert answers[1][0] == "ZeroDivisionError: a hook of the user"
     for text in (answers[0][0], answers[2][0]):
         assert text.startswith(
-            "ThinwireError: rank 1: its backward pass ended with ZeroDivisionError: a hook of the"
+            "ThinwireError: rank 1: its forward or backward pass ended with ZeroDivisionError: a"
         )
         assert "Nothing was applied on any rank" in text
 
@@ -426,7 +426,7 @@ def test_zeros_for_a_missing_gradient_travel_as_the_gradient_would(where: str, r
     text = (
         "Mismatch"
         if where == "unused"
-        else "ThinwireError: rank 1: its backward pass ended with ZeroDivisionError"
+        else "ThinwireError: rank 1: its forward or backward pass ended with ZeroDivisionError"
     )
     assert answers[0][0].startswith(text)
     assert answers[0][3] == 6

@@ -2,7 +2,14 @@
 
 from thinwire.comm.ddp import tap_buckets
 from thinwire.comm.failures import state_in_errors
-from thinwire.comm.group import Group, Pending, Regrouped, require_process_group, time_limit_s
+from thinwire.comm.group import (
+    Group,
+    Pending,
+    Regrouped,
+    require_process_group,
+    sealed,
+    time_limit_s,
+)
 from thinwire.comm.handshake import (
     by_rank,
     mapping_of,
@@ -35,6 +42,7 @@ __all__ = [
     "require_agreement",
     "require_mesh",
     "require_process_group",
+    "sealed",
     "seconds_of",
     "sites_of",
     "sources_of",

@@ -57,6 +57,7 @@ class Pending(Generic[_T_co]):
     """A launched exchange."""
 
     _finish: Callable[[], _T_co]
+    _rest: Iterator[None] | None = None
 
     @classmethod
     def started(cls, work: Generator[None, None, _T_co]) -> "Pending[_T_co]":
@@ -74,7 +75,13 @@ class Pending(Generic[_T_co]):
                 pass
             return result[0]
 
-        return cls(finish)
+        return cls(finish, rest)
+
+    def forward(self) -> None:
+        """Wait for the first of several rounds, and launch the second; once."""
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            next(rest, None)
 
     def wait(self) -> _T_co:
         """Return the result, or raise an error that names the exchange and the cause."""
@@ -111,6 +118,8 @@ class Group:
     """Ranks that hold the same part of a model as this rank, on a group of all ranks."""
     parts: Sequence[int] = ()
     """Index of each rank's part, a shard or a stage; empty if every rank holds the whole model."""
+    near = False
+    """True if large messages travel in few pieces; the same on all ranks. Same bits."""
     macs: MessageMacs | None = None
     """MACs for the messages that callers exchange; see `authenticate`."""
     _agreement_macs: MessageMacs | None = None
@@ -247,7 +256,7 @@ class Group:
     @property
     def device(self) -> torch.device:
         """Device on which this group's backend needs data from the host."""
-        if self.size > 1 and torch.device("cpu") not in self._private._device_types:
+        if self._shared is not None and not self._shared.from_host:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
@@ -262,7 +271,7 @@ class Group:
         if self.size == 1:
             return Pending(lambda: message.unsqueeze(0))
         out = message.new_empty(self.size * message.numel())
-        rows, limit = out.view(self.size, -1), piece_bytes(message.numel(), self.timeout_s)
+        rows, limit = out.view(self.size, -1), self._piece_bytes(message.numel())
         held = [out, message]
         # gloo's gather hands every message on W - 1 times, a round trip each; this needs one
         at_once = self.size > 2 and not self.relayed
@@ -299,7 +308,7 @@ class Group:
             return Pending(lambda: parts)
         device, parts = parts.device, parts.to(self._carrier(parts.device))
         longest = max(1, *map(max, lengths))
-        width = ceil(piece_bytes(self.size * longest, self.timeout_s) / self.size)
+        width = ceil(self._piece_bytes(self.size * longest) / self.size)
         begins = range(0, longest, width)
         strings = torch.split(parts, list(given))
         gone = [[string[at : at + width] for string in strings] for at in begins]
@@ -332,21 +341,63 @@ class Group:
     def _carried(self, buffer: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """Return a buffer where the backend sends it from, and views of its pieces, in order."""
         carried = buffer.to(self._carrier(buffer.device))
-        limit = piece_bytes(carried.nbytes, self.timeout_s)
+        limit = self._piece_bytes(carried.nbytes)
         if carried.nbytes <= limit or not carried.is_contiguous():
             return carried, [carried]
         return carried, torch.split(carried.view(-1), limit // carried.element_size())
 
+    @property
+    def seems_near(self) -> bool:
+        """True if one connection fills the line to every other rank, as far as this rank saw."""
+        shared = self._shared
+        quick = shared is not None and shared.round_trip_s < _NEAR_S
+        return quick and self.rate_bit_s >= _FAST_BIT_S
+
+    def _piece_bytes(self, nbytes: int) -> int:
+        cautious = piece_bytes(nbytes, self.timeout_s)
+        # a near line that becomes a hundred times slower must still pass a piece in time
+        quick = int(self.timeout_s * _FAST_BIT_S / 8 / 100)
+        return max(cautious, min(_NEAR_BYTES, quick // 16 * 16)) if self.near else cautious
+
     def all_reduce_(self, buffer: Tensor, *, action: str) -> Pending[Tensor]:
-        """Launch an all-reduce: `buffer` becomes its sum over the ranks, bit-identical on all."""
+        """Launch a sum of `buffer` over the ranks, bit-identical on all, which may overwrite it.
+
+        By gloo the sum of an entry is made in the order of the ranks, so that its bits depend on
+        neither pieces nor connections.
+        """
         if self.size == 1:
             return Pending(lambda: buffer)
+        carrier = self._carrier(buffer.device)
+        if self.size > 2 and not self.relayed and carrier.type == "cpu" and buffer.nbytes:
+            return Pending.started(self._summed(buffer, action))
         carried, pieces = self._carried(buffer)
         launches = [partial(dist.all_reduce, piece) for piece in pieces]
         wire = (round(2 * (self.size - 1) / self.size * buffer.nbytes),) * 2  # of a ring
         if self.relayed:
             wire = self.copies * buffer.nbytes, (self.size - 1) * buffer.nbytes
         return self._launched(launches, lambda: buffer.copy_(carried), action, [carried], wire=wire)
+
+    def _summed(self, buffer: Tensor, action: str) -> Generator[None, None, Tensor]:
+        """Every rank adds one share of all ranks' buffers, and sends the sum to all."""
+        flat = buffer.to(self._carrier(buffer.device)).reshape(-1).view(torch.uint8)
+        unit = buffer.element_size() * ceil(buffer.numel() / self.size)
+        shares = [max(0, min(unit, flat.numel() - unit * rank)) for rank in range(self.size)]
+        parts = self.swap(flat, [shares] * self.size, action=action)
+        yield
+        here = shares[self.rank] // buffer.element_size()
+        total, *others = parts.wait().view(buffer.dtype).view(self.size, here)
+        for other in others:
+            total += other
+        own = total.view(torch.uint8)
+        if self.near:  # needs no copies for the others, but more round trips
+            padded = torch.nn.functional.pad(own, (0, unit - own.numel()))
+            sums = self.all_gather(padded, action=action)
+        else:
+            lengths = [[share] * self.size for share in shares]
+            sums = self.swap(own.repeat(self.size), lengths, action=action)
+        yield
+        whole = sums.wait().reshape(-1)[: flat.numel()]
+        return whole.view(buffer.dtype).view(buffer.shape).to(buffer.device)
 
     def broadcast_(self, buffer: Tensor, *, action: str, source: int = 0) -> Pending[Tensor]:
         """Launch a broadcast of rank `source`'s `buffer`, which gloo's ranks pass on in a tree."""
@@ -400,8 +451,7 @@ class Group:
 
     def launch_now(self, payload: bytes, action: str) -> Pending[list[bytes]]:
         """Launch a gather of strings of equal length on all ranks, each with a checksum."""
-        checked = payload + _CHECKSUM.pack(zlib.crc32(payload))
-        message = torch.frombuffer(bytearray(checked), dtype=torch.uint8)
+        message = torch.frombuffer(bytearray(sealed(payload)), dtype=torch.uint8)
         macs = self._agreement_macs
         number = 0 if macs is None else macs.next()
         if macs is not None:
@@ -416,18 +466,26 @@ class Group:
                     text = wrong_mac_text(action, wrong[0])
                     raise PayloadCorrupt(f"{text}. {state_after_failure()}")
             found = [row.numpy().tobytes() for row in rows]
-            for source, row in enumerate(found):
-                if row[-4:] != _CHECKSUM.pack(zlib.crc32(row[:-4])):
-                    where = f"rank {self.rank} of {self.size}, {action}"
-                    damage = f"{where}: the message from rank {source} was damaged in transit"
-                    text = f"{damage}. {state_after_failure()}"
-                    if self._shared is not None and self._shared.heartbeats is not None:
-                        self._shared.heartbeats.ask("damaged", 0.0)
-                    self.abandon(text, PayloadCorrupt)
-                    raise PayloadCorrupt(text)
-            return [row[:-4] for row in found]
+            return self.unsealed(found, action)
 
         return Pending(strings)
+
+    def unsealed(self, rows: Sequence[bytes], action: str) -> list[bytes]:
+        """Return strings of all ranks without their checksums; end the group if one is wrong."""
+        for source, row in enumerate(rows):
+            if row != sealed(row[: -_CHECKSUM.size]):
+                raise self.ended_by_damage(source, action)
+        return [row[: -_CHECKSUM.size] for row in rows]
+
+    def ended_by_damage(self, source: int, action: str) -> PayloadCorrupt:
+        """End the group, since no other rank knows of the damage; return this rank's error."""
+        where = f"rank {self.rank} of {self.size}, {action}"
+        damage = f"{where}: the message from rank {source} was damaged in transit"
+        text = f"{damage}. {state_after_failure()}"
+        if self._shared is not None and self._shared.heartbeats is not None:
+            self._shared.heartbeats.ask("damaged", 0.0)
+        self.abandon(text, PayloadCorrupt)
+        return PayloadCorrupt(text)
 
     def _launched(
         self,
@@ -469,8 +527,10 @@ class Group:
             begin_s = time.perf_counter()
             try:
                 self._wait_for_all(works, action, held, by_gloo=by_gloo)
-                nbytes = sent if rated and not control else 0
-                self._rate.ended(nbytes, launched_s, begin_s, time.perf_counter())
+                nbytes, now_s = sent if rated and not control else 0, time.perf_counter()
+                self._rate.ended(nbytes, launched_s, begin_s, now_s)
+                if control:
+                    shared.round_trip_s = min(shared.round_trip_s, now_s - launched_s)
             finally:
                 self.wait_s += time.perf_counter() - begin_s
                 set_activity(action, None)
@@ -534,6 +594,11 @@ class Group:
         how: dict[str, Any] = {"action": action, "within": within, "advice": self._advice}
         how["heartbeats"] = self._shared and self._shared.heartbeats
         return explain_failure(error, rank=self.rank, size=self.size, **how)
+
+
+def sealed(payload: bytes) -> bytes:
+    """Return a string with its checksum; see `Group.unsealed`."""
+    return payload + _CHECKSUM.pack(zlib.crc32(payload))
 
 
 def _digest(content: bytes) -> bytes:
@@ -609,6 +674,7 @@ class Rate:
         self._s = _KEPT * self._s + seconds
 
 
+_NEAR_S, _FAST_BIT_S, _NEAR_BYTES = 2e-3, 2e8, 32 << 20
 _LARGEST_BYTES, _SMALLEST_BYTES = 4 << 20, 64 << 10
 _WHOLE_BYTES, _OF_STREAM_BYTES = 512 << 10, 128 << 10
 _BYTES_PER_S = 32 << 10

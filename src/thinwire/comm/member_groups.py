@@ -41,6 +41,8 @@ class MemberGroups:
     heartbeats = None
     """Heartbeat thread of `Private`; here members send heartbeats to the store themselves."""
     watched = True
+    from_host = True
+    round_trip_s = float("inf")
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import ctypes
 import datetime
+import math
 import os
 import time
 import weakref
@@ -72,10 +73,14 @@ class Private:
         """Most groups for data that all ranks can open; 0 until they have agreed on it."""
         self.abandoned: tuple[type[ThinwireError], str] | None = None
         self.heartbeats: HeartbeatThread | None = None
+        self.round_trip_s = math.inf
+        """Shortest time of a control message to all ranks and back."""
         data = self._gloo("data", timeout_s) if gloo else self._like(parent, timeout_s)
         self.group: ProcessGroup | None = data
         """None after `release`."""
         found = {device.type: data._get_backend(device) for device in data._device_types}
+        self.from_host = "cpu" in found
+        """True if data travels from the host's memory."""
         backends: dict[str, Any] = {k: one for k, one in found.items() if one.name() == "gloo"}
         self.watched = "cpu" in backends and not timed
         """True if data travels by gloo, from the host's memory."""

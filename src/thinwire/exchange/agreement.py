@@ -5,14 +5,15 @@ this rank and judges the answers of all ranks. All ranks judge the same answers,
 them continue or all raise the same error.
 """
 
+import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
 from thinwire._wording import warn_user
-from thinwire.comm import Group, Pending, wrong_call_site
+from thinwire.comm import Group, Pending, sealed, wrong_call_site
 from thinwire.errors import Diverged, Mismatch, NonFinite, PayloadCorrupt, ThinwireError
 
 COMPARING = "comparing everything"
@@ -34,7 +35,9 @@ class Vote:
     first: bool
     """True for the first agreement of an update."""
     last: bool
-    """True once messages have arrived, so that the update follows."""
+    """True if the update follows."""
+    rides: bool = False
+    """True if it is sent with the messages, so that it knows those of the update before."""
 
     @property
     def purpose(self) -> str:
@@ -63,6 +66,8 @@ class Answers(Sequence[Report]):
 
     def of(self, key: str) -> Iterator[tuple[int, Any]]:
         """Yield rank and value of each report that contains this key."""
+        if self.unanimous and key not in self._reports[0]:
+            return iter(())
         return ((rank, report[key]) for rank, report in enumerate(self._reports) if key in report)
 
     def by_part(self) -> list[dict[int, Report]]:
@@ -138,6 +143,8 @@ class Agreement:
 
     def __init__(self, group: Group, checks: Sequence[Check] = ()) -> None:
         self.group, self.checks, self.engine = group, list(checks), ""
+        self._spoke: list[Check] = []
+        """Checks that the present report is of."""
 
     def __call__(
         self, step: int, phase: str, *, first: bool = True, last: bool = False, **facts: Any
@@ -154,30 +161,45 @@ class Agreement:
     ) -> Pending[Answers]:
         """Send this rank's report; `wait` judges. Wait for it before the next is launched."""
         vote = Vote(self.group, step, phase, first, last)
-        own: Report = {"engine": self.engine, "step": step, "phase": phase}
-        # all checks share one message; each writes only its own keys
-        for check in self.checks:
-            own |= check.report(vote)
-        own |= {key: value for key, value in facts.items() if value is not None}
+        own = self._reported(vote, facts)
         message = _written(own)
         # without an event, ranks of other parts need only the common keys
         quiet = {key for key, value in own.items() if value} <= _QUIET
         common = _written(_common(own)) if quiet else message
         rows = self.group.launch_bytes(message, action=vote.purpose, common=common)
-        return Pending(lambda: self._judged(vote, own, message, rows.wait()))
+        return Pending(
+            lambda: self._judged(vote, own, _read(rows.wait(), message, own, vote.purpose))
+        )
 
-    def _judged(
-        self, vote: Vote, own: Report, message: bytes, rows: Sequence[bytes | None]
-    ) -> Answers:
-        answers = self._answers(_read(rows, message, own, vote.purpose))
+    def riding(self, step: int, phase: str, *, near: bool, **facts: Any) -> "Riding":
+        """Return this rank's report for a slot of a sum that all ranks launch; see `Riding`."""
+        vote = Vote(self.group, step, phase, first=True, last=True, rides=True)
+        return Riding(self, vote, self._reported(vote, facts), near=near)
+
+    def _reported(self, vote: Vote, facts: Mapping[str, Any]) -> Report:
+        own: Report = {"engine": self.engine, "step": vote.step, "phase": vote.phase}
+        self._spoke = []
+        # all checks share one message; each writes only its own keys
+        for check in self.checks:
+            if report := check.report(vote):
+                own |= report
+                self._spoke.append(check)
+        return own | {key: value for key, value in facts.items() if value is not None}
+
+    def _judged(self, vote: Vote, own: Report, reports: Sequence[Report]) -> Answers:
+        answers = self._answers(reports)
         # most specific cause first; a unanimous report without an event needs no look
-        if not (answers.unanimous and own.keys() <= _QUIET):
+        quiet = answers.unanimous and own.keys() <= _QUIET
+        if not quiet:
             _refuse_errors(answers)
+            if vote.rides:  # a rank that refused a damaged mean is a step behind the others
+                require_equal_sums(vote, answers)
             _refuse_different_steps(answers, vote.purpose)
             for rank, text in answers.of("corrupt"):
                 nothing = "Nothing was applied on any rank"
                 raise PayloadCorrupt(f"rank {rank} refused a message: {text}. {nothing}")
-        for check in self.checks:
+        # who reported nothing, as all others did, has nothing to judge
+        for check in self._spoke if quiet else self.checks:
             check.judge(vote, answers)
         return answers
 
@@ -189,6 +211,60 @@ class Agreement:
 
     def _answers(self, reports: Sequence[Report]) -> Answers:
         return Answers(reports, self.group.parts, self.group.answer_index)
+
+
+_OF_A_RANK = ("batches", "merged", "complete", "overflow")
+"""Facts of each rank's own: ranks that differ in them need no second round."""
+
+
+class Riding:
+    """A report whose digest rides in a slot of a sum, in place of the first round of a vote.
+
+    Where digests differ all ranks send their reports, as they do after an agreement's first round.
+    """
+
+    def __init__(self, agreement: Agreement, vote: Vote, own: Report, *, near: bool) -> None:
+        self.near = near
+        """True if all ranks said that they are near each other, once judged."""
+        self._agreement, self._vote, self._own = agreement, vote, own
+        shared = repr({key: value for key, value in own.items() if key not in _OF_A_RANK})
+        digest = hashlib.blake2b(shared.encode(), digest_size=8).digest()
+        self.slot = sealed(digest + bytes([_packed(own) | near << 7]))
+
+    def judged(self, slots: Sequence[bytes]) -> Answers:
+        """Return the answers from the slots of all ranks."""
+        vote, own = self._vote, self._own
+        # the last update of all ranks needs their numbers
+        if own.get("batches", True) and all(slot == self.slot for slot in slots):
+            return self._agreement._judged(vote, own, [own] * len(slots))
+        rows = vote.group.unsealed(slots, vote.purpose)
+        self.near = all(row[-1] & 128 for row in rows)
+        bits = [row[-1] & 127 for row in rows]
+        if len({row[:-1] for row in rows}) == 1 and any(b & 3 != 1 for b in bits):
+            here = bits[vote.group.rank]
+            reports = [own if b == here else _unpacked(own, b) for b in bits]
+        else:
+            message = _written(own)
+            messages = vote.group.gather_bytes(message, action=vote.purpose)
+            reports = _read(messages, message, own, vote.purpose)
+        return self._agreement._judged(vote, own, reports)
+
+
+def _packed(report: Report) -> int:
+    """Return a rank's own facts in bits: each that may be missing has two."""
+    bits = 0
+    for index, key in enumerate(("batches", "complete", "overflow")):
+        bits |= ((key in report) | bool(report.get(key)) << 1) << 2 * index
+    return bits
+
+
+def _unpacked(own: Report, bits: int) -> Report:
+    """Return the report of a rank that differs from `own` in its own facts."""
+    found = {key: value for key, value in own.items() if key not in _OF_A_RANK}
+    for index, key in enumerate(("batches", "complete", "overflow")):
+        if bits >> 2 * index & 1:
+            found[key] = bool(bits >> 2 * index & 2)
+    return found
 
 
 def _common(report: Report) -> Report:
@@ -215,6 +291,17 @@ def _read(rows: Sequence[bytes | None], message: bytes, own: Report, purpose: st
             raise wrong_call_site(purpose, rank, report if isinstance(report, dict) else b"")
         found.append(report)
     return found
+
+
+def require_equal_sums(vote: Vote, answers: Answers) -> None:
+    """Raise `PayloadCorrupt` on all ranks if one of them received another sum."""
+    for first, _, rank, _ in answers.differences("sums"):
+        late = "It was applied: restart all ranks from the last checkpoint"
+        raise PayloadCorrupt(
+            f"{vote.purpose}: the sums of dense tensors that arrived on rank {first} and rank "
+            f"{rank} differ: a message was damaged on its way. "
+            f"{'Nothing was applied on any rank' if vote.last and not vote.rides else late}"
+        )
 
 
 def _refuse_errors(answers: Answers) -> None:
@@ -291,6 +378,8 @@ class Drops:
         self.in_a_row = 0
         self.given_up: str | None = None
         """Reason for which this rank cannot continue with steps of its own, or None."""
+        self._untold: Report = {}
+        """This rank's part in a dropped step of which the ranks have not told each other."""
 
     def applied(self) -> None:
         """Record that a step was not dropped."""
@@ -300,16 +389,31 @@ class Drops:
         """Count a step dropped by a loss scaler, which gives up by its own rules."""
         self.total += 1
 
+    @property
+    def last(self) -> bool:
+        """True if the next drop is the one that ends the training."""
+        return self.in_a_row + 1 >= MAX_DROPS_IN_A_ROW
+
+    def dropped_untold(self, step: int, found: Mapping[str, str]) -> None:
+        """Count a step that all ranks drop; they tell each other why in the next one."""
+        self.total += 1
+        self.in_a_row += 1
+        self._untold = {"dropped": step, **{f"was_{key}": name for key, name in found.items()}}
+
+    def report(self, vote: Vote) -> Report:
+        """See `Check`."""
+        return self._untold
+
+    def judge(self, vote: Vote, answers: Answers) -> None:
+        """See `Check`; warns of a step that was dropped before."""
+        if self._untold:
+            warn_user(_dropped_text(self._untold["dropped"], answers, "was_"))
+            self._untold = {}
+
     def dropped(self, step: int, answers: Answers) -> None:
         """Count a step that all ranks drop, and warn; raise `NonFinite` at the tenth in a row."""
-        culprits = [(*culprit, "") for culprit in answers.of("non_finite")]
-        culprits += [(*culprit, _ADDED) for culprit in answers.of("sum_non_finite")]
-        rank, name, added = culprits[0]
         self.total += 1
-        text = (
-            f"step {step} was dropped on every rank: the gradient of parameter {name} on rank "
-            f"{rank}{added} is not finite"
-        )
+        text = _dropped_text(step, answers)
         too_many = self._counted(text)
         if too_many is not None:
             raise NonFinite(too_many)
@@ -334,3 +438,13 @@ class Drops:
             f"{text}; this was dropped step {self.in_a_row} in a row. Lower the learning rate, "
             "clip gradients, or check the data of that rank"
         )
+
+
+def _dropped_text(step: int, answers: Answers, when: str = "") -> str:
+    culprits = [(*culprit, "") for culprit in answers.of(f"{when}non_finite")]
+    culprits += [(*culprit, _ADDED) for culprit in answers.of(f"{when}sum_non_finite")]
+    rank, name, added = culprits[0]
+    return (
+        f"step {step} was dropped on every rank: the gradient of parameter {name} on rank "
+        f"{rank}{added} is not finite"
+    )

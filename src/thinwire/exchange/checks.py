@@ -1,11 +1,9 @@
 """Checks of an exchange: presence of gradients, equal settings, duplicate batches."""
 
 import hashlib
-import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -109,6 +107,11 @@ class Presence:
         """Return zeros like the dense gradient that a parameter had in the last step."""
         return _zeros(self._params[name], self._kinds[name][0])
 
+    def fits(self, name: str, grad: Tensor) -> bool:
+        """Return True if a gradient is dense, and of the type that it had in the last step."""
+        kinds = self._kinds.get(name, _ABSENT)
+        return not grad.is_sparse and _DENSE[grad.dtype] == kinds[0]
+
     def row_sparse(self, name: str) -> tuple[bool, bool]:
         """Return two flags: the gradient is row-sparse on some rank, and on every rank."""
         kinds = self._kinds[name]
@@ -187,83 +190,6 @@ class GradientPattern:
         self.names, self._equal = None, 0
         # a model whose gradients alternate would otherwise send twice in every second step
         self._patience *= 2
-
-
-_ELSEWHERE = ("params", "param_names", "lr", "position")
-"""Keys compared at the start, or separately."""
-
-
-class SameHyperparameters:
-    """Compares parameter groups in every agreement, learning rates in the last of an update."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._known: list[tuple[tuple[Any, ...], str]] = []
-
-    def report(self, vote: Vote) -> Report:
-        """See `Check`."""
-        groups = self._optimizer.param_groups
-        report: Report = {"settings": self._settings()}
-        if vote.last:  # some methods have no learning rate
-            report["rates"] = [float(group["lr"]) for group in groups if "lr" in group]
-        return report
-
-    def judge(self, vote: Vote, answers: Answers) -> None:
-        """See `Check`."""
-        for first, ours, rank, theirs in answers.differences("rates"):
-            raise Mismatch(
-                f"{vote.purpose}: the learning rates of the parameter groups are {ours} on rank "
-                f"{first} and {theirs} on rank {rank}. Change them on all alike. A rank without "
-                "batches cannot call scheduler.step(): use thinwire.schedules inside engine.join()"
-            )
-        for first, ours, rank, theirs in answers.differences("settings"):
-            _refuse(vote, (first, ours), (rank, theirs))
-
-    def _settings(self) -> list[str]:
-        """Return a JSON object per group: values by name, written again only after a change."""
-        texts = []
-        for index, group in enumerate(self._optimizer.param_groups):
-            values = tuple((key, value) for key, value in group.items() if key not in _ELSEWHERE)
-            if index == len(self._known):
-                self._known.append(((), ""))
-            before, text = self._known[index]
-            # write JSON only after a change: this runs in every update
-            if not text or not _same(values, before):
-                text = json.dumps({key: _text(value) for key, value in sorted(values)})
-                self._known[index] = values, text
-            texts.append(text)
-        return texts
-
-
-def _refuse(vote: Vote, ours: tuple[int, list[str]], theirs: tuple[int, list[str]]) -> None:
-    (first, own), (rank, other) = ours, theirs
-    if len(own) != len(other):
-        raise Mismatch(
-            f"{vote.purpose}: rank {first} has {len(own)} parameter groups and rank {rank} has "
-            f"{len(other)}. Add the same groups on all ranks"
-        )
-    for index, texts in enumerate(zip(own, other, strict=True)):
-        here, there = map(json.loads, texts)
-        for key in dict.fromkeys([*here, *there]):
-            values = [settings.get(key, "missing") for settings in (here, there)]
-            if values[0] != values[1]:
-                raise Mismatch(
-                    f"{vote.purpose}: {key} of parameter group {index} is {values[0]} on rank "
-                    f"{first} and {values[1]} on rank {rank}. Use the same hyper-parameters on all "
-                    "ranks"
-                )
-
-
-def _same(now: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
-    """Return True if the values are equal and immutable. Mutable values are always read again."""
-    plain = all(isinstance(value, int | float | str | tuple | None) for _, value in now)
-    return plain and now == before
-
-
-def _text(value: Any) -> str:
-    """Return a text that is equal in two processes for equal values."""
-    written = repr(value.tolist()) if isinstance(value, Tensor) else repr(value)
-    return re.sub(" at 0x[0-9a-f]+", "", written)
 
 
 _ENOUGH = 2

@@ -1,6 +1,7 @@
 """The sequence of one gradient exchange: agree, send, verify, agree again.
 
-Only after the second agreement may a rank change anything.
+Only after the second agreement may a rank change anything. Where facts ride on dense sums, what
+exists only after a sum is compared in the next exchange.
 """
 
 import contextlib
@@ -30,8 +31,10 @@ from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.exchange.agreement import Answers, Participants, StepDecision, verdict_of
 from thinwire.exchange.checks import Presence
 from thinwire.exchange.nodes import in_nodes, make_common_, make_mean_
+from thinwire.exchange.replica import layout_change
 from thinwire.exchange.round import Round
 from thinwire.exchange.synchronizer import Synchronizer, agreed_sources
+from thinwire.exchange.update import DenseUpdate
 
 Grads = Mapping[str, Tensor]
 """This rank's own gradients by name, unscaled and not divided by the number of ranks."""
@@ -54,7 +57,7 @@ class Outcome:
     """Reports of all ranks in the last agreement."""
     grads: Grads = field(default_factory=dict)
     """This rank's gradients that count, with zeros for those that it lacked."""
-    received: Round | None = None
+    received: Round | DenseUpdate | None = None
     """The messages that arrived, if the update is made."""
 
 
@@ -77,7 +80,6 @@ class Compressors:
         """Record that state was loaded from outside, on all ranks; it may differ inside a node."""
         self._nodes_compared, self._apart = False, self._names
 
-    @torch.no_grad()
     def make_common(self) -> None:
         """Give the ranks of each node, which send the same message, the same state, once."""
         if isinstance(self._sources, Nodes) and not self._nodes_compared:
@@ -145,8 +147,9 @@ class GradientExchange(Synchronizer):
     it, because it would corrupt the residual permanently.
 
     Communication: one small agreement before the messages and one after. With buckets launched
-    early only the second, unless they are sent again. Among nodes, one all-reduce per dtype inside
-    each node before them. Failure: after an error or a dropped step nothing has been applied.
+    early only the second, unless they are sent again; none if it `rides`. Among nodes, one
+    all-reduce per dtype inside each node before them. Failure: after an error or a dropped step
+    nothing has been applied.
     """
 
     def __init__(
@@ -158,20 +161,24 @@ class GradientExchange(Synchronizer):
         sources: Sources | None = None,
         check_dense: bool = True,
         participants: Participants = _NO_OTHERS,
+        rides: bool = False,
     ) -> None:
         group = participants.job or group
+        self.rides = rides and not compressors and group.size > 1
+        """True if the facts of ranks ride on the last bucket of a steady step."""
         self.presence = Presence()
         sources = group if sources is None else sources
         super().__init__(group, sources, kind="gradients", after=[self.presence])
         self._check_dense = check_dense
-        self._launched: Round | None = None
+        self._launched: Round | DenseUpdate | None = None
         self.params: Mapping[str, Tensor] = {}
         self.names: list[str] = []
         self._positions: dict[str, int] = {}
+        self._cut_for: frozenset[str] | None = None
+        self._steady_buckets: list[tuple[int, list[str]]] = []
         self.buckets: Sequence[Sequence[str]] = ()
         """Names of the tensors that travel together. Tensors in no bucket travel in one more."""
-        self.at_once = participants.job is not None
-        """True if `exchange` sends before ranks agree, once gradients are steady."""
+        self._of_stages = participants.job is not None
         self.measure: Callable[[Grads], float] | None = None
         """Returns a number from the means, which all ranks receive in the last agreement."""
         self.poisoned: str | None = None
@@ -244,12 +251,20 @@ class GradientExchange(Synchronizer):
         """Tensors that `launch` may send, all of them. None while ranks must agree first."""
         return self.presence.pattern.names
 
+    @property
+    def steady_buckets(self) -> list[tuple[int, list[str]]]:
+        """Number and names of each bucket of steady tensors, in the order of their launch."""
+        if self._cut_for is not self.steady:
+            self._cut_for = self.steady
+            self._steady_buckets = self._buckets_of(self.steady or ())
+        return self._steady_buckets
+
     @torch.no_grad()
     def launch(self, step: int, bucket: int, grads: Grads) -> None:
         """Send this rank's part of one bucket, without waiting; in the same order on all ranks."""
         self.compressors.make_common()
         if self._launched is None:
-            self._launched = self._round(step)
+            self._launched = self._begun(step)
         twice = self._launched.names & grads.keys()
         if twice:
             name = min(twice, key=self._positions.__getitem__)
@@ -258,6 +273,11 @@ class GradientExchange(Synchronizer):
                 "accumulate gradients, run all backward passes but the last under ddp.no_sync()"
             )
         self._send(self._launched, bucket, grads)
+
+    def _begun(self, step: int) -> Round | DenseUpdate:
+        if self.rides and self.steady:
+            return DenseUpdate(self.group, step, last=self.steady_buckets[-1][0])
+        return self._round(step)
 
     def discard(self) -> None:
         """Wait for the launched buckets and discard them."""
@@ -277,62 +297,119 @@ class GradientExchange(Synchronizer):
         overflow: bool | None = None,
         user_error: str | None = None,
         unchanged: Flags | None = None,
+        at_once: bool = False,
         unusable: str | None = None,
-        again: bool = False,
         complete: bool = False,
     ) -> Outcome:
         """Exchange gradients of the same parameters on all ranks, or drop the step on all of them.
 
         `grads` are dense or row-sparse, read only; of buckets that were launched only the names
         count. `overflow`: what a loss scaler found here; None without one. `unchanged`: flags that
-        gradients are still those that were launched; else it is a user error. `unusable`: why the
-        launched messages do not match; `again` then sends all once more. `complete`: a gradient
-        that this rank lacks, and another has, counts as zero.
+        gradients are still those that were launched; else it is a user error. `at_once`: all ranks
+        launch the steady buckets before they agree. `unusable`: why what was launched so does not
+        match; all is then sent once more. `complete`: a gradient that this rank lacks, and another
+        has, counts as zero.
         """
         self.compressors.make_common()
         # hand-over: from here on this call owns the launched round
-        early, self._launched = self._launched, None
-        invalid = None if again and early else self._invalid_gradient(grads)
+        begun, self._launched = self._launched, None
+        invalid = None if at_once and begun else self._invalid_gradient(grads)
         user_error = user_error or invalid or self.poisoned
         # vote without gradients: the other ranks wait for this rank, and all raise its error
         grads = {} if user_error else grads
-        if early is None and self.at_once and self.presence.all_ready:
-            # stages: send with the pattern of the last step and save one agreement
-            early, unusable, again = *self._sent_at_once(step, grads), True
-        elif early is not None and not again:
-            user_error = user_error or _not_launched(early.names, grads)
+        # stages have no overlap, and send with the pattern of the last step
+        stages_steady = self._of_stages and begun is None and self.presence.all_ready
+        if at_once or stages_steady or (self.rides and self.steady):
+            begun, phase = begun or self._begun(step), "early"
+            grads, other = self._launch_rest(begun, grads, complete=complete)
+            unusable = unusable or other
+        elif begun is not None:
+            user_error, phase = user_error or _not_launched(begun.names, grads), "attached"
         self.presence.begin(grads, complete=complete)
-        if early is None:
-            params = self.params.values()
-            self.duplicates.sample(grads.values(), params, self.group.replica_count)
         # the vote: before anything is sent, or after the launched messages have arrived
         facts: dict[str, Any] = {"overflow": overflow, "user_error": user_error}
         facts["unusable"] = unusable
         # from here on all ranks decide from the same answers alone: a decision from local state
         # could send one rank into a collective that the others never enter
-        if early is None:
+        if begun is None:
+            params = self.params.values()
+            self.duplicates.sample(grads.values(), params, self.group.replica_count)
             # no messages yet: lengths depend on what all ranks have
             answers = self.agreement(step, "proposed", **facts)
+        elif isinstance(begun, DenseUpdate):
+            answers = self._ridden(begun, **facts)
         else:
-            phase = "early" if again else "attached"
-            answers = self._verified(early, phase, grads, unchanged, **facts)
-        # the DDP model around this one has sent these bytes as well
-        if self.duplicates.averaged_before:
+            answers = self._verified(begun, phase, grads, unchanged, **facts)
+        if self.duplicates.averaged_before:  # a DDP model around this one has sent as many
             self.bytes_of_others += sum(g.numel() * g.element_size() for g in grads.values())
+        if any(True for _ in answers.of("dropped")):
+            self.require_equal(step)  # damaged state on one rank may have been the cause
         if (verdict := verdict_of(answers)) is not StepDecision.APPLY:
             return self._dropped(verdict, step, answers)
         # the vote above carried no messages, or some rank's launched messages were wrong
-        if early is None or any(True for _ in answers.of("unusable")):
-            if early is not None:
+        if begun is None or any(True for _ in answers.of("unusable")):
+            if begun is not None:
                 self.presence.reset()  # the prediction was wrong: learn the pattern again
-            grads = self.presence.completed(grads)  # decides the lengths of messages
-            early = self._sent(step, grads)
-            answers = self._verified(early, "exchanged", grads, first=False, overflow=overflow)
-            if (verdict := verdict_of(answers)) is not StepDecision.APPLY:
-                return self._dropped(verdict, step, answers)
+            return self._exchanged(step, grads, overflow=overflow)
+        if isinstance(begun, DenseUpdate) and self._check_dense:
+            bad = begun.bad_mean(self._positions)
+            if bad is not None:
+                return self._dropped_untold(begun, bad, grads)
         # both votes passed: the caller may change parameters now
         self.drops.applied()
-        return Outcome(verdict, answers, grads, early)
+        return Outcome(verdict, answers, grads, begun)
+
+    def _launch_rest(
+        self, begun: Round | DenseUpdate, grads: Grads, *, complete: bool
+    ) -> tuple[Grads, str | None]:
+        """Launch the steady buckets that no hook has launched, with zeros for what is missing.
+
+        Return the gradients that count, and why they do not match what all ranks launch, if so.
+        """
+        steady = self.steady or frozenset()
+        fit = {name: grad for name, grad in grads.items() if self.presence.fits(name, grad)}
+        # always all steady tensors: the others launch the same buckets before any vote
+        whole = {n: fit[n] if n in fit else self.presence.zeros(n) for n in steady}
+        for number, names in self.steady_buckets:
+            if begun.names.isdisjoint(names):
+                self._send(begun, number, {name: whole[name] for name in names})
+        if complete and not grads:  # a rank without a batch
+            return whole, None
+        other = next(iter(fit.keys() ^ steady | grads.keys() - fit.keys()), None)
+        return grads, other and f"parameter {other} has other gradients than in the last step"
+
+    def _exchanged(self, step: int, grads: Grads, *, overflow: bool | None) -> Outcome:
+        """Send what all ranks have agreed on, and agree on what arrived."""
+        grads = self.presence.completed(grads)  # decides the lengths of messages
+        sent = self._sent(step, grads)
+        answers = self._verified(sent, "exchanged", grads, first=False, overflow=overflow)
+        if (verdict := verdict_of(answers)) is not StepDecision.APPLY:
+            return self._dropped(verdict, step, answers)
+        self.drops.applied()
+        return Outcome(verdict, answers, grads, sent)
+
+    def _ridden(self, update: DenseUpdate, **facts: Any) -> Answers:
+        """Return the answers of all ranks, which ride on the last bucket."""
+        step, near = update.step, self.group.seems_near
+        riding = self.agreement.riding(step, "early", near=near, **facts)
+        update.launch_last(riding.slot)
+        if self.same is not None:  # while the messages are on their way
+            self.same.read(step)
+        answers = riding.judged(update.finish())
+        for group in self._groups:
+            group.near = riding.near
+        if self.same is not None:
+            self.same.sums = update.sums_digest
+        return answers
+
+    def _dropped_untold(self, update: DenseUpdate, bad: str, grads: Grads) -> Outcome:
+        """Drop a step whose mean is not finite: no vote, since one rank's sum may be damaged."""
+        found: dict[str, Any] = self._non_finite_report(bad, grads, own=False)
+        if self.drops.last:
+            answers = self.agreement(update.step, "dropped", **found)
+            return self._dropped(StepDecision.DROP, update.step, answers)
+        self.drops.dropped_untold(update.step, found)
+        return Outcome(StepDecision.DROP, Answers([], (), 0))
 
     def update(self, step: int, grads: Grads, apply: Apply | None, **how: Any) -> StepDecision:
         """Exchange the gradients of this step and `apply` their means, or drop it on all ranks.
@@ -346,15 +423,18 @@ class GradientExchange(Synchronizer):
         done, grads = outcome.received, outcome.grads
         try:
             # a launched tensor that is not among these gradients changes nothing
-            received = {name: done.arrived[name] for name in grads}
-            updated = self.compressors.commit_(grads, received, done.row_sparse)
+            updated: set[str] = set()
+            if isinstance(done, Round):
+                received = {name: done.arrived[name] for name in grads}
+                updated = self.compressors.commit_(grads, received, done.row_sparse)
             self.forget()
             if apply is not None:
                 own = {name: grads[name] for name in updated}
                 rest = {n: grad for n, grad in grads.items() if n not in own} if own else grads
                 # the means reuse buffers of gradients that nothing else refers to; only after the
                 # commit, which reads the gradients a last time
-                means = self._means(done, rest, () if own else with_own_storage(rest))
+                owned = with_own_storage(rest) if isinstance(done, Round) and not own else ()
+                means = self._means(done, rest, owned)
                 exchanging = apply(means, own, outcome.answers.of_my_replica("measured"))
                 if exchanging is not None and self.group.size > 1:
                     self.duplicates.step_exchanged(exchanging)
@@ -366,9 +446,11 @@ class GradientExchange(Synchronizer):
         return outcome.verdict
 
     def _means(
-        self, received: Round, grads: Grads, owned: Collection[str] = ()
+        self, received: Round | DenseUpdate, grads: Grads, owned: Collection[str] = ()
     ) -> dict[str, Tensor]:
         """Return the means by name, in the memory of gradients that are in `owned`."""
+        if isinstance(received, DenseUpdate):
+            return received.means_of(grads)
         means = {
             name: received.arrived[name].mean(
                 name, self.params[name], grad if name in owned else None
@@ -411,29 +493,18 @@ class GradientExchange(Synchronizer):
             self._send(fresh, number, {name: grads[name] for name in names})
         return fresh
 
-    def _sent_at_once(self, step: int, grads: Grads) -> tuple[Round, str | None]:
-        """Send all buckets as before; return also why they do not match these gradients, if so."""
-        fresh, steady = self._round(step), self.steady or frozenset()
-        present = {name: grad for name, grad in grads.items() if not grad.is_sparse}
-        whole = {name: present.get(name, self.params[name]) for name in steady}
-        # a missing gradient travels as zeros; the vote then repeats the exchange
-        whole = {n: g if n in present else self.presence.zeros(n) for n, g in whole.items()}
-        # always all steady tensors: the others launch the same buckets before any vote
-        for number, names in self._buckets_of(whole):
-            self._send(fresh, number, {name: whole[name] for name in names})
-        other = next(iter(present.keys() ^ steady | grads.keys() - present.keys()), None)
-        return fresh, None if other is None else f"parameter {other} differs from the last step"
-
     def _round(self, step: int) -> Round:
         return Round(self.sources, step, read_sums=self.same is not None)
 
-    def _send(self, one_round: Round, bucket: int, grads: Grads) -> None:
-        context = one_round.context(bucket)
-
-        sendings = partial(self.compressors.sendings, context, one_round.row_sparse)
+    def _send(self, begun: Round | DenseUpdate, bucket: int, grads: Grads) -> None:
+        if isinstance(begun, DenseUpdate):
+            begun.launch(bucket, grads)
+            return
+        context = begun.context(bucket)
+        sendings = partial(self.compressors.sendings, context, begun.row_sparse)
         nodes = isinstance(self.sources, Nodes)
         sending = in_nodes(context, grads, sendings) if nodes else combined(sendings(grads))
-        one_round.launch(grads.keys(), sending)
+        begun.launch(grads.keys(), sending)
 
     def _verified(
         self,
@@ -481,7 +552,7 @@ class GradientExchange(Synchronizer):
             own = not all_finite(values)
         return {"non_finite" if own else "sum_non_finite": name}
 
-    def _buckets_of(self, grads: Grads) -> list[tuple[int, list[str]]]:
+    def _buckets_of(self, grads: Collection[str]) -> list[tuple[int, list[str]]]:
         """Return the number and the names of each bucket that has gradients."""
         # the same order on all ranks, whatever the order of their dicts
         others = sorted(set(grads).difference(*self.buckets), key=self._positions.__getitem__)
@@ -505,19 +576,6 @@ class GradientExchange(Synchronizer):
         return None
 
 
-def layout_change(name: str, before: tuple[torch.Size, torch.dtype], param: Tensor) -> str:
-    """Describe a parameter whose shape or type changed in place."""
-    was, now = (
-        f"{str(dtype).removeprefix('torch.')} {list(shape)}"
-        for shape, dtype in (before, (param.shape, param.dtype))
-    )
-    return (
-        f"parameter {name} was {was} when ranks compared it, and is {now} now. Change a model "
-        "before its optimizer is made; after a change make a new optimizer, and a new engine after "
-        "close(), on all ranks"
-    )
-
-
 def gradients_of(
     group: Group,
     params: Mapping[str, Tensor],
@@ -527,6 +585,7 @@ def gradients_of(
     check_finite: bool = True,
     sources: Sources | None = None,
     participants: Participants = _NO_OTHERS,
+    rides: bool = False,
 ) -> GradientExchange:
     """Build the exchange of gradients for an optimizer that does not exchange.
 
@@ -546,6 +605,7 @@ def gradients_of(
         sources=group if sources is None else sources,
         check_dense=check_finite,
         participants=participants,
+        rides=rides,
     )
     exchange.start_counting()  # the comparisons of the start are not counted
     return exchange

@@ -35,7 +35,8 @@ from thinwire.core.norms import norm_of
 from thinwire.core.stats import Pace
 from thinwire.exchange.agreement import COMPARING, Agreement, Check, Drops
 from thinwire.exchange.checks import DuplicateBatchCheck
-from thinwire.exchange.digest import FORWARD, RollingDigest, SameState
+from thinwire.exchange.digest import FORWARD, RollingDigest
+from thinwire.exchange.replica import Replica
 
 _CURES = CURES | {
     "initial value (CRC-32) of": "All ranks must begin with the same parameters. They differ where "
@@ -181,12 +182,12 @@ class Synchronizer:
         shards = [] if group.shards is None else [group.shards]
         self._groups = list(dict.fromkeys([*own, group, *shards]))
         self.duplicates = DuplicateBatchCheck(kind)
-        self.agreement = Agreement(group, [*before, self.duplicates, *after])
-        self._after = len(after)
         self.drops = Drops()
+        self.agreement = Agreement(group, [*before, self.duplicates, self.drops, *after])
+        self._after = len(after)
         self.pace = Pace()
-        self.same: SameState | None = None
-        """Check of the replicated state. None if nothing is compared."""
+        self.same: RollingDigest | None = None
+        """Digest of the replicated state. None if nothing is compared."""
         self.bytes_of_others = 0
         """Bytes that a DistributedDataParallel model has summed since it was found to do so too."""
         self._before: dict[str, float] = dict.fromkeys(COUNTED, 0)
@@ -199,16 +200,14 @@ class Synchronizer:
         checks = self.agreement.checks
         checks.insert(len(checks) - self._after, check)
 
-    def watch(self, digest: RollingDigest | None, identity: str) -> None:
-        """Compare the replicated state at every step, if there is a digest of it."""
-        self.agreement.engine = identity
-        if self.same is not None:
-            self.agreement.checks.remove(self.same)
+    def watch(self, replica: Replica, identity: str) -> None:
+        """Compare this replica in all agreements, in place of the one before."""
+        checks, self.agreement.engine = self.agreement.checks, identity
+        checks[:] = [one for one in checks if not isinstance(one, Replica)]
+        self.add_check(replica)
         # members may join later, so a group of one still compares
         single = self.group.size == 1 and self.group.static_membership
-        self.same = None if digest is None or single else SameState(digest)
-        if self.same is not None:
-            self.add_check(self.same)
+        self.same = None if single else replica.digest
 
     def require_equal(self, step: int) -> None:
         """Compare all replicated state: `Diverged` or `Mismatch` on every rank."""
@@ -217,7 +216,7 @@ class Synchronizer:
         with self.group.uncounted():  # not part of an update's exchange
             self.agreement(step, COMPARING, first=False)
             if self.group.size > 1:
-                self.same.digest.require_equal(self.agreement, step)
+                self.same.require_equal(self.agreement, step)
 
     def _totals(self) -> dict[str, float]:
         """Return the counters of messages and waiting in this process, by name."""

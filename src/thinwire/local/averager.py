@@ -8,9 +8,11 @@ from torch import Tensor
 from thinwire.comm import Group, Pending, Regrouped
 from thinwire.comm.private import forget_ended
 from thinwire.comm.replicate import copy_from_first_
+from thinwire.core.sharded import Shards
 from thinwire.errors import Mismatch, NonFinite, PayloadCorrupt
 from thinwire.exchange.agreement import Answers
 from thinwire.exchange.digest import RollingDigest
+from thinwire.exchange.replica import Replica
 from thinwire.exchange.synchronizer import Synchronizer
 from thinwire.local.averaging import Averaging, PendingAveraging, widened
 from thinwire.local.config import AdaptiveLocalSGD, fragments_of
@@ -78,14 +80,15 @@ class Averager(Synchronizer):
         if shards is not None:
             purpose = "asking whether a round is over"
             when.of_site = lambda over: shards.gather_now(bytes([over]), purpose)[0] == b"\x01"
-        self.digest: RollingDigest | None = None
-        """Digest of anchors, outer momentum and frozen parameters, compared at averagings."""
+        digest: RollingDigest | None = None
         if digest_every:
-            slices = max(1, digest_every // self.interval.longest)
+            # an anchor is the exact value of a parameter after an averaging
+            anchors = {f"anchor of parameter {n}": a for n, a in averaging.anchors.items()}
+            frozen = {_FROZEN.format(n): p for n, p in tensors.frozen.items()}
             outer = {f"outer momentum of {n}": m for n, m in averaging.momentum.items()}
-            self.digest = RollingDigest(self._anchors, lambda: outer, every=slices)
-            self.digest.start_from(self.counters.step)
-        self.watch(self.digest, identity)
+            slices, step = max(1, digest_every // self.interval.longest), self.counters.step
+            digest = RollingDigest(Shards(anchors | frozen), outer, every=slices, since=step)
+        self.watch(Replica(None, digest), identity)
 
     def reset_after_load(self, work: Mapping[str, Any] | None) -> None:
         """Reset after all state was loaded, except a result in flight."""
@@ -117,11 +120,6 @@ class Averager(Synchronizer):
         with self.group.one_deadline():
             self.settle()
             self.agreement(self.counters.step, "refusing", first=False, user_error=problem)
-
-    def _anchors(self) -> dict[str, Tensor]:
-        anchors, frozen = self.averaging.anchors, self.tensors.frozen
-        found = {f"anchor of parameter {name}": anchor for name, anchor in anchors.items()}
-        return found | {_FROZEN.format(name): p for name, p in frozen.items()}
 
     def settle(self) -> None:
         """Wait for the agreement about a result in flight: ranks agree on one thing at a time."""

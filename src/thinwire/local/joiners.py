@@ -10,6 +10,7 @@ from torch import Tensor
 
 from thinwire.comm import own_deadlines
 from thinwire.compress import KEPT
+from thinwire.core.sharded import Shards
 from thinwire.local.averager import Averager
 from thinwire.local.averaging import Changes, PendingAveraging, real_view, widened
 from thinwire.local.saving import copied
@@ -52,7 +53,7 @@ class JoinerState:
             "anchor": averaging.anchors,
             "outer momentum": averaging.momentum,
             **{f"kept {k}": t for k, t in averaging.kept.items() if k not in self._own_kinds()},
-            "frozen": dict(tensors.frozen),
+            "frozen": dict(Shards(tensors.frozen)),
             "buffer": tensors.buffers(),
             "sketch": {"sums": averaging.sketches},
         }
@@ -117,8 +118,8 @@ class JoinerState:
                 tensor.zero_()
         for name, target in [*tensors.params.items(), *tensors.weight_copies().items()]:
             real_view(target).copy_(averaging.anchors[name])
-        if self._averager.digest is not None:
-            self._averager.digest.start_from(self._averager.counters.step)
+        if self._averager.same is not None:
+            self._averager.same.start_from(self._averager.counters.step)
         self._averager.duplicates.skip()
         if self._averager.work is not None:
             self._averager.work.begin()

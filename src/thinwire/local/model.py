@@ -45,8 +45,8 @@ class LocalModel:
         """Trainable parameters by name."""
         self.params: Mapping[str, Tensor] = Shards(self.trained)
         """Tensors to average: the trainable parameters, or this rank's shard of each."""
-        self.frozen = Shards({n: p for n, p in named_parameters(model) if n not in self.trained})
-        """All other parameters, or this rank's shard of each."""
+        self.frozen = {n: p for n, p in named_parameters(model) if n not in self.trained}
+        """All other parameters."""
         self._seen: dict[str, Tensor | None] = {}
         """Last common value of each buffer; None for one that a load found changed."""
         self._loaded: Mapping[str, float] = {}
@@ -315,6 +315,7 @@ def warn_of_averages(model: nn.Module, averagings: int) -> None:
             )
 
 
+@torch.no_grad()
 def changed_since(before: Mapping[str, Tensor | None], now: Mapping[str, Tensor]) -> list[str]:
     """Return the names whose values have changed."""
     # values are compared: batch norm writes its statistics without raising their version

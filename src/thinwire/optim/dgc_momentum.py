@@ -29,9 +29,9 @@ from thinwire.core.sharded import Shards, require_shards, shard_of, sharded_like
 from thinwire.core.stats import numbers
 from thinwire.core.tensors import narrowed, state_dtype
 from thinwire.exchange.agreement import StepDecision
-from thinwire.exchange.checks import SameHyperparameters
-from thinwire.exchange.digest import DIGEST_EVERY, RollingDigest, optimizer_state
+from thinwire.exchange.digest import DIGEST_EVERY, digest_of
 from thinwire.exchange.gradients import GradientExchange
+from thinwire.exchange.replica import Replica
 from thinwire.exchange.synchronizer import NO_TRAFFIC, Ranks
 from thinwire.optim.common import CommonOptimizer, CommonOwn
 from thinwire.optim.folded import FoldedSGD, why_no_local_clip
@@ -389,26 +389,14 @@ class DGCMomentum(CommonOptimizer):
         if made is None:
             sources = ranks.sources(self._dgc.node_size, compared=True)
             made = GradientExchange(ranks.group, shards, [compressor], sources=sources)
-            made.add_check(SameHyperparameters(self))
         else:
             made.restart(shards, [compressor])
         if self.state:
             made.state_loaded()
-        made.watch(self._digest(params), self._identity)
+        digest = digest_of(self, params, self.digest_every, since=self.position)
+        made.watch(Replica(self, digest), self._identity)
         self._configs = self._configs_now()
         return made
-
-    def _digest(self, params: Mapping[str, Tensor]) -> RollingDigest | None:
-        """Return the digest of parameters, and of momentum that is always averaged densely."""
-        if not self.digest_every:
-            return None
-        digest = RollingDigest(
-            lambda: {f"parameter {name}": shard_of(p) for name, p in params.items()},
-            lambda: optimizer_state(self, self._names),
-            every=self.digest_every,
-        )
-        digest.start_from(self.position)
-        return digest
 
     def _run_update(self, rates: list[float]) -> bool:
         with self._ranks.deadline():

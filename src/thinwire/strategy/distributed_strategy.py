@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -70,6 +70,7 @@ class DistributedStrategy(Fields):
         members: Members | None = None,
         mesh: DeviceMesh | None = None,
         streams: int | None = None,
+        verify: Literal["after", "before"] = "after",
     ) -> Engine:
         """Make the engine that trains `model` under this strategy. All ranks make the same call.
 
@@ -121,6 +122,9 @@ class DistributedStrategy(Fields):
                 recompute. With members: the mesh given to `thinwire.join`, of this site alone.
             streams: Connections to each other rank for large messages, >= 1, the same on all ranks;
                 None: by their number, at most 32. Fewer if a rank may open few files. Same bits.
+            verify: When ranks compare what exists only after a dense sum, such as the sum itself:
+                "before" the update is applied, by one more collective, or "after", in the next
+                update and before anything is saved.
 
         Raises:
             StrategyError: The strategy does not go with this model, optimizer or number of ranks;
@@ -142,6 +146,7 @@ class DistributedStrategy(Fields):
             members=members,
             mesh=mesh,
             streams=streams,
+            verify=verify,
         )
         return prepare(setup)
 

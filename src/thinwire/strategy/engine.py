@@ -130,8 +130,7 @@ class Engine:
         if self._parts.runner is not None:
             return self._train_stages(self._parts.runner, inputs, targets, tokens)
         self._steps.begin(tokens, early=True)
-        require_loss(loss := self._loss_of(inputs, targets, "train_step"), trains=True)
-        self._steps.minimize(loss)
+        loss = self._steps.minimize(lambda: self._loss_of(inputs, targets, "train_step"))
         return loss.detach().reshape(())
 
     def _train_stages(
@@ -225,8 +224,7 @@ class Engine:
             )
         self._require_open()
         self._steps.begin(tokens, early=True)
-        require_loss(loss, trains=True)
-        self._steps.minimize(loss)
+        self._steps.minimize(lambda: loss)
         return [], [(p, p.grad) for p in parts.params.values() if p.grad is not None]
 
     def apply_gradients(self, loss: Tensor | None = None, *, tokens: int | None = None) -> None:
@@ -390,7 +388,7 @@ class Engine:
                 parts.buffers.synchronize()
             else:
                 parts.sync.flush()
-        self._steps.edit_check.record()
+        self._parts.replica.record_gradients()
 
     def mean_loss(self, loss: Tensor | float) -> Tensor:
         """Return the mean of a loss over the ranks, with equal weights. All ranks must call this.

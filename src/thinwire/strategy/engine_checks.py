@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor, nn
 
 from thinwire._names import named_buffers
@@ -99,7 +98,6 @@ class MovingBuffers:
                 name: buffer.detach().clone() for name, buffer in named_buffers(self._model)
             }
 
-    @torch.no_grad()
     def report(self, vote: Vote) -> Report:
         """See `Check`."""
         if not vote.first:
@@ -133,7 +131,6 @@ class MovingBuffers:
         rows_here = [report.get("buffers", {}) for report in answers.of_my_part()]
         self._changed = list(dict.fromkeys(name for row in rows_here for name in row))
 
-    @torch.no_grad()
     def copy_(self) -> None:
         """Copy the changed buffers from rank 0, as the last agreement reported them."""
         if not self._reported:

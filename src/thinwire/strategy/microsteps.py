@@ -17,8 +17,8 @@ from thinwire.comm.group import collective_calls
 from thinwire.compress.dense import not_finite
 from thinwire.core.several import all_of
 from thinwire.core.sharded import is_sharded, shard_of, sharded_like
-from thinwire.core.tensors import state_dtype, with_own_storage
-from thinwire.errors import Mismatch, PeerLost, PeerStalled
+from thinwire.core.tensors import require_loss, state_dtype, with_own_storage
+from thinwire.errors import Mismatch, PeerLost, PeerStalled, ThinwireError
 from thinwire.exchange.agreement import StepDecision
 from thinwire.exchange.gradients import Grads
 from thinwire.exchange.synchronizer import COUNTED
@@ -26,12 +26,7 @@ from thinwire.local.steps import require_tokens
 from thinwire.local.updates import LocalUpdates, count_tokens, counts, make_step, open_averager
 from thinwire.optim.common import CommonOptimizer
 from thinwire.strategy.engine_checks import Joining
-from thinwire.strategy.ownership import (
-    GradientEditCheck,
-    TrainedParameters,
-    allow_step,
-    params_of,
-)
+from thinwire.strategy.ownership import allow_step, params_of
 from thinwire.strategy.parts import Parts
 from thinwire.strategy.publishing import EnginePublisher
 
@@ -57,12 +52,10 @@ class Microsteps:
         """What neither the exchange nor a vote counts: earlier runs, and drops by a loss scale."""
         self.tokens: int | None = None
         """Tokens of the present microstep."""
+        self._awaited = False
+        """True while other ranks wait for this one, from a microstep's start to its exchange."""
         self.joining: Joining | None = None
         """The votes inside `Engine.join`; None outside."""
-        self.edit_check = GradientEditCheck(parts.params)
-        self.trained = TrainedParameters(
-            parts.model, parts.optimizer, parts.params, averaged=parts.sync is not None
-        )
         # a loss scale has checked the gradients; clipping waits for other stages and shards
         self.sharded = any(map(is_sharded, parts.params.values()))
         whole = parts.runner is None and not self.sharded
@@ -142,12 +135,10 @@ class Microsteps:
     def idle(self) -> StepDecision:
         """Take part in the next update without a batch, with the gradients merged so far."""
         parts, merge = self.parts, self.parts.merge
-        if (problem := self.trained.problem()) is not None:
-            self.refuse(problem, early=True)
+        self._require_unchanged(early=True)
         self.clear_grads()
         parts.batches.merged, merge.microsteps = merge.microsteps, parts.merge_steps - 1
-        with self._exchanging(early=True) as launch_all:
-            launch_all()  # there is no backward pass, and so no hook
+        with self._exchanging(early=True):  # no backward pass, so no hook launches
             verdict = self._add_or_update({}, 1.0, overflow=False)
         if verdict is StepDecision.END:
             merge.microsteps = parts.batches.merged
@@ -161,10 +152,16 @@ class Microsteps:
             with self.with_advice():
                 open_averager(self.sync).refuse(problem)
         elif self.parts.runner is None:
-            with self.trained.as_prepared(), self._exchanging(early=early) as launch_all:
-                launch_all()
+            with self.parts.replica.as_prepared(), self._exchanging(early=early):
                 self.update({}, overflow=False, user_error=problem)
         raise RuntimeError(problem)  # stages report it by themselves
+
+    def _require_unchanged(self, *, early: bool) -> None:
+        gradients = self.parts.gradients
+        # all at once while gradients are not steady, as after a parameter was replaced
+        every = gradients is not None and gradients.steady is None
+        if (problem := self.parts.replica.changed(every=every)) is not None:
+            self.refuse(problem, early=early)
 
     @contextlib.contextmanager
     def with_advice(self) -> Iterator[None]:
@@ -193,45 +190,84 @@ class Microsteps:
         if tokens is not None:
             require_tokens(tokens, None if self.sync is None else self.sync.config)
         self.tokens = tokens
-        if (problem := self.trained.problem()) is not None:
-            self.refuse(problem, early=early)
+        self._require_unchanged(early=early)
         if self.joining is not None and self.joining.due and self.sync is not None:
             self.joining.vote(active=True)
         if early:
-            self.edit_check.check()
+            self.parts.replica.warn_of_edits()
 
     def apply(self, loss: Tensor | None, tokens: int | None = None) -> None:
         """Run one microstep from the gradients in `p.grad`."""
         self.begin(tokens, early=False)
-        with self.with_advice(), self.parts.group.one_deadline():
+        # no hook launches any more, and no vote is needed before all is sent
+        with self._exchanging(early=not self.merging):
             self.finish(loss)
         self.after_step()
 
-    def minimize(self, loss: Tensor) -> None:
-        """Run one microstep from a loss with one element."""
-        self.clear_grads()
+    def minimize(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Run one microstep from a loss with one element, which is returned."""
         scaler = self.parts.scaler
-        scaled = loss if scaler is None else scaler.scaled(loss)
         # the block encloses the update too: buckets launched in the backward pass arrive there
-        with self._exchanging(early=not self.merging) as launch_all:
+        with self._exchanging(early=not self.merging):
+            require_loss(loss := compute(), trains=True)
+            self.clear_grads()
+            scaled = loss if scaler is None else scaler.scaled(loss)
             scaled.backward()  # type: ignore[no-untyped-call]
-            launch_all()
             self.finish(loss.detach())
         self.after_step()
+        return loss
 
     @contextlib.contextmanager
-    def _exchanging(self, *, early: bool) -> Iterator[Callable[[], None]]:
-        """Enclose an exchange; if it is `early`, it begins in the backward pass, for which the
-        function launches what is left.
+    def _exchanging(self, *, early: bool) -> Iterator[None]:
+        """Enclose a microstep; if it is `early`, its exchange may begin in the backward pass.
+
+        An error before the exchange is reported in it.
         """
         parts = self.parts
         overlap = parts.overlap if early and parts.batches.all_have else None
-        with (
-            self.with_advice(),
-            parts.group.one_deadline(),
-            contextlib.nullcontext() if overlap is None else overlap.during(self.step, self._final),
-        ):
-            yield (lambda: None) if overlap is None else overlap.complete
+        self._awaited = not self.merging
+        with self.with_advice(), parts.group.one_deadline():
+            if overlap is not None:
+                overlap.begin(self.step, self._final)
+            try:
+                yield
+            except BaseException as error:
+                if self._awaited:
+                    self._tell(error)
+                raise
+            finally:
+                if overlap is not None:
+                    overlap.end()
+
+    def _tell(self, error: BaseException) -> None:
+        """Tell the other ranks of an error here, for they wait for this rank in the exchange.
+
+        Where they cannot be told they see this rank as lost, or stalled.
+        """
+        parts, gradients, overlap = self.parts, self.parts.gradients, self.parts.overlap
+        if gradients is None or gradients.group.size == 1:
+            return
+        text = f"its forward or backward pass ended with {type(error).__name__}: {error}"
+        launching = overlap is not None and overlap.launching
+        if launching or isinstance(error, ThinwireError) or not isinstance(error, Exception):
+            if launching or gradients.in_flight:
+                gradients.abandon(text)
+            return
+        # ranks of a site wait for each other in forward passes, where nothing can be said
+        if self.sharded and not gradients.in_flight:
+            return
+        # the others may wait in a collective of the script, so say it here first
+        _log.warning("step %d: %s; telling the other ranks", self.step, text)
+        try:
+            # as the others exchange at the end of this update
+            at_once = overlap is not None and parts.batches.all_have and overlap.applies
+            gradients.exchange(self.step, {}, user_error=text, at_once=at_once)
+        except ThinwireError as reported:
+            if type(reported) is not ThinwireError:  # raised on all ranks by this report itself
+                error.add_note(f"while reporting it to the other ranks: {reported}")
+        except Exception as other:
+            error.add_note(f"while reporting it to the other ranks: {other}")
+            gradients.abandon(text)
 
     def _final(self, name: str, grad: Tensor | None) -> Tensor | None:
         """Return what `p.grad` contributes to the coming update: itself, or a new tensor."""
@@ -249,6 +285,8 @@ class Microsteps:
         for optimizer in all_of(parts.optimizer):
             vars(optimizer)["_opt_called"] = True
         self.last_loss = loss
+        if parts.overlap is not None:
+            parts.overlap.stop()
         if self.sync is not None:
             if loss is not None:
                 self.sync.observe(loss)
@@ -303,9 +341,10 @@ class Microsteps:
             "user_error": user_error,
         }
         # launched buckets may differ from these gradients: the vote decides if they are sent again
-        if overlap is not None and overlap.pending:
-            how |= {"unusable": overlap.unusable(grads), "again": True}
-        verdict = gradients.update(self.step, self._limited(grads), self._apply, **how)
+        if overlap is not None and overlap.begun:
+            how |= {"unusable": overlap.unusable, "at_once": True}
+        limited, self._awaited = self._limited(grads), False
+        verdict = gradients.update(self.step, limited, self._apply, **how)
         if verdict is StepDecision.END:
             return verdict
         self.step += verdict is StepDecision.APPLY
@@ -379,17 +418,18 @@ class Microsteps:
 
         Return the optimizer from another library that made collective calls in it, if any.
         """
-        params, optimizer = self.parts.params, self.parts.optimizer
+        params, optimizer, wide = self.parts.params, self.parts.optimizer, False
         for name, param in params.items():
             param.grad = None
             if name in grads:
                 _set_grad(param, grads[name])
-        wide = any(grad.dtype != params[name].dtype for name, grad in grads.items())
+                wide |= grads[name].dtype != param.dtype
         exchanging: torch.optim.Optimizer | None = None
         with allow_step(optimizer):
             for single in all_of(optimizer):
-                # optimizers of this library exchange norms and matrices of shards
-                ours = isinstance(single, CommonOptimizer)
+                # optimizers of this library exchange norms and matrices of shards; others show
+                # in their first steps whether they exchange
+                ours = isinstance(single, CommonOptimizer) or self._updates_here > _WATCHED
                 calls = 0 if ours else collective_calls()
                 if wide and isinstance(single, CommonOptimizer):
                     own = {p for group in single.param_groups for p in group["params"]}
@@ -411,7 +451,7 @@ class Microsteps:
 
     def after_step(self) -> None:
         """Publish what is due, and warn of a run that left its plan, at the engine's caller."""
-        self.edit_check.record()
+        self.parts.replica.record_gradients()
         if self.publisher is not None:
             self.publisher.after_update()
         if self._plan_warning is not None:
@@ -424,6 +464,8 @@ class Microsteps:
             self.parts.merge.clear()
 
 
+_WATCHED = 8
+"""Updates in which an optimizer of another library is watched."""
 _AFTER_EXCHANGE = (
     "The gradients had already been exchanged: the sent values have left this rank's residuals, "
     "but no parameter has changed"
@@ -450,8 +492,9 @@ def _unscaled(
 
 def _set_grad(param: Tensor, grad: Tensor) -> None:
     shard = shard_of(param)
-    if grad.is_sparse or (grad.dtype == shard.dtype and grad.stride() == shard.stride()):
+    if grad.is_sparse:
         grad = grad.to(shard.dtype)
-    else:  # fused kernels need equal strides
+    elif grad.dtype != shard.dtype or grad.stride() != shard.stride():
+        # fused kernels need equal strides
         grad = torch.empty_like(shard, requires_grad=False).copy_(grad)
     param.grad = sharded_like(grad, param)

@@ -1,15 +1,14 @@
 """Ownership guard: a model and its optimizer belong to one engine until it is closed.
 
-Until then only the engine may call `step`. A gradient edited after an update causes a warning that
-the edit has no effect. An optimizer that the strategy replaces changes its class but stays the same
-object, so that references to it stay valid. After a pipeline a rank has the current values of its
-own stage only.
+Until then only the engine may call `step`. An optimizer that the strategy replaces changes its
+class but stays the same object, so that references to it stay valid. After a pipeline a rank has
+the current values of its own stage only.
 """
 
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -18,14 +17,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from thinwire._names import named_buffers, named_parameters
-from thinwire._wording import warn_user
 from thinwire.comm import Group
 from thinwire.comm.replicate import make_models_equal_
 from thinwire.core.several import all_of
-from thinwire.core.sharded import is_sharded, shard_of
-from thinwire.core.tensors import coalesced, values_of
 from thinwire.errors import StrategyError
-from thinwire.exchange.gradients import layout_change
 from thinwire.optim.saving import refill_, remembered
 
 
@@ -223,131 +218,6 @@ def _track_step_(optimizer: torch.optim.Optimizer) -> None:
 
     tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # torch's own mark
     vars(optimizer)["step"] = tracked
-
-
-class TrainedParameters:
-    """Parameters that `prepare` found. No other parameter may be updated without an exchange."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        params: Mapping[str, Parameter],
-        *,
-        averaged: bool,
-    ) -> None:
-        self._model, self._optimizer, self._params = model, optimizer, params
-        self._averaged = averaged
-        """True if local updates average them."""
-        self._trained = {*params.values(), *(p for p in params_of(optimizer) if p.requires_grad)}
-        self._layouts = {name: (p.shape, p.dtype) for name, p in params.items()}
-        self._known = {id(p) for p in model.parameters()}
-        self._owners: list[tuple[Mapping[str, Any], str, Any]] = []
-        """Every part of the model; none if it is sharded, since FSDP replaces them."""
-        for module in () if any(map(is_sharded, params.values())) else model.modules():
-            for own in (module._parameters, module._modules):
-                self._owners += [(own, name, part) for name, part in own.items()]
-
-    @contextmanager
-    def as_prepared(self) -> Iterator[None]:
-        """Give parameters their old shapes in the block: messages must have the old lengths."""
-        with ExitStack() as undo:
-            for name, param in self._params.items():
-                shape, dtype = self._layouts[name]
-                if (param.shape, param.dtype) != (shape, dtype):
-                    undo.callback(setattr, param, "data", param.data)
-                    param.data = param.new_zeros(shape, dtype=dtype)
-            yield
-
-    def problem(self) -> str | None:
-        """Describe a parameter that would not be exchanged as `prepare` found it, if any."""
-        for name, param in self._params.items():
-            if (param.shape, param.dtype) != self._layouts[name]:
-                return layout_change(name, self._layouts[name], param)
-        trainable = (p for p in params_of(self._optimizer) if p.requires_grad)
-        new = [p for p in trainable if p not in self._trained]
-        if new:
-            names: dict[Tensor, str] = {p: name for name, p in named_parameters(self._model)}
-            listed = ", ".join(names.get(p, f"one of shape {tuple(p.shape)}") for p in new[:3])
-            return (
-                f"{len(new)} parameters became trainable, or were given to the optimizer, after "
-                f"prepare had chosen the parameters to exchange: {listed}. Close this engine and "
-                "prepare a new one, with an optimizer that has them, on all ranks"
-            )
-        averaged = self._params if self._averaged else {}
-        frozen = next((name for name, p in averaged.items() if not p.requires_grad), None)
-        if frozen is not None:
-            return (
-                f"parameter {frozen} was frozen after prepare, but local updates still average "
-                "it. Before you freeze it, call engine.flush() and engine.close(); afterwards "
-                "prepare a new engine, on all ranks"
-            )
-        if (replaced := self._replaced()) is None:
-            return None
-        return (
-            f"the model was changed since prepare: parameter {replaced} is another object, which "
-            "the optimizer does not train. Copy values into the existing parameters "
-            "(load_state_dict without assign=True), or close this engine and prepare a new one "
-            "with a new optimizer, on all ranks"
-        )
-
-    def _replaced(self) -> str | None:
-        """Return the name of the first trained parameter that others have replaced, if any."""
-        # looked up at part step, which takes microseconds; names are found only after a change
-        if all(own.get(name) is part for own, name, part in self._owners):
-            return None
-        now = list(self._model.parameters())
-        here = {id(p) for p in now}
-        gone = [name for name, p in self._params.items() if id(p) not in here]
-        new = any(p.requires_grad and id(p) not in self._known for p in now)
-        return gone[0] if gone and new else None
-
-
-class GradientEditCheck:
-    """Gradient-edit check: warns once if `p.grad` has changed between two updates."""
-
-    # cleared gradients do not count, nor those of another engine's backward pass, such as a
-    # generator's pass through its critic
-
-    _begun = 0
-    """Number of backward passes of all engines of this process."""
-
-    def __init__(self, params: Mapping[str, Parameter]) -> None:
-        self._params = params
-        self._last = 0
-        self._seen: dict[str, tuple[int, int]] = {}
-        self._warned = False
-
-    def record(self) -> None:
-        """Store the present gradients as those that the update left."""
-        self._last = GradientEditCheck._begun
-        if self._warned:
-            return
-        # an id and not a reference: a gradient that the user drops must be freed
-        present = ((name, p.grad) for name, p in self._params.items() if p.grad is not None)
-        self._seen = {name: (id(grad), grad._version) for name, grad in present}
-
-    def check(self) -> None:
-        """Compare gradients with those of the last update, before they are cleared."""
-        only_engine = GradientEditCheck._begun == self._last
-        GradientEditCheck._begun += 1
-        if self._warned or not only_engine:
-            return
-        for name, param in self._params.items():
-            grad = param.grad
-            if grad is None or self._seen.get(name, (None, 0)) == (id(grad), grad._version):
-                continue
-            if name in self._seen and bool(values_of(coalesced(shard_of(grad))).any()):
-                self._warned = True
-                warn_user(
-                    f"the gradient of {name} was changed after engine.minimize or train_step had "
-                    "made the update, so the change has no effect. Clip with prepare(..., "
-                    "grad_clip=ClipByGlobalNorm(...)) instead of clip_grad_norm_, and pass every "
-                    "loss to the engine instead of calling backward(); "
-                    "gradient_merge=GradientMerge(k_steps) accumulates several"
-                )
-                break
-        self._seen = {}
 
 
 StageSplit = tuple[frozenset[str], ...]

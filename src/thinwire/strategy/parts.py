@@ -20,6 +20,7 @@ from thinwire.core.gradients import Clip
 from thinwire.core.stats import Planned
 from thinwire.exchange.gradients import GradientExchange
 from thinwire.exchange.overlap import Overlap
+from thinwire.exchange.replica import Replica
 from thinwire.exchange.synchronizer import Ranks
 from thinwire.local import saving
 from thinwire.local.averager import Averager
@@ -51,6 +52,7 @@ class Setup:
     members: Members | None
     mesh: DeviceMesh | None
     streams: int | None
+    verify: str
     member: Member | None = field(init=False)
     planned: Planned | None = field(init=False)
     ranks: Ranks = field(init=False)
@@ -127,6 +129,7 @@ class Parts:
     batches: Batches = field(default_factory=Batches)
     """Reports which ranks still have a batch, if every update is exchanged."""
     buffers: MovingBuffers = field(init=False)
+    replica: Replica = field(init=False)
     gradients: GradientExchange | None = None
     """The exchange of every update; None if ranks train locally."""
     momentum: FoldedSGD | None = None

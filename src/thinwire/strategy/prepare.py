@@ -28,10 +28,10 @@ from thinwire.core.sharded import Shards, require_elementwise, require_shards, r
 from thinwire.core.stats import Pace, planned_row
 from thinwire.errors import StrategyError, ThinwireError
 from thinwire.exchange.agreement import Check, Participants
-from thinwire.exchange.checks import SameHyperparameters
-from thinwire.exchange.digest import RollingDigest, optimizer_state
+from thinwire.exchange.digest import digest_of
 from thinwire.exchange.gradients import gradients_of
 from thinwire.exchange.overlap import Overlap
+from thinwire.exchange.replica import Replica
 from thinwire.exchange.synchronizer import Ranks
 from thinwire.local.model import require_own_params, warn_of_misplaced, warn_of_others
 from thinwire.local.updates import LocalUpdates, enter
@@ -86,6 +86,7 @@ def prepare(setup: Setup) -> Engine:
     if mesh is not None:
         require_mesh_works(strategy, mesh)
         require_elementwise(setup.optimizer)
+    check.one_of("verify", setup.verify, ("after", "before"))
     check.boolean("find_unused_parameters", setup.find_unused_parameters)
     setup.planned = planned_row(setup.plan)
     check_kinds(model, setup.optimizer, setup.loss_fn, setup.grad_clip)
@@ -137,6 +138,7 @@ def _form_groups_(setup: Setup) -> None:
         "strategy": compared_settings(strategy),
         "dp_degree": strategy.expected_replicas,
         "digest_every": setup.digest_every,
+        "verify": setup.verify,
         **setup.ranks.facts,
         **_rounding_facts(strategy, setup.model, setup.optimizer),
     }
@@ -344,6 +346,7 @@ def _exchange(setup: Setup, parts: Parts) -> None:
     if parts.sync is not None or sites is not None:  # a compressor sees single shards
         parts.limit = _limit(compression, params, setup)
     if parts.sync is not None:
+        parts.replica = Replica(optimizer, None, parts.model, parts.params, averaged=True)
         return
     whole, clip = compression, parts.clip
     if parts.folds:
@@ -355,6 +358,8 @@ def _exchange(setup: Setup, parts: Parts) -> None:
         parts.compression = compression
     checks: list[Check] = [] if parts.runner is None else [parts.runner]
     job = None if setup.grid is None else setup.grid.job
+    rides = setup.verify == "after" and setup.grid is None and sites is None
+    rides &= parts.compression is None
     parts.gradients = gradients = gradients_of(
         setup.replica_ranks() if sites is None else sites,
         params,
@@ -366,12 +371,16 @@ def _exchange(setup: Setup, parts: Parts) -> None:
         participants=Participants(
             [*checks, parts.batches, parts.buffers], job, parts.names_of_stages
         ),
+        rides=rides,
     )
     momentum = parts.momentum
     if momentum is not None and any("residual" in momentum.kept(name) for name in params):
         gradients.state_loaded()
-    gradients.watch(_digest(setup, parts), f"engine {next_identity()}")
-    gradients.add_check(SameHyperparameters(optimizer))
+    # where facts ride on the sums, a digest is compared one update after it was read
+    every = setup.digest_every - (rides and setup.digest_every > 1)
+    digest = digest_of(optimizer, dict(named_parameters(parts.model)), every)
+    parts.replica = Replica(optimizer, digest, parts.model, parts.params)
+    gradients.watch(parts.replica, f"engine {next_identity()}")
     if clip.stages is not None and isinstance(clip.clip, ClipByGlobalNorm):
         gradients.measure = lambda grads: norm_of(grads.values())
     if compression is not None and gradients.sources.rank == 0:
@@ -394,19 +403,6 @@ def _limit(config: Any, params: Shards, setup: Setup) -> Limit | None:
     gather = None if setup.shards is None else setup.shards.gather_now
     return lambda step, grads: locally_clipped(
         grads, params, lambda _: config, step=step, sources=setup.replicas, gather=gather
-    )
-
-
-def _digest(setup: Setup, parts: Parts) -> RollingDigest | None:
-    """Return the digest of this rank's replicas and optimizer; None if nothing is compared."""
-    if not setup.digest_every:
-        return None
-    params = {f"parameter {name}": p for name, p in named_parameters(parts.model)}
-    names: dict[torch.Tensor, str] = {p: name for name, p in parts.params.items()}
-    return RollingDigest(
-        partial(Shards, params),
-        partial(optimizer_state, setup.optimizer, names),
-        every=setup.digest_every,
     )
 
 

@@ -73,6 +73,8 @@ class EnginePublisher:
     def after_update(self) -> None:
         """Publish if a version is due: after an averaging of local updates, or some updates."""
         events = self._events()
+        if self._publisher is not None and events > self._last:
+            self._publisher.release()  # ranks have agreed on the sums that it has
         if self.closed or events < self._last + self._every:
             return
         self._last = events
@@ -146,7 +148,8 @@ class EnginePublisher:
                     room = hashlib.sha256(member.kv.store.room.encode()).hexdigest()
                     self._publisher = self._made(room, member.present()[0])
                 assert self._publisher is not None, "made when publishing began"
-                self._publisher.give(step)
+                gradients = self._parts.gradients
+                self._publisher.give(step, held=gradients is not None and gradients.rides)
                 return
             except StreamError as error:
                 warn_user(f"a version was not published: {error}")

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from os import PathLike
 from typing import Any, TypeVar
 
@@ -105,6 +106,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         self._state, self._dtype, self._group = state, settings.dtype, group
         self._writer: Writer | None = None
         self._given, self._step, self._closed = 0, -1, False
+        self._held: Callable[[], int] | None = None
 
         def begin() -> None:
             if writes:
@@ -189,11 +191,13 @@ class Publisher(AbstractContextManager["Publisher"]):
         else:
             self.abandon()
 
-    def give(self, step: int, *, last: bool = False) -> int:
+    def give(self, step: int, *, last: bool = False, held: bool = False) -> int:
         """Copy the model and give it to the writer, if that has room; return the next number.
 
-        The last one needs no room, and is written only if it differs.
+        The last one needs no room, and is written only if it differs. One that is `held` is
+        written after `release`.
         """
+        self.release()
         if self._closed:
             raise RuntimeError("this publisher was closed: call tw.publish again")
         self._step, writer = step, self._writer
@@ -215,10 +219,19 @@ class Publisher(AbstractContextManager["Publisher"]):
             if writer is not None:
                 copies[name] = value
         if writer is not None:
-            writer.give(step, copies, tied, changed=last)
+            self._held = partial(writer.give, step, copies, tied, changed=last)
+        if not held:
+            self.release()
         return self._given
 
+    def release(self) -> None:
+        """Let the version that is held be written, if there is one."""
+        held, self._held = self._held, None
+        if held is not None:
+            held()
+
     def _wait(self) -> None:
+        self.release()
         if self._writer is not None:
             self._writer.wait()
 
