@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import Results, bare_parser, markdown
+from benchmarks.common import Results, markdown
 from benchmarks.gaps import Cell
 from benchmarks.law import alone, works_of
 from research.fine_tuning.pretrained import RATES as PRETRAINING_RATES
-from research.fine_tuning.pretrained import Adapter, adapted_, train_
+from research.fine_tuning.pretrained import Adapter, adapted_, arguments, train_
 from thinwire.optim import Muon, muon_groups
 
 RESULTS = Path(__file__).with_suffix(".jsonl")
@@ -151,10 +151,7 @@ def table(results: Results[Run]) -> list[str]:
 
 def main() -> None:
     """Make what is missing, and print the table."""
-    parser = bare_parser(__doc__)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--quick", action="store_true", help="a few steps: shows that it runs")
-    given = parser.parse_args()
+    given = arguments(__doc__, RESULTS)
     if given.quick:
         for method in ("dense", *METHODS):
             print(measure(Run(method, 2, 0.01, 5, 4)))

@@ -14,6 +14,7 @@ import copy
 import math
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -197,12 +198,17 @@ def _difference(name: str, dense: Sequence[float], local: Sequence[float]) -> st
     return f"{name} {', '.join(parts)}"
 
 
+def arguments(description: str | None, results: Path) -> Namespace:
+    """The options of this topic's commands."""
+    parser = bare_parser(description)
+    parser.add_argument("--results", type=Path, default=results)
+    parser.add_argument("--quick", action="store_true", help="a few steps: shows that it runs")
+    return parser.parse_args()
+
+
 def main() -> None:
     """Make what is missing, and print the table."""
-    parser = bare_parser(__doc__)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--quick", action="store_true", help="a few steps: shows that it runs")
-    given = parser.parse_args()
+    given = arguments(__doc__, RESULTS)
     if given.quick:
         print(measure(Pretraining("muon", local=True, steps=4, seed=5, tuning_steps=2)))
         sys.exit()

@@ -34,9 +34,8 @@ def send_dense(
     finite = {}
     if check_finite and (context.sources == 1 or context.node_size > 1):
         finite = _own_flags(tensors)
-    purpose = f"averaging dense tensors of step {context.step}, bucket {context.bucket}"
     flats = [_filled(g, computed) if computed else joined(g.values()) for g in groups]
-    asked = [sum_of(flat, context, purpose) for flat in flats]
+    asked = [sum_of(flat, context) for flat in flats]
     answers = yield asked
     arrived = DenseMeans(context, list(tensors))
     arrived.finite = finite
@@ -78,10 +77,9 @@ class DenseMeans(Arrived):
         return mean.to(state_dtype(param)) if param.is_floating_point() else mean
 
 
-def sum_of(
-    flat: Tensor, context: Context, purpose: str, *, within_node: bool = False
-) -> Collective:
+def sum_of(flat: Tensor, context: Context, *, within_node: bool = False) -> Collective:
     """Return the collective that sums a flat tensor."""
+    purpose = f"averaging dense tensors of step {context.step}, bucket {context.bucket}"
     if travels_checksummed(flat.nbytes, context.node_size if within_node else context.sources):
         return AllGather(with_checksum(flat, _salt(context)), purpose, within_node)
     return AllReduce(flat, purpose, within_node)

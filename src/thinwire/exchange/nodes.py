@@ -56,10 +56,9 @@ def in_nodes(
     """Average the gradients of a node's ranks densely, then make the node's sendings."""
     dense = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads.items()}
     groups = by_dtype(dense)
-    purpose = f"averaging dense tensors of step {context.step}, bucket {context.bucket}"
     parts = [joined(group.values()) for group in groups]
     # first step of the bucket: sums inside the node, one per dtype
-    asked = [sum_of(part, context, purpose, within_node=True) for part in parts]
+    asked = [sum_of(part, context, within_node=True) for part in parts]
     answers = yield asked
     means: dict[str, Tensor] = {}
     refusal: PayloadCorrupt | None = None

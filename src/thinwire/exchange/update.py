@@ -8,9 +8,8 @@ from torch import Tensor
 from thinwire.comm import Group, Pending
 from thinwire.compress.dense import by_dtype, checked_sum, joined, parted, with_checksum
 from thinwire.core.checksum import checked_mean_
+from thinwire.core.tensors import state_dtype
 from thinwire.layout.traffic import travels_checksummed
-
-_NARROW = torch.float16, torch.bfloat16
 
 
 class DenseUpdate:
@@ -88,13 +87,14 @@ class DenseUpdate:
         """Return the means of these tensors, in their `state_dtype`."""
         # in the order of the names, in which a norm over them is summed
         found = {name: self.means[name] for name in names}
-        return {n: mean.float() if mean.dtype in _NARROW else mean for n, mean in found.items()}
+        return {name: mean.to(state_dtype(mean)) for name, mean in found.items()}
 
     def _sum(self, flat: Tensor, action: str) -> Pending[Tensor]:
         """Launch a sum; of few bytes every rank gathers the parts, each with a checksum."""
         group = self._ranks
         if not travels_checksummed(flat.nbytes, group.size):
             return group.all_reduce_(flat, action=action)
+        # not tied to a step: a rank at another one must be told why by the facts, not refused
         parts = group.all_gather(with_checksum(flat, 0), action=action)
 
         def total() -> Tensor:
