@@ -8,7 +8,6 @@ from torch import Tensor
 from thinwire.comm import Group, Pending
 from thinwire.compress.dense import by_dtype, checked_sum, joined, parted, with_checksum
 from thinwire.core.checksum import checked_mean_
-from thinwire.core.tensors import state_dtype
 from thinwire.layout.traffic import travels_checksummed
 
 
@@ -87,7 +86,8 @@ class DenseUpdate:
         """Return the means of these tensors, in their `state_dtype`."""
         # in the order of the names, in which a norm over them is summed
         found = {name: self.means[name] for name in names}
-        return {name: mean.to(state_dtype(mean)) for name, mean in found.items()}
+        # float16 has travelled as float32
+        return {n: x.float() if x.dtype == torch.bfloat16 else x for n, x in found.items()}
 
     def _sum(self, flat: Tensor, action: str) -> Pending[Tensor]:
         """Launch a sum; of few bytes every rank gathers the parts, each with a checksum."""
