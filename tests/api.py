@@ -25,6 +25,7 @@ _NAMES = {
         "waiting while_busy"
     ),
     "thinwire.comm.direct": "connections_between",
+    "thinwire.comm.failures": "HeartbeatThread",
     "thinwire.comm.group": "Rate",
     "thinwire.comm.nodes": "Grid",
     "thinwire.comm.private": "next_identity warn_of_restarts",

@@ -18,8 +18,8 @@ from tests.processes import running
 
 __all__ = ["Ended", "Trainees", "trainees"]
 
-_SCRIPT = Path(__file__).with_name("trainee.py")
-_ENTER = Path(__file__).parents[2] / "src/thinwire/tools/network/enter.py"
+_ROOT = Path(__file__).parents[2]
+_ENTER = _ROOT / "src/thinwire/tools/network/enter.py"
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,10 @@ def trainees(
         processes = []
         for rank in range(size):
             there = [_ENTER, namespaces[rank] if namespaces else -1, os.getpid(), sys.executable]
-            words = [*there, _SCRIPT, kind, rank, size, address, port, timeout_s]
+            script = ["-m", "tests.comm.trainee"]
+            words = [*there, *script, kind, rank, size, address, port, timeout_s]
             command = [sys.executable, *map(str, words)]
-            started = running(command, pass_fds=namespaces, env=environment, **pipes)
+            started = running(command, pass_fds=namespaces, env=environment, cwd=_ROOT, **pipes)
             processes.append(ends.enter_context(started))
         for process in processes:
             assert process.stdout is not None

@@ -1,8 +1,8 @@
 """A rank in a process of its own, over a TCPStore, that trains until something happens; for faults
 from outside.
 
-`python trainee.py KIND RANK SIZE ADDRESS PORT TIMEOUT_S` prints one JSON line when it trains and
-one when it has ended.
+`python -m tests.comm.trainee KIND RANK SIZE ADDRESS PORT TIMEOUT_S` prints one JSON line when it
+trains and one when it has ended.
 """
 
 import json

@@ -80,7 +80,7 @@ class HeartbeatThread:
         self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         inner: Any = getattr(store, "_underlying_non_prefix_store", store)
         self._host: int | None = getattr(inner, "port", None)
-        self._other_connections: set[Connection] = set()
+        self._other_connections: set[Connection] | None = None
         self._own_connections: set[Connection] | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(
@@ -145,6 +145,8 @@ class HeartbeatThread:
         # connection is the new one to the store's port, so only one thread at a time may connect
         with contextlib.suppress(Exception):
             with _connecting:
+                if self._stopped.is_set():
+                    return
                 self._other_connections = _connections_to(self._host)
                 # missing in torch's stubs
                 own: Store = store.clone()  # type: ignore[attr-defined]
@@ -190,10 +192,10 @@ class HeartbeatThread:
 
     def _disconnect(self) -> None:
         """Close the connection, which ends a call that waits for it or for an answer."""
-        own = self._own_connections
-        if own is None:  # the thread is connecting
-            own = _connections_to(self._host) - self._other_connections
-        for connection in own:
+        own, others = self._own_connections, self._other_connections
+        if own is None and others is not None:  # the thread is connecting
+            own = _connections_to(self._host) - others
+        for connection in own or ():
             shut_down(connection)
 
 
