@@ -78,15 +78,16 @@ class HeartbeatThread:
         self.interval_s = min(max(timeout_s / 10, _SHORTEST_S), _LONGEST_S)
         self._failed = ""
         self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
-        inner: Any = getattr(store, "_underlying_non_prefix_store", store)
-        self._host: int | None = getattr(inner, "port", None)
-        self._other_connections: set[Connection] | None = None
-        self._own_connections: set[Connection] | None = None
+        self._host: int | None = getattr(
+            getattr(store, "_underlying_non_prefix_store", store), "port", None
+        )
+        self._other_connections: set[Connection] = set()
+        self._own_connections: set[Connection] | None = set()
         self._stopped = threading.Event()
         self._thread = threading.Thread(
             target=self._run, args=(store,), name="thinwire-alive", daemon=True
         )
-        _heartbeat_threads.append(self)
+        _heartbeat_threads.add(self)
         self._thread.start()
 
     def ask(self, failed: str, wait_s: float) -> Sequence[Heartbeat | None] | None:
@@ -122,8 +123,11 @@ class HeartbeatThread:
         latest = self.ask("", _QUICK_S)
         if latest is None or latest[self._rank] is None:
             return 0.0
-        others = [heartbeat for rank, heartbeat in enumerate(latest) if rank != self._rank]
-        missing = [s for s in others if s is None or not s.takes_part]
+        missing = [
+            s
+            for rank, s in enumerate(latest)
+            if rank != self._rank and (s is None or not s.takes_part)
+        ]
         idle = [math.inf if s is None or s.idle_s is None else s.age_s + s.idle_s for s in missing]
         return timeout_s - max(idle, default=math.inf)
 
@@ -137,8 +141,7 @@ class HeartbeatThread:
         if self._thread.is_alive():
             self._disconnect()
             self._thread.join(0.8)
-        with contextlib.suppress(ValueError):
-            _heartbeat_threads.remove(self)
+        _heartbeat_threads.discard(self)
 
     def _run(self, store: Store) -> None:
         # errors of the store are ignored: heartbeats only make a message clearer. The clone's
@@ -148,6 +151,7 @@ class HeartbeatThread:
                 if self._stopped.is_set():
                     return
                 self._other_connections = _connections_to(self._host)
+                self._own_connections = None
                 # missing in torch's stubs
                 own: Store = store.clone()  # type: ignore[attr-defined]
                 self._own_connections = _connections_to(self._host) - self._other_connections
@@ -192,14 +196,14 @@ class HeartbeatThread:
 
     def _disconnect(self) -> None:
         """Close the connection, which ends a call that waits for it or for an answer."""
-        own, others = self._own_connections, self._other_connections
-        if own is None and others is not None:  # the thread is connecting
-            own = _connections_to(self._host) - others
-        for connection in own or ():
+        own = self._own_connections
+        if own is None:  # the thread is connecting
+            own = _connections_to(self._host) - self._other_connections
+        for connection in own:
             shut_down(connection)
 
 
-_heartbeat_threads: list[HeartbeatThread] = []
+_heartbeat_threads: set[HeartbeatThread] = set()
 
 
 def stop_all() -> None:
