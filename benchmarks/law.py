@@ -48,7 +48,6 @@ from benchmarks.gaps import (
     regret,
 )
 from benchmarks.lockstep import LocalRanks
-from thinwire.compress import ChangeConfig
 from thinwire.tools.planning.loss import law, loss_gap
 from thinwire.tools.run.built_in import NextByte
 from thinwire.tools.run.config import Recipe, RunConfig
@@ -169,7 +168,7 @@ class Training:
         self.optimizers = [self.setup.optimizer_of(model) for model in own]
         self.sync: LocalRanks | None = None
         if cell.interval:
-            changes: ChangeConfig | None = tw.Quantized(cell.bits) if cell.bits < 32 else None
+            changes = tw.Quantized(cell.bits) if cell.bits < 32 else None
             local = local or tw.LocalSGD(cell.interval, compression=changes)
             self.sync = LocalRanks(own, local)
         self._holders = [*own, *self.optimizers, *([self.sync] if self.sync else [])]

@@ -20,7 +20,6 @@ from thinwire.comm import Group
 from thinwire.comm.group import Rate
 from thinwire.comm.member_groups import MemberGroups
 from thinwire.comm.relay import RelayEndpoint
-from thinwire.compress import compression_of
 from thinwire.core.feedback import compile_loops
 from thinwire.local.averaging import Averaging, PendingAveraging
 from thinwire.local.model import LocalModel
@@ -95,7 +94,7 @@ class _Member:
 
     def _fresh(self) -> Averaging:
         config = self._config
-        changes = compression_of(config.compression, None)
+        changes = config.compression
         return Averaging(self.group, self.model.params, config, changes)
 
     @torch.no_grad()

@@ -72,7 +72,7 @@ KINDS = {
     "averaging": "an averaging with Muon in an engine",
 }
 """Steps that are traced: an optimizer's own, and those of engines."""
-PROTOCOLS = ("Config", "Compression", "Compressor", "ChangeCompression")
+PROTOCOLS = ("Compression", "Arrived", "Computed")
 """Those of `thinwire.compress.protocol` that a method of compression answers, for gradients and for
 changes."""
 
@@ -209,7 +209,7 @@ def members_of_protocols() -> int:
         if getattr(kind, "_is_protocol", False):
             found += [name for name in names if not name.startswith("_")]
         else:
-            found += [name for name in names if name in kind.__abstractmethods__]
+            found += [name for name in names if name in getattr(kind, "__abstractmethods__", ())]
     return len(found)
 
 

@@ -38,14 +38,15 @@ _NAMES = {
     "thinwire.comm.replicate": "make_equal_",
     "thinwire.comm.sockets": "connections has_ended listeners shut_down",
     "thinwire.comm.waiting": "left_s one_deadline",
-    "thinwire.compress": "CHANGE_COMPRESSIONS compression_of",
-    "thinwire.compress.dense": "checked_sum send_dense with_checksum",
+    "thinwire.compress": "COMPRESSIONS",
+    "thinwire.compress.checksums": "checked_sum with_checksum",
+    "thinwire.compress.dense": "send_dense",
     "thinwire.compress.dgc": "DGC locally_clipped",
     "thinwire.compress.entries": "ArrivedEntries Proposed send_entries",
     "thinwire.compress.low_rank": "LowRank orthonormal",
     "thinwire.compress.protocol": (
-        "AllGather AllReduce Compression Context ERRORS ChangeCompression Kept "
-        "MeanChange Sending combined"
+        "AllGather AllReduce Arrived Compression Computed Context Kept RESIDUAL Sending Shapes "
+        "combined"
     ),
     "thinwire.compress.split": "add_up shares",
     "thinwire.core.checksum": "checked_mean_ checksum",

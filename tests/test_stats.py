@@ -261,7 +261,7 @@ def of_norms(rank: int, size: int) -> list[dict[str, float]]:
             engine.minimize((model.weight * given).sum())
         found.append(engine.stats())
         state = engine.state_dict()["exchange"]
-        errors = state.get("errors", {}).values()
+        errors = state.get("residuals", {}).values()
         found[-1]["of state"] = math.hypot(0.0, *(float(e.norm()) for e in errors))
     return found
 

@@ -29,6 +29,7 @@ from tests.laws.frontends import (
     own,
     trained,
 )
+from tests.one_bit import OneBit
 from tests.ranks import Pool
 
 
@@ -78,6 +79,9 @@ ENGINES = {
     "low rank, adam": Case(
         fields={"low_rank": tw.LowRank(2, begin_step=2, min_numel=64)}, optimizer=adam
     ),
+    "one bit": Case(fields={"compression": OneBit()}),
+    "quantized, adam": Case(fields={"compression": tw.Quantized(4)}, optimizer=adam),
+    "sparse, split": Case(fields={"compression": tw.Sparse(0.75, exchange="split")}),
     "amp, merged": Case(fields={"amp": AMP}, merge=3),
     "amp, dgc, lamb, merged": Case(
         fields={"amp": AMP, "dgc": COMPRESSED, "lamb": tw.LAMB()}, optimizer=adam, merge=2
@@ -328,7 +332,7 @@ def damaging(rank: int, victim: int, deals: bool) -> Iterator[None]:
         yield
 
 
-KEPT = ("/anchors/", "/errors/", "/outer_momentum/", "/factors/")
+KEPT = ("/anchors/", "/residuals/", "/outer_momentum/", "/factors/")
 """What an averaging changes, of a state of local updates."""
 
 

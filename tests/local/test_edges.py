@@ -148,7 +148,7 @@ def odd(rank: int, size: int) -> list[Tensor]:
         model.none.grad = torch.ones(0)
         optimizer.step()
         state = sync.state_dict()
-        assert list(state["anchors"]) == list(state["errors"]) == ["w"]
+        assert list(state["anchors"]) == list(state["residuals"]) == ["w"]
         assert sync.stats()["bytes_dense"] == 4 * 3
     return [model.w.detach(), model.frozen.detach()]
 
@@ -547,7 +547,7 @@ def clamped(rank: int, size: int) -> tuple[float, float]:
             with torch.no_grad():
                 for p in model.parameters():
                     p.clamp_(-0.5, 0.5)
-        kept = sum(float(e.abs().sum()) for e in sync.state_dict()["errors"].values())
+        kept = sum(float(e.abs().sum()) for e in sync.state_dict()["residuals"].values())
         sync.flush()
         sync.require_equal()
     return kept, max(float(p.detach().abs().max()) for p in model.parameters())

@@ -98,7 +98,7 @@ def keep_books(rank: int, size: int, config: Any, steps: int) -> tuple[float, st
             optimizer.step()
             on_its_way |= sync.pending is not None
         sync.flush()
-        errors = sync.state_dict()["errors"]
+        errors = sync.state_dict()["residuals"]
     worst = 0.0
     for name, p in model.named_parameters():
         sums = torch.stack([changed[name], errors.get(name, torch.zeros_like(p))]).detach()

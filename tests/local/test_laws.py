@@ -204,7 +204,7 @@ def follow(rank: int, size: int, config: Any, dgc: tw.DGC | None, steps: int) ->
         for step in range(1, steps + 1):
             set_gradients(model, step, rank)
             optimizer.step()
-            errors = {name: e.numpy() for name, e in sync.state_dict()["errors"].items()}
+            errors = {name: e.numpy() for name, e in sync.state_dict()["residuals"].items()}
             found.append((sync.synced, values(model), errors))
         assert (sync.step, sync.k_steps) == (steps, config.k_steps)
     return [*found, (None, values(model), None)]
@@ -392,7 +392,7 @@ def keep_books(rank: int, size: int, compression: Any, dtype: torch.dtype) -> fl
                 assert p.grad is not None
                 changed[name] += 0.1 * p.grad
             optimizer.step()
-        errors = sync.state_dict()["errors"]
+        errors = sync.state_dict()["residuals"]
         assert sync.stats()["applied_share"] == 1
         worst = 0.0
         for name, p in model.named_parameters():

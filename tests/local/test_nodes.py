@@ -40,7 +40,7 @@ def trained(rank: int, size: int, config: Any, alike: int, dgc: Any = None) -> d
         for step in range(1, 17):
             one_step(model, optimizer, step, rank // alike)
         state, stats = sync.state_dict(), sync.stats()
-    errors = {name: error.clone() for name, error in state["errors"].items()}
+    errors = {name: error.clone() for name, error in state["residuals"].items()}
     return {"digest": digest(model), "errors": errors, "stats": stats}
 
 
@@ -99,7 +99,7 @@ def test_node_changes_lose_nothing(ranks: Pool, name: str) -> None:
             assert error.any()
     for name_of, value in start.items():
         changed = sum(noise(step, rank, name_of) for step in range(1, 9) for rank in range(4)) / 4
-        kept = sum(state["errors"].get(name_of, torch.zeros(())) for state in first) / 4
+        kept = sum(state["residuals"].get(name_of, torch.zeros(())) for state in first) / 4
         moved = value - first[0]["anchors"][name_of]
         torch.testing.assert_close(moved + kept, changed, rtol=0, atol=1e-6)
 
@@ -115,9 +115,9 @@ def joined(rank: int, size: int, first: Any, then: Any) -> tuple[str, dict[str, 
             for step in range(sync.step + 1, sync.step + 5):
                 one_step(model, optimizer, step, rank)
             states.append(sync.state_dict())
-            before = before or {n: e.clone() for n, e in states[-1]["errors"].items()}
+            before = before or {n: e.clone() for n, e in states[-1]["residuals"].items()}
             sync.close()
-    return digest(model), states[-1]["errors"], before
+    return digest(model), states[-1]["residuals"], before
 
 
 @pytest.mark.parametrize("name", ["sparse", "quantized, split", "low rank"])

@@ -63,7 +63,7 @@ def kept(sync: Any) -> dict[str, Tensor]:
     state = sync.state_dict()
     return {
         f"{kind} {name}": tensor
-        for kind in ("anchors", "outer_momentum", "errors")
+        for kind in ("anchors", "outer_momentum", "residuals")
         for name, tensor in state[kind].items()
     }
 

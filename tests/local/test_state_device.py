@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nodes": {"node_size": 2, "average_state": True},
 }
 SHAPES = ((60, 40), (7,), (3, 5, 11))
-ELSEWHERE = ("anchors", "outer_momentum", "errors")
+ELSEWHERE = ("anchors", "outer_momentum", "residuals")
 """Kinds of state that `state_device` moves."""
 
 

@@ -39,7 +39,7 @@ def other_layouts(rank: int, size: int) -> tuple[list[bytes], float]:
         model.bias.grad = torch.zeros_like(model.bias)  # type: ignore[union-attr]
         grad = model.weight.grad.clone()
         optimizer.step()
-        kept = sync.state_dict()["errors"]["weight"]
+        kept = sync.state_dict()["residuals"]["weight"]
     lost = float((before - 0.1 * grad - (model.weight.detach() - kept)).abs().max())
     return [p.detach().contiguous().numpy().tobytes() for p in model.parameters()], lost
 

@@ -17,6 +17,7 @@ CONFIGS = {
     "localsgd": tw.LocalSGD(4),
     "adaptive_localsgd": tw.AdaptiveLocalSGD(4),
     "low_rank": tw.LowRank(),
+    "compression": tw.Quantized(4),
 }
 
 

@@ -165,7 +165,10 @@ UNKNOWN: list[tuple[dict[str, Any], list[str]]] = [
     ),
     (
         {"localsgd": {"k_steps": 2, "compression": {"quantized": {}, "sparse": {}}}},
-        ["strategy.localsgd.compression must have one key of sparse and quantized"],
+        [
+            "strategy.localsgd.compression must have one key of dgc and low_rank and sparse and "
+            "quantized"
+        ],
     ),
     (
         {"localsgd": {"k_steps": 2, "compression": {"sparse": {"value_bits": 4}}}},

@@ -128,7 +128,7 @@ def pending_of(engine: Any) -> dict[str, Tensor]:
     kinds = {**state["exchange"], "measured": late.get("measured")}
     found = {
         f"{kind} {k}": v
-        for kind in ("residuals", "factors", "errors", "outer_momentum", "local", "measured")
+        for kind in ("residuals", "factors", "outer_momentum", "local", "measured")
         for k, v in (kinds.get(kind) or {}).items()
     }
     for index, entries in state["optimizer"]["state"].items():

@@ -21,6 +21,7 @@ FIELDS: dict[str, Any] = {
     "localsgd": tw.LocalSGD(2),
     "adaptive_localsgd": tw.AdaptiveLocalSGD(2, max_k_steps=4),
     "low_rank": tw.LowRank(2, begin_step=1, min_numel=64),
+    "compression": tw.Quantized(4),
 }
 
 

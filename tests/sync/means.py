@@ -1,6 +1,6 @@
 """An exchange of gradients as an engine uses it: exchange, commit, mean."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +21,9 @@ def launch(
     context = one_round.context(bucket)
     sendings = [api.send_dense(context, dense)] if dense else []
     if sparse:
-        sendings.insert(0, api.send_entries(context, sparse, value_bits=bits, exchange=exchange))
+        arrived = api.ArrivedEntries(context, ("messages", "sums"), [*sparse])
+        how = {"value_bits": bits, "exchange": exchange}
+        sendings.insert(0, api.send_entries(context, sparse, arrived, **how))
     one_round.launch({*sparse, *dense}, api.combined(sendings))
 
 
@@ -61,11 +63,6 @@ class GradientMean:
         """What is kept back, by name."""
         found: dict[str, Tensor] = self.exchange.state_dict()["residuals"]
         return found
-
-    @property
-    def compressors(self) -> Sequence[Any]:
-        """Of the exchange."""
-        return self.exchange.compressors
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.exchange, name)

@@ -28,19 +28,26 @@ def sparse(source: int, tensor: int, *, lopsided: bool = False) -> api.Proposed:
     return api.Proposed(found, NUMELS[tensor], COUNTS[tensor])
 
 
+class Given(dict[str, Tensor], api.Computed):
+    """Of which nothing is left but what owners keep."""
+
+    def leave_(self, name: str, sent: Any, kept: api.Kept) -> None:
+        assert self[name] is kept[api.RESIDUAL][name]
+
+
 def exchange(rank: int, size: int, lopsided: bool) -> list[Any]:
     one_round = api.Round(api.Group(), 3)
     proposed = {str(t): sparse(rank, t, lopsided=lopsided) for t in range(4)}
     launch(one_round, 0, proposed, {"9": torch.ones(3) * rank}, exchange="split")
     one_round.finish()
     assert one_round.arrived["9"].mean("9", torch.ones(3)).tolist() == [(size - 1) / 2] * 3
-    kept = [torch.zeros(n, dtype=torch.float64) for n in NUMELS]
+    kept = {str(t): torch.zeros(n, dtype=torch.float64) for t, n in enumerate(NUMELS)}
     arrived = one_round.arrived["0"]
     assert isinstance(arrived, api.ArrivedEntries)
-    for t in range(4):
-        arrived.add_kept_(str(t), kept[t], t)
+    for name in kept:
+        arrived.leave_(name, Given(kept), {api.RESIDUAL: kept})
     means = [arrived.sparse_mean(str(t), torch.float64) for t in range(4)]
-    return [means, [arrived.given[str(t)] for t in range(4)], kept]
+    return [means, [arrived.given[str(t)] for t in range(4)], [*kept.values()]]
 
 
 def dense(entries: Any, numel: int) -> Tensor:

@@ -5,16 +5,15 @@ same order. So a damaged part is detected.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from thinwire.compress.checksums import checked_sum, damaged_text, salt_of, with_checksum
 from thinwire.compress.protocol import AllGather, AllReduce, Arrived, Collective, Context, Sending
-from thinwire.core.checksum import ODD, checked_mean_, flat_bytes, odd_weights
+from thinwire.core.checksum import checked_mean_
 from thinwire.core.tensors import state_dtype
 from thinwire.errors import PayloadCorrupt
-from thinwire.layout.message import CHECKSUM_BYTES
 from thinwire.layout.traffic import travels_checksummed
 
 
@@ -72,7 +71,8 @@ class DenseMeans(Arrived):
             return None
         return next((name for name, x in self.means.items() if not bool(x.isfinite().all())), None)
 
-    def mean(self, name: str, param: Tensor, into: Tensor | None = None) -> Tensor:
+    def mean(self, name: str, param: Tensor) -> Tensor:
+        """Return the mean over the sources, in the shape of `param` and in its `state_dtype`."""
         mean = self.means[name]
         return mean.to(state_dtype(param)) if param.is_floating_point() else mean
 
@@ -81,7 +81,7 @@ def sum_of(flat: Tensor, context: Context, *, within_node: bool = False) -> Coll
     """Return the collective that sums a flat tensor."""
     purpose = f"averaging dense tensors of step {context.step}, bucket {context.bucket}"
     if travels_checksummed(flat.nbytes, context.node_size if within_node else context.sources):
-        return AllGather(with_checksum(flat, _salt(context)), purpose, within_node)
+        return AllGather(with_checksum(flat, salt_of(context)), purpose, within_node)
     return AllReduce(flat, purpose, within_node)
 
 
@@ -90,16 +90,8 @@ def opened(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the sum that `sum_of` requested, and the damaged parts: int64, 0 for intact ones."""
     if isinstance(collective, AllGather):
-        return checked_sum(answer, dtype, _salt(context))
+        return checked_sum(answer, dtype, salt_of(context))
     return answer, None
-
-
-def damaged_text(rank: int, context: Context) -> str:
-    """Describe a part that does not match its checksum."""
-    return (
-        f"the dense tensors of rank {rank} for bucket {context.bucket} of step {context.step} were "
-        "refused: they do not fit their checksum"
-    )
 
 
 def by_dtype(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -171,51 +163,3 @@ def _own_flags(tensors: Mapping[str, Tensor]) -> dict[str, bool | Tensor]:
             waiting[name] = largest.isfinite()
     known = {name: tensor for name, tensor in tensors.items() if name not in waiting}
     return waiting | dict.fromkeys(not_finite(known), False)
-
-
-def _salt(context: Context) -> int:
-    """Return the number that ties a checksum to one sending."""
-    return (context.step << 20) + context.bucket
-
-
-def with_checksum(part: Tensor, salt: int) -> Tensor:
-    """Return the bytes of a tensor, and a checksum that holds for one `salt`, such as a step."""
-    content = flat_bytes(part)
-    return torch.cat([content, _checksums(content.unsqueeze(0), salt).view(torch.uint8)])
-
-
-def checked_sum(rows: Tensor, dtype: torch.dtype, salt: int) -> tuple[Tensor, Tensor]:
-    """Sum the parts of several sources in the order of the rows: the same bits on every rank.
-
-    Also return int64, shape (sources,), 0 for an intact part. No host synchronization.
-
-    >>> rows = torch.stack([with_checksum(torch.tensor([x]), salt=7) for x in (1.0, 2.0)])
-    >>> checked_sum(rows, torch.float32, salt=7)
-    (tensor([3.]), tensor([0, 0]))
-    """
-    contents, checksums = rows[:, :-CHECKSUM_BYTES], rows[:, -CHECKSUM_BYTES:]
-    wanted = _checksums(contents, salt).view(torch.uint8).view(-1, CHECKSUM_BYTES)
-    damaged = (checksums != wanted).any(1).long()
-    parts = contents.contiguous().view(dtype)
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total, damaged
-
-
-def _checksums(contents: Tensor, salt: int) -> Tensor:
-    """Return a checksum per row, int64, modulo 2^64.
-
-    It is the sum over words w_i of mix((2 i + 1) c w_i), plus a term for the place. `mix` is
-    invertible, so that a change of any single word changes the sum. It is not linear, so that
-    several changes do not cancel through their positions alone.
-    """
-    rest = -contents.shape[1] % 8
-    whole = torch.nn.functional.pad(contents, (0, rest)) if rest else contents.contiguous()
-    words = whole.view(torch.int64)
-    product = words * _kept_weights(words.shape[1], words.device)
-    product = (product ^ (product >> 32 & 0xFFFFFFFF)) * ODD
-    return product.sum(1) + (2 * salt + 1) * 0x632BE59BD9B4E019 % (1 << 62)
-
-
-_kept_weights = lru_cache(maxsize=64)(odd_weights)

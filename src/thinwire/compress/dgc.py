@@ -21,7 +21,7 @@ at 2^24.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,41 +29,37 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.compress.entries import ArrivedEntries, Proposed, send_entries
 from thinwire.compress.protocol import (
-    Arrived,
-    ChangeCompression,
+    RESIDUAL,
     Compression,
+    Computed,
     Context,
     Kept,
-    Momentum,
+    OtherRanks,
     Sending,
+    Shapes,
 )
 from thinwire.compress.sparse_change import send_largest
-from thinwire.core.feedback import (
-    commit_list_,
-    compile_loops,
-    in_chunks,
-    propose_list,
-    rounding_seed,
-    step_along_list_,
-    store_,
-)
+from thinwire.core.feedback import compile_loops
 from thinwire.core.gradients import ClipByNorm, clipped
 from thinwire.core.norms import norms_over_shards
-from thinwire.core.sharded import shard_of
-from thinwire.core.tensors import named_dtype, narrowed, state_dtype, stored_dtype
-from thinwire.kernels.rules import Fold
-from thinwire.layout.message import VALUE_BITS, Layout, count_sent
-from thinwire.layout.traffic import EXCHANGES
+from thinwire.core.tensors import named_dtype, state_dtype, stored_dtype
+from thinwire.layout.message import VALUE_BITS, Layout
+from thinwire.layout.traffic import EXCHANGES, first_split
 from thinwire.schedules import sparsity_at
 
+_CHANGE = (
+    "no gradient is exchanged: the change since the last averaging is sent sparse, at dgc's "
+    "sparsity of that step, with its value_bits and min_numel, and the rest is kept; dense before "
+    "rampup_begin_step; momentum stays in the local optimizer, and local_grad_clip_norm limits "
+    "each local gradient"
+)
 _COMPRESSIBLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @check.by_name
 @dataclass(frozen=True)
-class DGC(Compression, ChangeCompression):
+class DGC(Compression):
     """Each rank sends only the largest accumulated entries of every gradient.
 
     That is about 2,000 times fewer bytes with the usual settings.
@@ -108,6 +104,16 @@ class DGC(Compression, ChangeCompression):
     exchange: str = "auto"
 
     accumulates: ClassVar[bool] = True
+    has_checksums: ClassVar[bool] = True
+    reports_finite: ClassVar[bool] = True
+    meanings: ClassVar[Mapping[str, str]] = {
+        **Compression.meanings,
+        "localsgd": _CHANGE,
+        "adaptive_localsgd": f"{_CHANGE}; at the current interval",
+    }
+    kinds: ClassVar[Mapping[str, OtherRanks]] = dict.fromkeys(
+        (RESIDUAL, "momentum_buffer"), "mean_zero"
+    )
 
     def __post_init__(self) -> None:
         check.set_fields(self, check.integer, "rampup_begin_step", at_least=0)
@@ -171,23 +177,23 @@ class DGC(Compression, ChangeCompression):
         """See `Config`; the ramp counts from 0."""
         return Layout.of(numels, self.unsent_share(step - 1), self.value_bits)
 
-    def compressor(
-        self, params: Mapping[str, Tensor], momentum: Momentum | None = None
-    ) -> "DGCCompressor":
-        """Return the compressor; see `Compression`."""
-        return DGCCompressor(params, lambda name: self, momentum)
+    def message_text(self, step: int, shapes: Shapes) -> str:
+        """Describe a full message, and when sources split their entries."""
+        layout = self.layout(step, [shape.numel() for shape in shapes])
+        entries = sum(slot.k for slot in layout.slots)
+        text = f"a full message has {entries:,} entries in {layout.nbytes:,} bytes"
+        if self.exchange != "auto":
+            return text
+        begin = first_split(layout)
+        few = "for any number of sources" if begin is None else f"below {begin}, else they split"
+        return f"{text}; sources gather {few}"
 
-    def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
-        """Send the changes by the ramp, counted in local steps; see `ChangeCompression`."""
-        # the mean is over all ranks, and the residual does not decay: everything is sent in time
+    def send(self, context: Context, folded: Computed, kept: Kept) -> Sending:
+        """Send the largest entries, by the ramp; see `Compression`."""
+        # the mean is over all sources, and the residual does not decay: everything is sent in time
+        sparsity = self.unsent_share(context.update)
         return send_largest(
-            context,
-            folded,
-            kept,
-            lambda numel: count_sent(numel, self.unsent_share(context.step - 1)),
-            self.value_bits,
-            self.exchange,
-            over_senders=False,
+            context, folded, kept, sparsity, self.value_bits, self.exchange, over_senders=False
         )
 
 
@@ -229,163 +235,3 @@ def locally_clipped(
         elif not grad.is_sparse:
             within[name] = limited(grad, limit, sources, state_dtype(param))
     return within
-
-
-class DGCCompressor:
-    """Deep gradient compression of the tensors that `DGC.compresses` selects.
-
-    With momentum, u is kept beside v, and `commit_` makes the update: what ranks send has their
-    momentum in it, and what travels densely enters u. `of_all`: of all other tensors, too.
-
-    **State**: v and u, of this rank, or common to the ranks of a node, contiguous, in the shape of
-    the parameter; with momentum it stands in the state of the optimizer.
-    """
-
-    def __init__(
-        self,
-        params: Mapping[str, Tensor],
-        config: Callable[[str], DGC],
-        momentum: Momentum | None = None,
-        *,
-        of_all: bool = False,
-    ) -> None:
-        self._params, self._config, self._momentum = params, config, momentum
-        self._of_all, self._keys = of_all, {name: key for key, name in enumerate(params)}
-        self._own: dict[str, dict[str, Tensor]] = {}
-
-    def takes(self, step: int, name: str, grad: Tensor) -> bool:
-        config, begun = self._config(name), self._at(step) >= self._config(name).rampup_begin_step
-        return begun and not grad.is_sparse and config.compresses(self._params[name])
-
-    def send(self, context: Context, grads: Mapping[str, Tensor]) -> Sending:
-        proposed: dict[str, Proposed] = {}
-        for names in in_chunks({name: self._params[name].numel() for name in grads}):
-            folds = [self._fold(context, name, grads[name]) for name in names]
-            counts = [self._count(context.step, name) for name in names]
-            for name, proposal, k in zip(names, propose_list(folds, counts), counts, strict=True):
-                proposed[name] = Proposed(proposal, self._params[name].numel(), k)
-        common = self._config(next(iter(grads)))
-        return send_entries(
-            context, proposed, value_bits=common.value_bits, exchange=common.exchange
-        )
-
-    def commit_(
-        self,
-        grads: Mapping[str, Tensor],
-        arrived: Mapping[str, Arrived],
-        row_sparse: Collection[str],
-    ) -> Collection[str]:
-        sent = {n: got for n, got in arrived.items() if isinstance(got, ArrivedEntries)}
-        for names in in_chunks({name: self._params[name].numel() for name in sent}):
-            context = sent[names[0]].context
-            # the second fold: `send` kept no copy of the first, which would cost as much memory as
-            # the gradients; so gradients and state must be unchanged since `send`
-            folds = [
-                self._fold(context, name, sent[name].node_means.get(name, grads[name]), keep=True)
-                for name in names
-            ]
-            seeds = [rounding_seed(context.step, self._keys[name]) for name in names]
-            commit_list_(folds, [sent[name].given[name] for name in names], seeds)
-            for name, fold in zip(names, folds, strict=True):
-                sent[name].add_kept_(name, fold.residual, self._keys[name])
-        return () if self._momentum is None else self._update_(self._momentum, arrived, row_sparse)
-
-    def _update_(
-        self, momentum: Momentum, arrived: Mapping[str, Arrived], row_sparse: Collection[str]
-    ) -> list[str]:
-        """Update the parameters whose momentum is kept here; return their names."""
-        kept = [name for name in arrived if self._of_all or self._compresses(name)]
-        sent: dict[str, ArrivedEntries] = {}
-        for name in kept:
-            if isinstance(got := arrived[name], ArrivedEntries):
-                sent[name] = got
-            else:
-                lasting = name in row_sparse or not self._compresses(name)
-                self._enter_(name, got, momentum, clip=lasting)
-        for names in in_chunks({name: self._params[name].numel() for name in sent}):
-            params = [self._params[name].detach() for name in names]
-            step_along_list_(
-                params,
-                [sent[name].parts[name] for name in names],
-                [momentum.rate(name) for name in names],
-                sent[names[0]].context.sources,
-                [state_dtype(param) for param in params],
-            )
-        return kept
-
-    def _enter_(self, name: str, arrived: Arrived, momentum: Momentum, *, clip: bool) -> None:
-        """Make one step of SGD with momentum from a mean that travelled densely."""
-        param, (m, nesterov) = self._params[name].detach(), momentum.factors(name)
-        stored = self._state_of(name)["momentum_buffer"]
-        buffer = stored.to(state_dtype(param))
-        grad = arrived.mean(name, param).to(buffer.dtype)
-        if clip and momentum.limit is not None:
-            grad = clipped(ClipByNorm(momentum.limit), [grad])[0]
-        grad = momentum.decayed(name, grad)
-        buffer.mul_(m).add_(grad)
-        update = grad.add(buffer, alpha=m) if nesterov else buffer
-        if param.dtype == buffer.dtype:
-            param.add_(update, alpha=-momentum.rate(name))
-        else:
-            param.copy_(param.to(buffer.dtype).add_(update, alpha=-momentum.rate(name)))
-        if buffer is not stored:
-            seed = rounding_seed(arrived.context.step, self._keys[name])
-            store_(stored.view(-1), buffer.view(-1), seed)
-
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        found: dict[str, dict[str, Tensor]] = {}
-        for name in filter(self._compresses, self._params):
-            for kind, entry in (self._kept(name) if self._of_all else self._state_of(name)).items():
-                found.setdefault(kind, {})[name] = entry
-        return found
-
-    def _kept(self, name: str) -> dict[str, Tensor]:
-        return self._own.get(name, {}) if self._momentum is None else self._momentum.kept(name)
-
-    def _state_of(self, name: str, *, keep: bool = True) -> dict[str, Tensor]:
-        """Return u and v, in the types of the config; zeros, which `keep` makes state, at first."""
-        param, compresses, state = self._params[name], self._compresses(name), self._kept(name)
-        dtype = self._config(name).stored_dtype(param) if compresses else state_dtype(param)
-        kinds = ["momentum_buffer"] if self._momentum is not None else []
-        found = {
-            kind: _fitted(state.get(kind), param, dtype)
-            for kind in [*kinds, *(["residual"] if compresses else [])]
-        }
-        if keep and any(state.get(kind) is not entry for kind, entry in found.items()):
-            keep_ = self._own.__setitem__ if self._momentum is None else self._momentum.keep_
-            keep_(name, {**state, **found})
-        return found
-
-    def _compresses(self, name: str) -> bool:
-        return self._config(name).compresses(self._params[name])
-
-    def _at(self, step: int) -> int:
-        return step if self._momentum is None else self._momentum.position
-
-    def _count(self, step: int, name: str) -> int:
-        sparsity = self._config(name).unsent_share(self._at(step))
-        return count_sent(self._params[name].numel(), sparsity)
-
-    def _fold(self, context: Context, name: str, grad: Tensor, *, keep: bool = False) -> Fold:
-        param, momentum = self._params[name], self._momentum
-        state, sources = self._state_of(name, keep=keep), context.sources
-        limit = self._config(name).local_grad_clip_norm
-        if momentum is not None:
-            limit, sources = momentum.limit or limit, momentum.num_trainers or sources
-        if limit is not None:
-            grad = limited(grad, limit, sources, state_dtype(param))
-        v = state["residual"].view(-1)
-        if momentum is None:
-            return Fold(grad.reshape(-1).contiguous(), v, None, 0.0, False)
-        grad = momentum.decayed(name, grad)
-        u = state["momentum_buffer"].view(-1)
-        return Fold(grad.reshape(-1).contiguous(), v, u, *momentum.factors(name))
-
-
-def _fitted(entry: Tensor | None, param: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the state as it is folded: flat views of it, so contiguous."""
-    if entry is None:
-        return torch.zeros(param.shape, dtype=dtype, device=param.device)
-    here = shard_of(entry)
-    fits = here.dtype == dtype and here.is_contiguous()
-    return here if fits else narrowed(here, dtype).contiguous()

@@ -14,18 +14,20 @@ import torch
 from torch import Tensor
 
 from thinwire.compress.protocol import (
+    RESIDUAL,
     AllGather,
     AllToAll,
     Arrived,
     Collective,
+    Computed,
     Context,
     Entries,
+    Kept,
     Sending,
     buffer_for,
 )
-from thinwire.compress.split import Sums, add_up, joined, shares
+from thinwire.compress.split import Sums, add_up, joined, senders, shares
 from thinwire.core.feedback import Proposal, rounding_seed, store_, sum_sparse
-from thinwire.core.tensors import state_dtype
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels.reference import divided_
 from thinwire.layout.message import Layout, Slot
@@ -50,11 +52,18 @@ class Proposed(NamedTuple):
 class ArrivedEntries(Arrived):
     """Entries of each tensor from all sources, or the sums that its owners made of them."""
 
-    given_word, sums_word = "messages", "sums"
-    """Names of the payload, for errors."""
-
-    def __init__(self, context: Context, names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        words: tuple[str, str],
+        names: Sequence[str],
+        *,
+        over_senders: bool = False,
+    ) -> None:
         super().__init__(context, names)
+        self.given_word, self.sums_word = words
+        self.over_senders = over_senders
+        """True if an entry's mean is over the sources that sent it."""
         self.given: dict[str, Entries] = {}
         """Entries that this rank sent, as the others decode them: values (j,) in float32, j at most
         k.
@@ -73,43 +82,49 @@ class ArrivedEntries(Arrived):
                 return name
         return None
 
-    def mean(self, name: str, param: Tensor, into: Tensor | None = None) -> Tensor:
-        indices, values = self.sparse_mean(name, state_dtype(param))
-        mean = buffer_for(param, values.dtype, into).zero_()
-        mean.view(-1)[indices] = values
+    def take_(self, name: str, folded: Computed, kept: Kept, into: Tensor | None = None) -> Tensor:
+        self.leave_(name, folded, kept)
+        mean = buffer_for(kept[RESIDUAL][name], into).zero_()
+        if self.parts.get(name):  # none if owners sent no entry
+            indices, values = self.sparse_mean(name, mean.dtype)
+            mean.view(-1)[indices] = values
         return mean
 
-    def sparse_mean(self, name: str, dtype: torch.dtype) -> Entries:
-        """Return indices (u,), ascending, and values (u,) of the mean; zero elsewhere."""
-        indices, total = sum_sparse(self.parts[name], dtype)
-        return indices, divided_(total, self.context.sources)
-
-    def add_kept_(self, name: str, residual: Tensor, key: int) -> None:
-        """Add the residual of the sums that this rank's source owns to a flat `residual`."""
+    def leave_(self, name: str, folded: Computed, kept: Kept) -> None:
+        """Take what was sent out of the residual, and add what this source's sums have left."""
+        folded.leave_(name, self.given[name], kept)
         if name in self.kept:
+            residual = kept[RESIDUAL][name].view(-1)
             indices, values = self.kept[name]
             added = residual[indices].to(values.dtype) + values
             stored = torch.empty_like(added, dtype=residual.dtype)
-            store_(stored, added, rounding_seed(self.context.step, key + _KEPT))
+            seed = rounding_seed(self.context.step, folded.key(name) + _KEPT)
+            store_(stored, added, seed)
             residual[indices] = stored
+
+    def sparse_mean(self, name: str, dtype: torch.dtype) -> Entries:
+        """Return indices (u,), ascending, and values (u,) of the mean; zero elsewhere."""
+        parts = self.parts[name]
+        indices, total = sum_sparse(parts, dtype)
+        if self.over_senders:
+            return indices, total if self.owned else total.div_(senders(parts, dtype))
+        return indices, divided_(total, self.context.sources)
 
 
 def send_entries(
     context: Context,
     proposed: Mapping[str, Proposed],
+    arrived: ArrivedEntries,
     *,
     value_bits: int,
     exchange: str = GATHER,
-    arrived: ArrivedEntries | None = None,
-    over_senders: bool = False,
 ) -> Sending:
     """Send entries of several tensors in one message; read only."""
     layout = _layout(tuple(Slot(item.numel, item.k) for item in proposed.values()), value_bits)
-    arrived = ArrivedEntries(context, list(proposed)) if arrived is None else arrived
     arrived.finite = {name: item.proposal.finite for name, item in proposed.items()}
     arrived.owned = chosen_split(exchange, layout, context.sources) is not None
     if arrived.owned:
-        yield from _split(context, proposed, layout, arrived, over_senders)
+        yield from _split(context, proposed, layout, arrived)
     else:
         yield from _gathered(context, proposed, layout, arrived)
     return arrived
@@ -147,7 +162,6 @@ def _split(
     proposed: Mapping[str, Proposed],
     layout: Layout,
     arrived: ArrivedEntries,
-    over_senders: bool,
 ) -> _Steps:
     """Send entries to their owners, and the owners' results back to all sources."""
     names, me = list(proposed), context.source
@@ -164,7 +178,7 @@ def _split(
     refusal: PayloadCorrupt | None = None
     sums: list[Sums] | None = None
     try:
-        sums = _added(context, proposed, layout, rows, over_senders)
+        sums = _added(context, proposed, layout, rows, arrived.over_senders)
     except PayloadCorrupt as found:
         refusal = found
     if sums is None:

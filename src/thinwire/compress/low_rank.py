@@ -31,31 +31,29 @@ from torch import Tensor
 from thinwire import _validate as check
 from thinwire.compress.dense import by_dtype
 from thinwire.compress.protocol import (
-    ERRORS,
+    RESIDUAL,
     AllReduce,
     Arrived,
-    ChangeCompression,
     Compression,
+    Computed,
     Context,
     Kept,
-    MeanChange,
-    Momentum,
+    OtherRanks,
     Sending,
     Shapes,
     buffer_for,
 )
-from thinwire.core.arithmetic import products_are_exact
 from thinwire.core.checksum import checked_mean_
-from thinwire.core.tensors import state_dtype
 from thinwire.layout.message import factor_numels
 from thinwire.layout.traffic import TWO_ROUND_BUCKETS, ring_bytes
 
+_UNSUITED = ("Adam", "AdamW", "Muon")
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @check.by_name
 @dataclass(frozen=True)
-class LowRank(Compression, ChangeCompression):
+class LowRank(Compression):
     """Send each matrix of gradients as two factors of few columns (PowerSGD).
 
     The approximation error is kept and added to the next gradient (error feedback).
@@ -80,7 +78,10 @@ class LowRank(Compression, ChangeCompression):
     begin_step: int = 10
     min_numel: int = 16384
 
+    kinds: ClassVar[Mapping[str, OtherRanks]] = {RESIDUAL: "mean_zero", "factor": "first"}
     buckets: ClassVar[tuple[int, int]] = TWO_ROUND_BUCKETS
+    elementwise: ClassVar[bool] = False
+    reports_finite: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check.set_fields(self, check.integer, "rank", "min_numel", at_least=1)
@@ -119,91 +120,35 @@ class LowRank(Compression, ChangeCompression):
         """Return the bytes of both factors, which have no headers."""
         return round(ring_bytes(sources, 4 * sum(sum(factor_numels(s, self.rank)) for s in shapes)))
 
-    def begin(self, anchor: Tensor) -> dict[str, Tensor]:
-        factor = _drawn(self.rank, _sides(anchor)[1], anchor.numel())
-        return {ERRORS: torch.zeros_like(anchor), "factors": factor.to(anchor)}
+    def message_text(self, step: int, shapes: Shapes) -> str:
+        """Describe the factors."""
+        numbers = sum(sum(factor_numels(shape, self.rank)) for shape in shapes)
+        return f"the factors have {numbers:,} numbers, in two rounds"
 
-    def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
-        """Send the changes by two all-reduces per dtype; see `ChangeCompression`."""
-        factors = {name: kept["factors"][name] for name in folded}
-        sides = {name: _sides(kept[ERRORS][name]) for name in folded}
-        return _send_factors(context, factors, sides, lambda n: [folded[n].view(sides[n])])
-
-    def compressor(
-        self, params: Mapping[str, Tensor], momentum: Momentum | None = None
-    ) -> "LowRankCompressor":
-        return LowRankCompressor(self, params)
-
-
-class LowRankCompressor:
-    """PowerSGD of the tensors that `LowRank.compresses` selects, from `begin_step` on.
-
-    **State**: per tensor `residual` E in the shape of the parameter, of this rank or its node, and
-    `factor` Q^T, shape (r, m), the same on all ranks; float32 (float64 for float64 parameters).
-    """
-
-    def __init__(self, config: LowRank, params: Mapping[str, Tensor]) -> None:
-        self._config = config
-        self._keys = {name: key for key, name in enumerate(params)}
-        compressed = {name: param for name, param in params.items() if config.compresses(param)}
-        self._residuals = {
-            name: torch.zeros(param.shape, dtype=state_dtype(param), device=param.device)
-            for name, param in compressed.items()
-        }
-        self._errors = {
-            name: residual.view(_sides(residual)) for name, residual in self._residuals.items()
-        }
-        self._factors = {
-            name: _drawn(config.rank, error.shape[1], self._keys[name]).to(error)
-            for name, error in self._errors.items()
-        }
-
-    def takes(self, step: int, name: str, grad: Tensor) -> bool:
-        return step >= self._config.begin_step and name in self._residuals and not grad.is_sparse
-
-    def send(self, context: Context, grads: Mapping[str, Tensor]) -> Sending:
-        """See `Compressor`.
-
-        Communication: two all-reduces per dtype, r n and r m numbers per matrix.
-        """
-        factors = {name: self._factors[name] for name in grads}
-        sides = {name: _sides(self._errors[name]) for name in grads}
-        # (G + E) Q, or (G + E)^T P, without materializing the sum
-        return _send_factors(
-            context, factors, sides, lambda n: [self._matrix(n, grads[n]), self._errors[n]]
+    def remark(self, optimizers: Collection[str]) -> str | None:
+        """Return what was measured with Adam and Muon, and the remedy."""
+        found = next((name for name in optimizers if name in _UNSUITED), None)
+        return found and (
+            f"low_rank with {found}: on 2 ranks, AdamW lost 23 % to dense, Muon 21 %; see "
+            "docs/choosing.md. PowerSGD is made for SGD with momentum. localsgd=LocalSGD(16, "
+            "compression=Quantized(4)) lost 4 % with AdamW, Quantized(1) 1.5 % with Muon"
         )
 
-    def commit_(
-        self,
-        grads: Mapping[str, Tensor],
-        arrived: Mapping[str, Arrived],
-        row_sparse: Collection[str],
-    ) -> Collection[str]:
-        for name, got in arrived.items():
-            if not isinstance(got, LowRankMeans):
-                continue
-            left, right = got.factors[name]
-            error = self._errors[name]
-            error.add_(self._matrix(name, got.node_means.get(name, grads[name])))
-            if products_are_exact(error):
-                error.addmm_(left.t(), right, alpha=-1)
-            else:  # entry by entry, as what is applied: else a part of the gradient would be lost
-                for column, row in zip(left, right, strict=True):
-                    error.addr_(column, row, alpha=-1)
-            factor = self._factors[name].copy_(right)
-            if columns := got.lost.get(name):
-                _redraw_(factor, columns, (got.context.step + 1 << 24) + self._keys[name])
-        return ()
+    def begin(self, residual: Tensor) -> dict[str, Tensor]:
+        """Return the factor Q^T, shape (r, m), the same on all ranks."""
+        return {"factor": _drawn(self.rank, _sides(residual)[1], residual.numel()).to(residual)}
 
-    def _matrix(self, name: str, grad: Tensor) -> Tensor:
-        error = self._errors[name]
-        return grad.detach().reshape(error.shape).to(error.dtype)
-
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        return {"residual": self._residuals, "factor": self._factors}
+    def send(self, context: Context, folded: Computed, kept: Kept) -> Sending:
+        """Send matrices by two all-reduces per dtype, of r n and r m numbers; see `Compression`."""
+        factors = {name: kept["factor"][name] for name in folded}
+        sides = {name: _sides(kept[RESIDUAL][name]) for name in folded}
+        # (G + E) Q, or (G + E)^T P, without materializing the sum
+        return _send_factors(
+            context, factors, sides, lambda n: [term.view(sides[n]) for term in folded.terms(n)]
+        )
 
 
-class LowRankMeans(MeanChange):
+class LowRankMeans(Arrived):
     """Means as products of two factors."""
 
     def __init__(self, context: Context, names: list[str]) -> None:
@@ -229,24 +174,23 @@ class LowRankMeans(MeanChange):
                 return name
         return None
 
-    def mean(self, name: str, param: Tensor, into: Tensor | None = None) -> Tensor:
+    def take_(self, name: str, folded: Computed, kept: Kept, into: Tensor | None = None) -> Tensor:
         """Return P Q^T: the same bits on all ranks."""
-        left, right = (factor.to(param.device) for factor in self.factors[name])
-        mean = buffer_for(param, left.dtype, into)
+        residual = kept[RESIDUAL][name]
+        left, right = (factor.to(residual.device) for factor in self.factors[name])
+        # before the mean, which may overwrite the gradient
+        whole = folded[name].to(residual.device)
+        mean = buffer_for(residual, into)
         matrix = mean.view(left.shape[1], -1)
         # entry by entry: the order of additions in a product of matrices depends on the processor
         first, *others = zip(left.unsqueeze(2).unbind(0), right.unbind(0), strict=True)
         torch.mul(*first, out=matrix)
         for column, row in others:
             matrix += column * row
-        return mean
-
-    def take_mean_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
-        mean = self.mean(name, folded)
-        torch.sub(folded, mean, out=kept[ERRORS][name])
-        factor = kept["factors"][name].copy_(self.factors[name][1])
+        torch.sub(whole, mean, out=residual)
+        factor = kept["factor"][name].copy_(right)
         if columns := self.lost.get(name):
-            _redraw_(factor, columns, (self.context.step << 24) + folded.numel())
+            _redraw_(factor, columns, (self.context.step << 24) + residual.numel())
         return mean
 
 

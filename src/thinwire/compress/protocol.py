@@ -1,8 +1,9 @@
-"""Protocol of a compression method: a generator of collectives, and a commit after the vote.
+"""Protocol of a compression: what it keeps, a generator of collectives, and what follows the vote.
 
-A method does not communicate and changes nothing before the vote. `send` yields the collectives
-that it needs and receives their results. The driver launches the collectives of several methods
-together, waits for all of them, and resumes the generators. `commit_` follows the vote.
+A method does not communicate and changes nothing before the vote. `begin` makes its state. `send`
+yields the collectives that it needs and receives their results. The driver launches the collectives
+of several buckets together, waits for all of them, and resumes the generators. `take_` of what
+arrived follows the vote.
 """
 
 import logging
@@ -11,12 +12,14 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from thinwire._wording import warn_user
+from thinwire.core.feedback import Proposal, top_k
+from thinwire.core.tensors import state_dtype
 from thinwire.errors import PayloadCorrupt
 from thinwire.layout.message import Layout, WholeLayout
 from thinwire.layout.traffic import BUCKETS, GATHER, messages
@@ -81,6 +84,8 @@ class Context:
     """Number of ranks per source."""
     read_sums: bool = False
     """True if the bits of sums are to be compared over the ranks."""
+    update: int = 0
+    """Number of this exchange, from 0, which ramps count."""
 
 
 class Arrived:
@@ -114,19 +119,36 @@ class Arrived:
         """Return the first tensor whose sum is not finite, if there may be one."""
         return self.bad_sum
 
-    def mean(self, name: str, param: Tensor, into: Tensor | None = None) -> Tensor:
-        """Return the mean over the sources, in the shape of `param` and in its `state_dtype`.
+    def take_(
+        self, name: str, folded: "Computed", kept: "Kept", into: Tensor | None = None
+    ) -> Tensor:
+        """Return the mean of one tensor over the sources, with the same bits on all ranks.
 
-        `into`: overwritten with the result if it fits, as a gradient that is no longer needed.
+        The residual in `kept` becomes `folded` minus the part that this rank sent. `into`:
+        overwritten with the result if it fits. A method defines this or `take_part_`.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define mean")
+        residual = kept[RESIDUAL][name].view(-1)
+        whole, parts = folded[name].view(-1).to(residual.device), []
+        for start, end in spans(whole.numel(), whole.device):
+            parts.append(self.take_part_(name, start, whole[start:end], residual[start:end]))
+        return torch.cat(parts).view_as(kept[RESIDUAL][name])
+
+    def take_part_(self, name: str, start: int, folded: Tensor, residual: Tensor) -> Tensor:
+        """Do the same for the entries of a part, of one dimension, that begins at `start`."""
+        raise NotImplementedError(f"{type(self).__name__} must define take_ or take_part_")
+
+    @property
+    def has_parts(self) -> bool:
+        """True if each part of a tensor can be taken alone, by `wire.whole.spans`."""
+        return type(self).take_part_ is not Arrived.take_part_
 
 
-def buffer_for(param: Tensor, dtype: torch.dtype, into: Tensor | None) -> Tensor:
-    """Return a tensor in the shape of `param` with undefined content: `into`, if it fits."""
+def buffer_for(residual: Tensor, into: Tensor | None) -> Tensor:
+    """Return a tensor for the mean, with undefined content: `into`, if it fits."""
+    dtype = state_dtype(residual)
     if into is not None and into.is_contiguous() and into.dtype == dtype:
         return into.detach()
-    return torch.empty(param.shape, dtype=dtype, device=param.device)
+    return torch.empty(residual.shape, dtype=dtype, device=residual.device)
 
 
 OtherRanks: TypeAlias = Literal["mean_zero", "first"]
@@ -144,37 +166,88 @@ Bucket = Generator[Sequence[Collective], Sequence[Tensor], list[Arrived]]
 
 
 class Computed(Mapping[str, Tensor]):
-    """Tensors that are computed when they are read: kept, they would be as large as the model."""
+    """Tensors to send, computed when they are read: kept, they would be as large as the model.
+
+    Each is what is new plus what was not sent before. All are contiguous, and read only.
+    """
+
+    words: ClassVar[tuple[str, str]] = "messages", "sums"
+    """Names of what a source sends, and of the sums, in errors."""
 
     def part(self, name: str, start: int, end: int) -> Tensor:
         """Return the entries [start, end) of one tensor, a new tensor of one dimension."""
-        raise NotImplementedError(f"{type(self).__name__} must define part")
+        return self[name].view(-1)[start:end]
 
+    def terms(self, name: str) -> Sequence[Tensor]:
+        """Return tensors whose sum is one tensor, which need no memory of their own."""
+        return [self[name]]
 
-def part_of(tensors: Mapping[str, Tensor], name: str, start: int, end: int) -> Tensor:
-    """Return the entries [start, end) of one tensor; read only."""
-    if isinstance(tensors, Computed):
-        return tensors.part(name, start, end)
-    return tensors[name].view(-1)[start:end]
+    def largest(self, counts: Mapping[str, int], kept: "Kept") -> dict[str, Proposal]:
+        """Return so many entries of largest magnitude of each tensor, where residuals are."""
+        found = {}
+        for name, k in counts.items():
+            flat, home = self[name].view(-1), kept[RESIDUAL][name].device
+            indices = top_k(flat, k)
+            found[name] = Proposal(indices.to(home), flat[indices].to(home), finite=True)
+        return found
+
+    def leave_(self, name: str, sent: Entries, kept: "Kept") -> None:
+        """Make the residual of one tensor what is left without the entries `sent`."""
+        residual = kept[RESIDUAL][name].copy_(self[name]).view(-1)
+        residual[sent[0]] -= sent[1].to(residual.dtype)
+
+    def key(self, name: str) -> int:
+        """Return the key of a tensor for `core.feedback.rounding_seed`."""
+        return 0
 
 
 Kept: TypeAlias = Mapping[str, Mapping[str, Tensor]]
-"""State of a change compression, by kind and name of the parameter."""
-ERRORS = "errors"
-"""The kind that always exists: the unsent part of a change, of this rank alone."""
+"""State of a compression, by kind and name of the parameter: a plain dictionary whose owner, an
+exchange, saves it and adapts it to another number of ranks."""
+RESIDUAL = "residual"
+"""The kind that always exists: the unsent part of a tensor, of this rank or node alone."""
 
 
-class Config(ABC):
+class Compression(ABC):
     """Numbers of a method, such as `LowRank`, in a frozen dataclass; and what follows from them.
 
-    Steps of gradients are completed updates, from 0, those of changes local steps, from 1.
+    A method compresses gradients, or changes of local updates. Each tensor has a residual e. The
+    sum e <- decay * e + (gradient or change) is to be sent; its unsent part becomes e. Steps count
+    from 1, but for `unsent_share`.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
+    kinds: ClassVar[Mapping[str, OtherRanks]] = {RESIDUAL: "mean_zero"}
+    """Kinds of state, each with the rule for another number of ranks."""
+    buckets: ClassVar[tuple[int, int]] = BUCKETS
+    """Gradient bytes of the first bucket of an update and of the others."""
+    accumulates: ClassVar[bool] = False
+    """True if momentum and decay of an SGD act on gradients before they are compressed."""
+    elementwise: ClassVar[bool] = True
+    """True if each entry is computed by itself, without products of matrices."""
+    meanings: ClassVar[Mapping[str, str]] = {
+        "amp": "gradients are checked and unscaled before they are compressed, so what is kept "
+        "holds unscaled values; a dropped step does not change it, nor a ramp",
+        "recompute": "there is one gradient per parameter and step, after the repeated forward "
+        "pass",
+        "pipeline": "the replicas of one stage exchange among themselves, in separate messages; "
+        "means are over replicas, not over all ranks",
+        "gradient_merge": "the merged gradient is compressed: only updates exchange, and a ramp "
+        "or begin_step counts updates",
+        "lars": "the compression has no momentum, and LARS uses its mean as the gradient, also "
+        "for trust ratios; momentum and weight decay are those of LARS",
+        "lamb": "the compression has no momentum, and LAMB uses its mean as the gradient; moments "
+        "and weight decay are those of LAMB",
+    }
+    """Meanings beside other fields of a strategy that compresses gradients so."""
+    has_checksums: ClassVar[bool] = False
+    """True if its messages have checksums; else the exchange adds 8 bytes to each gathered one."""
+    reports_finite: ClassVar[bool] = False
+    """True if what arrives says whether all numbers were finite; else the exchange looks first."""
 
-    @abstractmethod
     def compresses(self, param: Tensor) -> bool:
-        """Return True if this tensor, or its change, is ever compressed."""
+        """Return True if this tensor, or its change, is ever compressed; others travel densely."""
+        return param.numel() >= self.min_numel
 
     @property
     def exchange(self) -> str:
@@ -215,15 +288,6 @@ class Config(ABC):
         layout = self.layout(step, [shape.numel() for shape in shapes])
         return messages(layout, self.exchange, sources).sent(source, sources)
 
-
-class Compression(Config):
-    """Config of a gradient compression, registered in `compress.COMPRESSIONS`."""
-
-    buckets: ClassVar[tuple[int, int]] = BUCKETS
-    """Gradient bytes of the first bucket of an update and of the others."""
-    accumulates: ClassVar[bool] = False
-    """True if it accumulates gradients, so that momentum and decay of an SGD act before it."""
-
     @property
     def node_size(self) -> int | None:
         """Return the ranks of a node, which count as one source; None to look for nodes."""
@@ -234,88 +298,14 @@ class Compression(Config):
         """Return the limit on a source's share of a compressed tensor, if any."""
         return None
 
-    @abstractmethod
-    def compressor(
-        self, params: Mapping[str, Tensor], momentum: "Momentum | None" = None
-    ) -> "Compressor":
-        """Build the compressor; `momentum` is that of an SGD, if it `accumulates`."""
-
-
-class Momentum(Protocol):
-    """The part of an SGD that acts on a rank's own gradients, by name of the parameter."""
-
-    @property
-    def limit(self) -> float | None:
-        """Limit on the norm of each tensor, if any."""
-
-    def factors(self, name: str) -> tuple[float, bool]:
-        """Return the momentum, and True for Nesterov's."""
-
-    @property
-    def num_trainers(self) -> int | None:
-        """Number that scales a local clip; None: the sources."""
-
-    @property
-    def position(self) -> int:
-        """Updates that were made with this momentum."""
-
-    def decayed(self, name: str, grad: Tensor) -> Tensor:
-        """Return the gradient to accumulate, with sign and decay."""
-
-    def rate(self, name: str) -> float:
-        """Return the learning rate of this update."""
-
-    def kept(self, name: str) -> dict[str, Tensor]:
-        """Return the state of this tensor by kind, live; empty if it has none."""
-
-    def keep_(self, name: str, entries: dict[str, Tensor]) -> None:
-        """Replace the state of this tensor."""
-
-
-class Compressor(Protocol):
-    """Chooses what a rank sends of its gradients, and keeps the rest as residual."""
-
-    def takes(self, step: int, name: str, grad: Tensor) -> bool:
-        """Return True, on all ranks alike, if it sends this gradient, which is dense on all."""
-
-    def send(self, context: Context, grads: Mapping[str, Tensor]) -> Sending:
-        """Send the gradients of one bucket that it takes. Gradients and state are read only."""
-
-    def commit_(
-        self,
-        grads: Mapping[str, Tensor],
-        arrived: Mapping[str, Arrived],
-        row_sparse: Collection[str],
-    ) -> Collection[str]:
-        """Change the state after a vote; return the parameters that it updated, with momentum.
-
-        `arrived` has all tensors of the update, and `grads` are unchanged since they were sent;
-        `row_sparse` ones travelled densely.
-        """
-
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the state of this rank, or its node: live tensors, by kind and parameter."""
-
-
-class ChangeCompression(Config):
-    """Config of a compression of local updates, registered in `compress.CHANGE_COMPRESSIONS`.
-
-    Each parameter has an error e. The sum e <- decay * e + change is to be sent; its unsent part
-    becomes e.
-    """
-
-    def compresses(self, param: Tensor) -> bool:
-        """Return True for parameters of any size."""
-        return True
-
     @property
     def last_dense_step(self) -> int:
-        """Return the last local step whose averaging is dense; timed rounds count from 0."""
+        """Return the last step that is dense; timed rounds of local updates count from 0."""
         return -1
 
     @property
     def decay(self) -> float:
-        """Return the factor of a kept error at the next averaging, in [0, 1]."""
+        """Return the factor of a residual in the next exchange, in [0, 1]."""
         return 1.0
 
     @property
@@ -325,51 +315,35 @@ class ChangeCompression(Config):
 
     @property
     def steady_share(self) -> float | None:
-        """Return the least share of a change that repeats at every averaging that is applied.
+        """Return the least share of a change that repeats in every exchange that is applied.
 
         The outer rate is 1, without momentum. None if the share depends on the values sent.
         """
         return 1.0 if self.conserves else None
 
-    def begin(self, anchor: Tensor) -> dict[str, Tensor]:
-        """Return the initial state of a parameter by kind. An error is zeros like the anchor."""
-        return {ERRORS: torch.zeros_like(anchor)}
+    def message_text(self, step: int, shapes: Shapes) -> str:
+        """Describe the message of tensors of these shapes at a step."""
+        return f"a message has {self.sent_bytes(step, shapes):,} bytes"
+
+    def remark(self, optimizers: Collection[str]) -> str | None:
+        """Return what speaks against this method with optimizers of these classes, if anything."""
+        return None
+
+    def stored_dtype(self, param: Tensor) -> torch.dtype:
+        """Return the type in which the residual of a gradient is stored."""
+        return state_dtype(param)
+
+    def begin(self, residual: Tensor) -> dict[str, Tensor]:
+        """Return the initial state of a tensor beside its residual, by kind."""
+        return {}
 
     @abstractmethod
-    def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
-        """Yield the collectives of one averaging, and return a `MeanChange`.
+    def send(self, context: Context, folded: Computed, kept: Kept) -> Sending:
+        """Yield the collectives of one bucket, and return what arrived.
 
-        `folded` has the sums that this rank has to send, contiguous and finite, in the same order
-        on all ranks; read only, as `kept`, and perhaps `Computed` anew at every read. Errors may be
-        on another device; there messages and what arrived are kept too.
+        `folded` has the sums that this rank has to send, in the same order on all ranks; `kept` is
+        read only. Residuals may be on another device; there messages and what arrived are kept too.
         """
-
-
-class MeanChange(Arrived):
-    """Changes that arrived without a problem, before they are applied.
-
-    A subclass defines one of two methods.
-    """
-
-    def take_mean_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
-        """Return the mean change of one parameter, a new tensor with the same bits on all ranks.
-
-        The error in `kept` becomes `folded` minus the part that this rank sent.
-        """
-        error, parts = kept[ERRORS][name].view(-1), []
-        for start, end in spans(folded.numel(), folded.device):
-            flat = folded.view(-1)[start:end]
-            parts.append(self.take_part_(name, start, flat, error[start:end]))
-        return torch.cat(parts).view_as(folded)
-
-    def take_part_(self, name: str, start: int, folded: Tensor, error: Tensor) -> Tensor:
-        """Do the same for the entries of a part, of one dimension, that begins at `start`."""
-        raise NotImplementedError(f"{type(self).__name__} must define take_mean_ or take_part_")
-
-    @property
-    def has_parts(self) -> bool:
-        """True if each part of a change can be taken alone, by `wire.whole.spans`."""
-        return type(self).take_part_ is not MeanChange.take_part_
 
 
 def combined(sendings: Sequence[Sending]) -> Bucket:
@@ -412,7 +386,9 @@ _FEW = 1024
 
 
 def report_coverage(
-    config: Config, params: Iterable[Tensor], compresses: Callable[[Tensor], bool] | None = None
+    config: Compression,
+    params: Iterable[Tensor],
+    compresses: Callable[[Tensor], bool] | None = None,
 ) -> None:
     """Log the compressed share of the numbers; warn if it is less than half."""
     params = list(params)

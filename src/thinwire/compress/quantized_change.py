@@ -2,22 +2,23 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.compress.protocol import (
-    ERRORS,
+    RESIDUAL,
     AllGather,
     AllToAll,
-    ChangeCompression,
+    Arrived,
+    Compression,
+    Computed,
     Context,
     Kept,
-    MeanChange,
     Sending,
-    part_of,
+    buffer_for,
 )
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels.reference import divided_
@@ -32,7 +33,7 @@ _NARROWEST_PLAIN = 32
 
 @check.by_name
 @dataclass(frozen=True)
-class Quantized(ChangeCompression):
+class Quantized(Compression):
     """Every entry of each parameter's change is sent in a few bits, without positions.
 
     All parameters of floating-point type are quantized, of any size. A tensor costs its bits and a
@@ -65,6 +66,8 @@ class Quantized(ChangeCompression):
     _: KW_ONLY
     exchange: Literal["auto", "gather", "split"] = "auto"
 
+    has_checksums: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         check.set_fields(self, check.integer, "value_bits")
         if self.value_bits == _NARROWEST_PLAIN:
@@ -81,49 +84,46 @@ class Quantized(ChangeCompression):
         """See `Config`."""
         return WholeLayout(tuple(numels), self.value_bits)
 
-    def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
-        """Send by an all-gather, perhaps after an all-to-all; see `ChangeCompression`."""
-        errors = {name: kept[ERRORS][name] for name in folded}
+    def send(self, context: Context, folded: Computed, kept: Kept) -> Sending:
+        """Send by an all-gather, perhaps after an all-to-all; see `Compression`."""
+        errors = {name: kept[RESIDUAL][name] for name in folded}
         numels = tuple(error.numel() for error in errors.values())
         layout = WholeLayout(numels, self.value_bits)
         first = next(iter(folded))
-        step, home, device = context.step, errors[first].device, part_of(folded, first, 0, 1).device
+        step, home, device = context.step, errors[first].device, folded.part(first, 0, 1).device
         plan = chosen_split(self.exchange, layout, context.sources)
         if plan is not None:
             return (yield from _by_shares(context, folded, plan, kept))
 
         def parts(name: str, numel: int) -> Iterator[Tensor]:
             for span in spans(numel, device):
-                yield part_of(folded, name, *span)
+                yield folded.part(name, *span)
 
-        message = pack_whole(layout, step, 0, map(parts, errors, numels), home)
-        [rows] = yield [AllGather(message, f"gathering changes of step {step}")]
-        codes = [
-            unpack_whole(layout, row, step=step, bucket=0, source=source * context.node_size)
-            for source, row in enumerate(rows)
-        ]
+        message = pack_whole(layout, step, context.bucket, map(parts, errors, numels), home)
+        [rows] = yield [AllGather(message, f"gathering {folded.words[0]} of step {step}")]
+        codes = [_unpacked(context, layout, row, source) for source, row in enumerate(rows)]
         made = _Whole(context, list(folded))
         made.received = dict(zip(folded, zip(*codes, strict=True), strict=True))
         return made
 
 
-class _Whole(MeanChange):
+class _Whole(Arrived):
     """Codes that all ranks sent of each tensor."""
 
     received: Mapping[str, Sequence[WholeReader]]
 
-    def take_part_(self, name: str, start: int, folded: Tensor, error: Tensor) -> Tensor:
+    def take_part_(self, name: str, start: int, folded: Tensor, residual: Tensor) -> Tensor:
         end, mean = start + folded.numel(), folded
         for source, code in enumerate(self.received[name]):
             sent = code.part(start, end, folded.device)
             if source == self.context.source:
-                torch.sub(folded, sent, out=error)
+                torch.sub(folded, sent, out=residual)
             mean = mean.add_(sent) if source else sent.to(folded.dtype)
         return divided_(mean, self.context.sources)
 
 
 def _by_shares(
-    context: Context, folded: Mapping[str, Tensor], plan: SplitLayout[WholeLayout], kept: Kept
+    context: Context, folded: Computed, plan: SplitLayout[WholeLayout], kept: Kept
 ) -> Sending:
     """Send codes to their owners, and the owners' means back to all.
 
@@ -131,62 +131,71 @@ def _by_shares(
     times the number of sources, so that the error counts once in a later mean.
     """
     me, step, names = context.source, context.step, list(folded)
-    home, device = kept[ERRORS][names[0]].device, part_of(folded, names[0], 0, 1).device
+    home, device = kept[RESIDUAL][names[0]].device, folded.part(names[0], 0, 1).device
 
     def own_part(piece: Piece) -> Tensor:
-        return part_of(folded, names[piece.slot], piece.start, piece.start + piece.numel)
+        return folded.part(names[piece.slot], piece.start, piece.start + piece.numel)
 
     messages = [
-        pack_whole(its, step, 0, map(own_part, pieces), home)
+        pack_whole(its, step, context.bucket, map(own_part, pieces), home)
         for its, pieces in zip(plan.first, plan.pieces, strict=True)
     ]
     lengths = [message.numel() for message in messages]
-    purpose = f"scattering changes of step {step}"
+    purpose = f"scattering {folded.words[0]} of step {step}"
     [rows] = yield [AllToAll(torch.cat(messages), lengths, purpose)]
 
     refusal: PayloadCorrupt | None = None
     means = [torch.zeros_like(own_part(piece), device=home) for piece in plan.pieces[me]]
     try:
         for source, row in enumerate(rows):
-            rank = source * context.node_size
-            codes = unpack_whole(plan.first[me], row, step=step, bucket=0, source=rank)
+            codes = _unpacked(context, plan.first[me], row, source)
             for total, code, piece in zip(means, codes, plan.pieces[me], strict=True):
                 total.add_(own_part(piece).to(home) if source == me else code.part(0, piece.numel))
     except PayloadCorrupt as found:  # raised after round two, in which the other sources wait
         refusal = found
     parts = (divided_(mean, context.sources).to(device) for mean in means)
-    message = pack_whole(plan.second[me], step, 0, parts, home)
+    message = pack_whole(plan.second[me], step, context.bucket, parts, home)
     row = message.new_zeros(plan.row_bytes)
     row[: message.numel()] = message
-    [rows] = yield [AllGather(row, f"gathering means of changes of step {step}")]
+    [rows] = yield [AllGather(row, f"gathering {folded.words[1]} of step {step}")]
     if refusal is not None:
         raise refusal
 
     made = _Means(context, names)
     made.pieces = {name: [] for name in names}
     for owner, (its, row) in enumerate(zip(plan.second, rows, strict=True)):
-        rank = owner * context.node_size
-        codes = unpack_whole(its, row[: its.nbytes], step=step, bucket=0, source=rank)
-        sent = unpack_whole(plan.first[owner], messages[owner], step=step, bucket=0, source=me)
+        codes = _unpacked(context, its, row[: its.nbytes], owner)
+        sent = unpack_whole(
+            plan.first[owner], messages[owner], step=step, bucket=context.bucket, source=me
+        )
         exact = means if owner == me else [None] * len(codes)
         for entry in zip(plan.pieces[owner], codes, sent, exact, strict=True):
             made.pieces[names[entry[0].slot]].append(entry)
     return made
 
 
-class _Means(MeanChange):
+def _unpacked(
+    context: Context, layout: WholeLayout, message: Tensor, source: int
+) -> list[WholeReader]:
+    rank = source * context.node_size
+    return unpack_whole(layout, message, step=context.step, bucket=context.bucket, source=rank)
+
+
+class _Means(Arrived):
     """Means as their owners sent them."""
 
     pieces: dict[str, list[tuple[Piece, WholeReader, WholeReader, Tensor | None]]]
     """The mean, what this rank sent to its owner, and the exact mean where that is this rank."""
 
-    def take_mean_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
-        mean, error = torch.empty_like(folded), kept[ERRORS][name].view(-1)
+    def take_(self, name: str, folded: Computed, kept: Kept, into: Tensor | None = None) -> Tensor:
+        residual = kept[RESIDUAL][name].view(-1)
+        whole = folded[name].view(-1).to(residual.device)
+        mean = buffer_for(kept[RESIDUAL][name], into)
         for piece, arrived, sent, exact in self.pieces[name]:
             span = slice(piece.start, piece.start + piece.numel)
             part = mean.view(-1)[span].copy_(arrived.part(0, piece.numel))
             if exact is not None:
-                error[span] = (exact - part) * self.context.sources
+                residual[span] = (exact - part) * self.context.sources
             else:
-                error[span] = folded.view(-1)[span] - sent.part(0, piece.numel)
+                residual[span] = whole[span] - sent.part(0, piece.numel)
         return mean

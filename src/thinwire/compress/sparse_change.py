@@ -1,33 +1,22 @@
 """Sparse changes: the largest entries travel with their positions, and the rest is kept."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.compress.entries import ArrivedEntries, Proposed, send_entries
-from thinwire.compress.protocol import (
-    ERRORS,
-    ChangeCompression,
-    Context,
-    Entries,
-    Kept,
-    MeanChange,
-    Sending,
-)
-from thinwire.compress.split import senders
-from thinwire.core.feedback import Proposal, compile_loops, sum_sparse, top_k
-from thinwire.kernels.reference import divided_
+from thinwire.compress.protocol import RESIDUAL, Compression, Computed, Context, Kept, Sending
+from thinwire.core.feedback import compile_loops
 from thinwire.layout.message import VALUE_BITS, Layout, count_sent
 from thinwire.layout.traffic import EXCHANGES
 
 
 @check.by_name
 @dataclass(frozen=True)
-class Sparse(ChangeCompression):
+class Sparse(Compression):
     """Only the largest entries of each parameter's change are sent; the rest is kept.
 
     Attributes:
@@ -61,6 +50,8 @@ class Sparse(ChangeCompression):
     mean_over: Literal["senders", "all"] = "senders"
     _: KW_ONLY
     exchange: Literal["auto", "gather", "split"] = "auto"
+
+    has_checksums: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         named = "sparsity, the fraction that is not sent,"
@@ -99,13 +90,13 @@ class Sparse(ChangeCompression):
         """See `Config`."""
         return Layout.of(numels, self.sparsity, self.value_bits)
 
-    def send(self, context: Context, folded: Mapping[str, Tensor], kept: Kept) -> Sending:
-        """Send by an all-gather, perhaps after an all-to-all; see `ChangeCompression`."""
+    def send(self, context: Context, folded: Computed, kept: Kept) -> Sending:
+        """Send by an all-gather, perhaps after an all-to-all; see `Compression`."""
         return send_largest(
             context,
             folded,
             kept,
-            lambda numel: count_sent(numel, self.sparsity),
+            self.sparsity,
             self.value_bits,
             self.exchange,
             over_senders=self.mean_over == "senders",
@@ -114,59 +105,25 @@ class Sparse(ChangeCompression):
 
 def send_largest(
     context: Context,
-    folded: Mapping[str, Tensor],
+    folded: Computed,
     kept: Kept,
-    count: Callable[[int], int],
+    sparsity: float,
     value_bits: int,
     exchange: str,
     *,
     over_senders: bool,
 ) -> Sending:
-    """Send the largest entries of each tensor, gathered or by shares; see `ChangeCompression.send`.
+    """Send the largest entries of each tensor, gathered or by shares; see `Compression.send`.
 
-    `count` maps a tensor's number of entries to the number that is sent. The other arguments are as
-    in `Sparse`.
+    The other arguments are as in `Sparse`.
     """
-    proposed = {}
-    for name, tensor in folded.items():
-        flat, k, home = tensor.view(-1), count(tensor.numel()), kept[ERRORS][name].device
-        indices = top_k(flat, k)
-        found = Proposal(indices.to(home), flat[indices].to(home), finite=True)
-        proposed[name] = Proposed(found, flat.numel(), k)
-    made = _Largest(context, list(folded))
-    made.over_senders = over_senders
+    numels = {name: kept[RESIDUAL][name].numel() for name in folded}
+    counts = {name: count_sent(numel, sparsity) for name, numel in numels.items()}
+    found = folded.largest(counts, kept)
+    proposed = {name: Proposed(found[name], numels[name], k) for name, k in counts.items()}
+    arrived = ArrivedEntries(context, folded.words, list(folded), over_senders=over_senders)
     return (
         yield from send_entries(
-            context,
-            proposed,
-            value_bits=value_bits,
-            exchange=exchange,
-            arrived=made,
-            over_senders=over_senders,
+            context, proposed, arrived, value_bits=value_bits, exchange=exchange
         )
     )
-
-
-class _Largest(ArrivedEntries, MeanChange):
-    """Entries that all ranks sent of each tensor, or the means that owners made of them."""
-
-    given_word, sums_word = "changes", "means of changes"
-    over_senders: bool
-
-    def take_mean_(self, name: str, folded: Tensor, kept: Kept) -> Tensor:
-        indices, values = self.given[name]
-        error = kept[ERRORS][name].copy_(folded)
-        error.view(-1)[indices] -= values.to(error.dtype)
-        self.add_kept_(name, error.view(-1), key=0)
-        change = torch.zeros_like(folded)
-        if parts := self.parts.get(name):  # none if owners sent no entry
-            positions, mean = self._mean(parts, folded.dtype)
-            change.view(-1)[positions] = mean
-        return change
-
-    def _mean(self, parts: list[Entries], dtype: torch.dtype) -> Entries:
-        """Return positions, and the mean there over all ranks or over the senders."""
-        positions, total = sum_sparse(parts, dtype)
-        if self.over_senders:
-            return positions, total if self.owned else total.div_(senders(parts, dtype))
-        return positions, divided_(total, self.context.sources)

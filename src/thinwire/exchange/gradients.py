@@ -15,30 +15,21 @@ from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.comm import Group, Nodes, Sources
-from thinwire.compress.dense import DenseMeans, all_finite, send_dense
-from thinwire.compress.protocol import (
-    Arrived,
-    Compression,
-    Compressor,
-    Context,
-    Flags,
-    Momentum,
-    Sending,
-    combined,
-)
+from thinwire.compress.dense import all_finite
+from thinwire.compress.protocol import Compression, Flags, combined
 from thinwire.core.tensors import narrowed, sparse_rows, with_own_storage
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.exchange.agreement import Answers, Participants, StepDecision, verdict_of
 from thinwire.exchange.checks import Presence
-from thinwire.exchange.nodes import in_nodes, make_common_, make_mean_
+from thinwire.exchange.compressed import Compressed, Grads, Residuals
+from thinwire.exchange.nodes import in_nodes
 from thinwire.exchange.replica import layout_change
 from thinwire.exchange.round import Round
 from thinwire.exchange.synchronizer import Synchronizer, agreed_sources
 from thinwire.exchange.update import DenseUpdate
 
-Grads = Mapping[str, Tensor]
-"""This rank's own gradients by name, unscaled and not divided by the number of ranks."""
 _NO_OTHERS = Participants()
+_NONE: Grads = {}
 
 
 Apply = Callable[[dict[str, Tensor], Grads, Sequence[float]], torch.optim.Optimizer | None]
@@ -61,82 +52,6 @@ class Outcome:
     """The messages that arrived, if the update is made."""
 
 
-class Compressors:
-    """The compressors of an exchange, and their state; what none of them takes travels densely."""
-
-    def __init__(
-        self, every: Sequence[Compressor], names: Collection[str], sources: Sources, checked: bool
-    ) -> None:
-        self._every, self._sources, self._check_dense = tuple(every), sources, checked
-        self._names, self._nodes_compared = frozenset(names), False
-        # tensors whose momentum may differ between ranks, since they were compressed or loaded
-        self._apart: frozenset[str] = frozenset()
-
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the state that only this rank, or its node, holds: live, by kind and name."""
-        return {kind: held for one in self._every for kind, held in one.state().items()}
-
-    def state_loaded(self) -> None:
-        """Record that state was loaded from outside, on all ranks; it may differ inside a node."""
-        self._nodes_compared, self._apart = False, self._names
-
-    def make_common(self) -> None:
-        """Give the ranks of each node, which send the same message, the same state, once."""
-        if isinstance(self._sources, Nodes) and not self._nodes_compared:
-            state = {
-                f"{kind} of {name}": entry
-                for kind, held in self.state().items()
-                for name, entry in held.items()
-            }
-            make_common_(state, self._sources)
-            self._nodes_compared = True
-
-    def sendings(
-        self, context: Context, row_sparse: Collection[str], grads: Grads
-    ) -> list[Sending]:
-        """Return the sendings; a gradient that is row-sparse on any rank travels densely."""
-        found: list[Sending] = []
-        rest = dict(grads)
-        # in order: the first compressor that accepts a gradient takes it
-        for method in self._every:
-            accepted = {
-                name: grad
-                for name, grad in rest.items()
-                if name not in row_sparse and method.takes(context.step, name, grad)
-            }
-            rest = {name: grad for name, grad in rest.items() if name not in accepted}
-            if accepted:
-                found.append(method.send(context, accepted))
-        if rest:
-            dense = {name: g.to_dense() if g.is_sparse else g for name, g in rest.items()}
-            found.append(send_dense(context, dense, check_finite=self._check_dense))
-        return found
-
-    @torch.no_grad()
-    def commit_(
-        self, grads: Grads, received: Mapping[str, Arrived], row_sparse: Collection[str]
-    ) -> set[str]:
-        """Change the state; return the parameters that compressors updated."""
-        if self._every:
-            self._make_momentum_common_(received)
-        updated: set[str] = set()
-        for one in self._every:
-            updated.update(one.commit_(grads, received, row_sparse))
-        return updated
-
-    def _make_momentum_common_(self, received: Mapping[str, Arrived]) -> None:
-        """Give all ranks the mean of each momentum that a dense mean is about to enter."""
-        dense = {name for name, got in received.items() if isinstance(got, DenseMeans)}
-        if late := dense & self._apart:
-            sources = self._sources
-            ranks = sources.all_ranks if isinstance(sources, Nodes) else sources
-            for one in self._every:
-                kept = one.state().get("momentum_buffer", {})
-                held = [kept[name] for name in received if name in late & kept.keys()]
-                make_mean_(held, ranks, action="making momentum common")
-        self._apart = self._apart.union(received) - dense
-
-
 class GradientExchange(Synchronizer):
     """Gives every rank the mean of all ranks' gradients, compressed or dense.
 
@@ -156,7 +71,7 @@ class GradientExchange(Synchronizer):
         self,
         group: Group,
         params: Mapping[str, Tensor],
-        compressors: Sequence[Compressor] = (),
+        accumulation: Residuals | None = None,
         *,
         sources: Sources | None = None,
         check_dense: bool = True,
@@ -164,7 +79,7 @@ class GradientExchange(Synchronizer):
         rides: bool = False,
     ) -> None:
         group = participants.job or group
-        self.rides = rides and not compressors and group.size > 1
+        self.rides = rides and accumulation is None and group.size > 1
         """True if the facts of ranks ride on the last bucket of a steady step."""
         self.presence = Presence()
         sources = group if sources is None else sources
@@ -185,14 +100,16 @@ class GradientExchange(Synchronizer):
         """Reason for which this rank did not finish its last update, or None. All ranks raise it as
         an error in the next update.
         """
-        self.restart(params, compressors)
+        self.restart(params, accumulation)
         for extra in participants.checks:
             self.add_check(extra)
         self.presence.names_of_parts = participants.names_of_stages
 
-    def restart(self, params: Mapping[str, Tensor], compressors: Sequence[Compressor]) -> None:
+    def restart(self, params: Mapping[str, Tensor], accumulation: Residuals | None) -> None:
         """Continue with other parameters, or another order; learn steady gradients again."""
-        self.compressors = Compressors(compressors, params, self.sources, self._check_dense)
+        self.compressed = Compressed(
+            accumulation, params, self.sources, check_dense=self._check_dense
+        )
         self.params, self.names = params, list(params)
         self._layouts = {name: (p.shape, p.dtype) for name, p in params.items()}
         self._positions = {name: position for position, name in enumerate(self.names)}
@@ -202,7 +119,7 @@ class GradientExchange(Synchronizer):
         """Return the live state of the compressors by kind and name, and the counters."""
         return {
             "residuals": {},
-            **{f"{kind}s": held for kind, held in self.compressors.state().items()},
+            **{f"{kind}s": held for kind, held in self.compressed.state().items()},
             "dropped_steps": self.drops.total,
             "drops_in_a_row": self.drops.in_a_row,
             "traffic": self.counted(),
@@ -234,11 +151,11 @@ class GradientExchange(Synchronizer):
         self.count_from(state["traffic"])
 
     def _residuals(self) -> Iterable[Tensor]:
-        return self.compressors.state().get("residual", {}).values()
+        return self.compressed.state().get("residual", {}).values()
 
     def state_loaded(self) -> None:
         """Record that the compressors' state was loaded; earlier failures no longer count."""
-        self.compressors.state_loaded()
+        self.compressed.state_loaded()
         self.poisoned = None
 
     @property
@@ -262,7 +179,7 @@ class GradientExchange(Synchronizer):
     @torch.no_grad()
     def launch(self, step: int, bucket: int, grads: Grads) -> None:
         """Send this rank's part of one bucket, without waiting; in the same order on all ranks."""
-        self.compressors.make_common()
+        self.compressed.make_common()
         if self._launched is None:
             self._launched = self._begun(step)
         twice = self._launched.names & grads.keys()
@@ -310,7 +227,7 @@ class GradientExchange(Synchronizer):
         match; all is then sent once more. `complete`: a gradient that this rank lacks, and another
         has, counts as zero.
         """
-        self.compressors.make_common()
+        self.compressed.make_common()
         # hand-over: from here on this call owns the launched round
         begun, self._launched = self._launched, None
         invalid = None if at_once and begun else self._invalid_gradient(grads)
@@ -414,7 +331,7 @@ class GradientExchange(Synchronizer):
     def update(self, step: int, grads: Grads, apply: Apply | None, **how: Any) -> StepDecision:
         """Exchange the gradients of this step and `apply` their means, or drop it on all ranks.
 
-        Compressors change their state, and parameters whose momentum they keep, before `apply`. If
+        What is kept changes, and parameters whose momentum is kept with it, before `apply`. If
         it raises, all ranks get an error in the next update. `how`: see `exchange`.
         """
         outcome = self.exchange(step, grads, **how)
@@ -422,19 +339,12 @@ class GradientExchange(Synchronizer):
             return outcome.verdict
         done, grads = outcome.received, outcome.grads
         try:
-            # a launched tensor that is not among these gradients changes nothing
-            updated: set[str] = set()
-            if isinstance(done, Round):
-                received = {name: done.arrived[name] for name in grads}
-                updated = self.compressors.commit_(grads, received, done.row_sparse)
+            if isinstance(done, DenseUpdate):
+                means, own = done.means_of(grads), _NONE
+            else:
+                means, own = self._committed(done, grads)
             self.forget()
             if apply is not None:
-                own = {name: grads[name] for name in updated}
-                rest = {n: grad for n, grad in grads.items() if n not in own} if own else grads
-                # the means reuse buffers of gradients that nothing else refers to; only after the
-                # commit, which reads the gradients a last time
-                owned = with_own_storage(rest) if isinstance(done, Round) and not own else ()
-                means = self._means(done, rest, owned)
                 exchanging = apply(means, own, outcome.answers.of_my_replica("measured"))
                 if exchanging is not None and self.group.size > 1:
                     self.duplicates.step_exchanged(exchanging)
@@ -445,21 +355,17 @@ class GradientExchange(Synchronizer):
             raise
         return outcome.verdict
 
-    def _means(
-        self, received: Round | DenseUpdate, grads: Grads, owned: Collection[str] = ()
-    ) -> dict[str, Tensor]:
-        """Return the means by name, in the memory of gradients that are in `owned`."""
-        if isinstance(received, DenseUpdate):
-            return received.means_of(grads)
-        means = {
-            name: received.arrived[name].mean(
-                name, self.params[name], grad if name in owned else None
-            )
-            for name, grad in grads.items()
-        }
+    def _committed(self, done: Round, grads: Grads) -> tuple[dict[str, Tensor], Grads]:
+        """Return the means, and this rank's gradients of parameters that are updated already."""
+        # a launched tensor that is not among these gradients changes nothing
+        received = {name: done.arrived[name] for name in grads}
+        # the means reuse buffers of gradients that nothing else refers to
+        owned = with_own_storage(grads)
+        updated, means = self.compressed.commit_(grads, received, done.row_sparse, owned)
         # row-sparse on all ranks: an optimizer may update the present rows only. A gradient that is
         # dense on any rank is dense on all, as in torch's sum of a dense and a row-sparse one
-        return {n: _rows(mean) if n in received.rows_only else mean for n, mean in means.items()}
+        means = {n: _rows(mean) if n in done.rows_only else mean for n, mean in means.items()}
+        return means, {name: grads[name] for name in updated}
 
     def forget(self) -> None:
         """End a step, applied or not."""
@@ -501,7 +407,7 @@ class GradientExchange(Synchronizer):
             begun.launch(bucket, grads)
             return
         context = begun.context(bucket)
-        sendings = partial(self.compressors.sendings, context, begun.row_sparse)
+        sendings = partial(self.compressed.sendings, context, begun.row_sparse)
         nodes = isinstance(self.sources, Nodes)
         sending = in_nodes(context, grads, sendings) if nodes else combined(sendings(grads))
         begun.launch(grads.keys(), sending)
@@ -535,7 +441,8 @@ class GradientExchange(Synchronizer):
                 facts |= self._non_finite_report(found.sum_not_finite, grads, own=False)
             # after the checks: a norm of gradients that are not finite would be useless
             elif self.measure is not None and not facts.get("unusable"):
-                facts["measured"] = self.measure(self._means(one_round, grads))
+                received = one_round.arrived
+                facts["measured"] = self.measure(self.compressed.means(grads, received))
             if self.same is not None:
                 # sums are equal on all ranks unless one of them received damaged data
                 self.same.sums = one_round.sums_digest
@@ -581,7 +488,7 @@ def gradients_of(
     params: Mapping[str, Tensor],
     compression: Compression | None = None,
     *,
-    momentum: Momentum | None = None,
+    momentum: Residuals | None = None,
     check_finite: bool = True,
     sources: Sources | None = None,
     participants: Participants = _NO_OTHERS,
@@ -589,19 +496,19 @@ def gradients_of(
 ) -> GradientExchange:
     """Build the exchange of gradients for an optimizer that does not exchange.
 
-    `momentum`: see `Compression.compressor`. All ranks must have compared the settings. `sources`:
-    None to look for nodes among the ranks, by one comparison of their size.
+    `momentum`: accumulation with the momentum of an SGD. All ranks must have compared the settings.
+    `sources`: None to look for nodes among the ranks, by one comparison of their size.
     """
-    compressors = []
+    accumulation = None
     if compression is not None:
-        compressors = [compression.compressor(params, momentum)]
+        accumulation = momentum or Residuals(compression, params)
         check_finite = True
         if sources is None:
             sources = agreed_sources(group, compression.node_size)
     exchange = GradientExchange(
         group,
         params,
-        compressors,
+        accumulation,
         sources=group if sources is None else sources,
         check_dense=check_finite,
         participants=participants,

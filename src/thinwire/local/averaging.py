@@ -5,20 +5,20 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from thinwire.comm import Nodes, Pending, Sources
 from thinwire.comm.replicate import overwrite_
-from thinwire.compress.dense import not_finite, send_dense
+from thinwire.compress.checksums import send_checked
+from thinwire.compress.dense import DenseMeans, not_finite, send_dense
 from thinwire.compress.protocol import (
-    ERRORS,
+    RESIDUAL,
     Bucket,
-    ChangeCompression,
+    Compression,
     Computed,
-    MeanChange,
     Sending,
     combined,
 )
@@ -64,6 +64,8 @@ def _moved(device: torch.device, *kept: Tensor) -> Iterator[list[Tensor]]:
 
 class Changes(Computed):
     """Anchor, as the parameter holds it, minus parameter, plus residual; computed when read."""
+
+    words = "changes", "means of changes"
 
     def __init__(
         self, averaging: "Averaging", params: Mapping[str, Tensor], compressed: Set[str]
@@ -154,7 +156,9 @@ class PendingAveraging:
     def mean_of(self, name: str, like: Tensor) -> Tensor:
         """Return the mean over the ranks of a dense tensor, by name."""
         assert self.round is not None, "launched"
-        mean = self.round.arrived[name].mean(name, like).to(like.device)
+        arrived = self.round.arrived[name]
+        assert isinstance(arrived, DenseMeans), "not compressed"
+        mean = arrived.mean(name, like).to(like.device)
         return mean if self.share == 1 else mean / mean.new_full((), self.share)
 
     def first_not_finite(self, buffers: Mapping[str, bool]) -> str | None:
@@ -176,7 +180,7 @@ class Averaging:
         sources: Sources,
         params: Mapping[str, Tensor],
         config: LocalConfig,
-        changes: ChangeCompression | None,
+        changes: Compression | None,
     ) -> None:
         self.sources = sources
         self._common = True
@@ -190,17 +194,16 @@ class Averaging:
         self.anchors = {n: self._own(widened(p).contiguous()) for n, p in params.items()}
         momentum = self.anchors if self._outer.momentum else {}
         self.momentum = {n: self._own(torch.zeros_like(a)) for n, a in momentum.items()}
-        self.kept: dict[str, dict[str, Tensor]] = {
-            kind: {}
-            for kind in ((ERRORS,) if changes is None else changes.begin(torch.zeros(1, 1)))
-        }
+        kinds = [RESIDUAL] if changes is None else changes.kinds
+        self.kept: dict[str, dict[str, Tensor]] = {kind: {} for kind in kinds}
         """State of the compression, by kind and name."""
         for name, p in params.items():
             # a shard may be empty
             if changes is not None and p.numel() and changes.compresses(p):
-                for kind, tensor in changes.begin(self.anchors[name]).items():
-                    own = self._own(tensor) if kind == ERRORS else tensor.to(p.device)
-                    self.kept[kind][name] = own
+                zeros = torch.zeros_like(self.anchors[name])
+                self.kept[RESIDUAL][name] = self._own(zeros)
+                for kind, tensor in changes.begin(zeros).items():
+                    self.kept[kind][name] = tensor.to(p.device)
         self.sketches = torch.zeros(2, SKETCH_NUMEL, dtype=torch.float64, device="cpu")
         """Sketches of the ranks' mean change so far, and of the applied part of it."""
         self._squares = torch.zeros(2, dtype=torch.float64, device="cpu")
@@ -219,7 +222,7 @@ class Averaging:
     @property
     def errors(self) -> dict[str, Tensor]:
         """Residual of each parameter: the unsent part of its change, of this rank alone."""
-        return self.kept[ERRORS]
+        return self.kept[RESIDUAL]
 
     def _single_rank(self, pending: PendingAveraging) -> bool:
         """Return True if nobody else averages; a joiner that repeats the averaging counts."""
@@ -342,7 +345,7 @@ class Averaging:
         dense = [name for name in names if name not in compressed]
         shapes = {name: self.anchors[name] for name in dense} | others
         pending.round = one_round = Round(self.sources, pending.step)
-        context = one_round.context(0)
+        context = replace(one_round.context(0), update=pending.step - 1)
 
         def sendings(means: Mapping[str, Tensor]) -> list[Sending]:
             given = means or pending.moved.only(dense)
@@ -350,7 +353,7 @@ class Averaging:
             if taken:
                 assert self.changes is not None, "something is compressed"
                 folded = pending.moved.only(taken, means)
-                found.insert(0, self.changes.send(context, folded, self.kept))
+                found.insert(0, send_checked(self.changes, context, folded, self.kept))
             return found
 
         if isinstance(self.sources, Nodes):
@@ -444,16 +447,16 @@ class Averaging:
         assert pending.round is not None, "launched"
         arrived, device = pending.round.arrived[name], self.devices[name]
         if name not in pending.moved.compressed:
+            assert isinstance(arrived, DenseMeans), "not compressed"
             whole = arrived.mean(name, self.anchors[name]).reshape(-1)
             for start, end in parts:
                 mean = whole[start:end].to(device)
                 self._note(pending.moved.part(name, start, end), mean)
                 yield mean
             return
-        assert isinstance(arrived, MeanChange), "compressed"
         folded = pending.moved.only([name], arrived.node_means)
         if not arrived.has_parts:
-            whole = arrived.take_mean_(name, self._home(folded[name]), self.kept).reshape(-1)
+            whole = arrived.take_(name, folded, self.kept).reshape(-1)
         for start, end in parts:
             if arrived.has_parts:
                 with _moved(device, self.errors[name].view(-1)[start:end]) as (error,):

@@ -7,7 +7,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.compress import CHANGE_COMPRESSIONS, ChangeConfig
+from thinwire.compress import COMPRESSIONS
+from thinwire.compress.protocol import Compression
 from thinwire.compress.sparse_change import Sparse
 from thinwire.layout.shares import contiguous
 
@@ -20,7 +21,7 @@ class _Common:
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
     outer_nesterov: bool = False
-    compression: ChangeConfig | None = None
+    compression: Compression | None = None
     fragments: int = 1
     delay: int = 0
     average_state: bool = False
@@ -28,7 +29,7 @@ class _Common:
     state_device: str | None = None
 
     def _check(self, interval: str, k_steps: int, begin_step: object) -> None:
-        if isinstance(begin_step, tuple(CHANGE_COMPRESSIONS.values())):
+        if isinstance(begin_step, Compression):
             raise TypeError(f"begin_step must be an integer: write compression={begin_step}")
         check.set_fields(self, check.integer, "begin_step", at_least=0)
         check.set_fields(self, check.real, "outer_lr", above=0)
@@ -38,7 +39,7 @@ class _Common:
         if self.compression is not None:
             advice = "write None or one of these"
             check.instance(
-                "compression", self.compression, tuple(CHANGE_COMPRESSIONS.values()), advice=advice
+                "compression", self.compression, tuple(COMPRESSIONS.values()), advice=advice
             )
         check.set_fields(self, check.integer, "fragments", at_least=1)
         if self.fragments > k_steps:

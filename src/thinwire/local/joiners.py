@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import own_deadlines
-from thinwire.compress import KEPT
+from thinwire.compress import kinds_of_state
 from thinwire.core.sharded import Shards
 from thinwire.local.averager import Averager
 from thinwire.local.averaging import Changes, PendingAveraging, real_view, widened
@@ -179,4 +179,5 @@ class JoinerState:
 
     def _own_kinds(self) -> list[str]:
         """Kinds of state that belong to one rank."""
-        return [kind for kind in self._averager.averaging.kept if KEPT[kind] == "mean_zero"]
+        rules = kinds_of_state()
+        return [kind for kind in self._averager.averaging.kept if rules[kind] == "mean_zero"]

@@ -34,7 +34,7 @@ def saved(averager: Averager, *, copy: bool = True) -> dict[str, Any]:
         "traffic": averager.counted(),
         "anchors": held(averaging.anchors),
         "outer_momentum": held(averaging.momentum),
-        **{kind: held(tensors) for kind, tensors in averaging.kept.items()},
+        **{f"{kind}s": held(tensors) for kind, tensors in averaging.kept.items()},
         "sketches": averaging.sketches.clone(),
         "pending": None
         if pending is None
@@ -51,7 +51,7 @@ def saved(averager: Averager, *, copy: bool = True) -> dict[str, Any]:
 
 def own_checksum(state: Mapping[str, Any]) -> int:
     """Return a checksum of the state that belongs to this rank alone; 0 if there is none."""
-    errors = [error for error in (state.get("errors") or {}).values() if bool(error.any())]
+    errors = [error for error in (state.get("residuals") or {}).values() if bool(error.any())]
     measured = (state.get("pending") or {}).get("measured")
     return checksum_of([errors, measured, state.get("local")])
 
@@ -60,7 +60,8 @@ def own_checksum(state: Mapping[str, Any]) -> int:
 def load(state: Mapping[str, Any], averager: Averager) -> None:
     """Restore a saved state. Everything is checked before anything changes."""
     averaging, tensors = averager.averaging, averager.tensors
-    targets = {"anchors": averaging.anchors, "outer_momentum": averaging.momentum, **averaging.kept}
+    targets = {"anchors": averaging.anchors, "outer_momentum": averaging.momentum}
+    targets |= {f"{kind}s": tensors for kind, tensors in averaging.kept.items()}
     wanted = {*COUNTERS, *INTERVAL, *targets, "traffic", "pending", "local"}
     wanted |= {"sketches", "observed", "work", "unchanged_buffers"}
     if wanted != state.keys():

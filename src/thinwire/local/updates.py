@@ -17,9 +17,8 @@ from thinwire._names import named_parameters
 from thinwire._wording import warn_user
 from thinwire.comm import Regrouped, long_waits_logged, own_deadlines
 from thinwire.comm.private import forget_ended
-from thinwire.compress import COMPRESSIONS, GradientConfig, compression_of, field_of
-from thinwire.compress.low_rank import LowRank
-from thinwire.compress.protocol import report_coverage
+from thinwire.compress import COMPRESSIONS, tag_of
+from thinwire.compress.protocol import Compression, report_coverage
 from thinwire.core.arithmetic import arithmetic
 from thinwire.core.norms import grad_norm
 from thinwire.core.provenance import PROVENANCE, Provenance, without_provenance
@@ -152,7 +151,7 @@ class LocalUpdates:
         config: LocalConfig,
         *,
         process_group: dist.ProcessGroup | None = None,
-        compression: GradientConfig | None = None,
+        compression: Compression | None = None,
         scaler: OwnScale | None = None,
         digest_every: int = DIGEST_EVERY,
         timeout: float | datetime.timedelta | None = None,
@@ -182,11 +181,11 @@ class LocalUpdates:
             check.instance("compression", compression, tuple(COMPRESSIONS.values()))
             if config.compression is not None:
                 raise ValueError(
-                    f"{field_of(compression)} and compression={config.compression} both set the "
+                    f"{tag_of(compression)} and compression={config.compression} both set the "
                     "compression of averagings: give only one"
                 )
         self._of_gradients = compression
-        self._changes = compression_of(config.compression, compression)
+        self._changes = config.compression or compression
         optimizer = given_optimizer(optimizer, model)
         self._tensors = LocalModel(model, optimizer, self._ranks.shards)
         compresses = (lambda _: False) if self._changes is None else self._changes.compresses
@@ -213,7 +212,9 @@ class LocalUpdates:
         self._entered_once, group = True, ranks.group
         facts = _facts(config, self._of_gradients) | {"digest_every": self._digest_every}
         # every rank decodes products of matrices by itself, which processors round differently
-        facts |= arithmetic(tensors.device, elementwise=not isinstance(self._changes, LowRank))
+        facts |= arithmetic(
+            tensors.device, elementwise=self._changes is None or self._changes.elementwise
+        )
         _compare(facts, tensors, ranks, member)
         dense = config.node_size is None and self._changes is None
         separate = ranks.mesh is None and (dense or config.by_time)
@@ -577,12 +578,12 @@ def _warn_of_evaluation(model: nn.Module, _: object) -> None:
             )
 
 
-def _facts(config: LocalConfig, of_gradients: GradientConfig | None) -> dict[str, Any]:
+def _facts(config: LocalConfig, of_gradients: Compression | None) -> dict[str, Any]:
     """Return the settings that must be equal on all ranks, by name."""
     settings = asdict(replace(config, state_device=None))
     facts: dict[str, Any] = {"wire": WIRE_VERSION, "config": type(config).__name__}
     facts |= {"compression": type(config.compression).__name__, "settings": settings}
-    return facts | ({} if of_gradients is None else {field_of(of_gradients): asdict(of_gradients)})
+    return facts | ({} if of_gradients is None else {tag_of(of_gradients): asdict(of_gradients)})
 
 
 def _compare(

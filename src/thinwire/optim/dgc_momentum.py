@@ -18,7 +18,7 @@ from thinwire import _validate as check
 from thinwire._names import named_parameters
 from thinwire._wording import warn_user
 from thinwire.comm import Group, node_size_of, tap_buckets
-from thinwire.compress.dgc import DGC, DGCCompressor, locally_clipped
+from thinwire.compress.dgc import DGC, locally_clipped
 from thinwire.compress.protocol import report_coverage
 from thinwire.core.arithmetic import arithmetic
 from thinwire.core.checksum import bit_sums
@@ -365,7 +365,7 @@ class DGCMomentum(CommonOptimizer):
             require_shards(params, self._ranks.shards)
             self._ranks.compare(_facts_of(self, params), "comparing settings and parameters")
             self._exchange = self._restarted(params)
-        self._exchange.compressors.make_common()
+        self._exchange.compressed.make_common()
         return self._exchange
 
     def _configs_now(self) -> list[DGC]:
@@ -379,18 +379,20 @@ class DGCMomentum(CommonOptimizer):
             whole = {shard_of(p): p for p in params.values()}
             config = self._config_of(self.param_groups[0])
             report_coverage(config, whole, lambda shard: self._compresses(whole[shard]))
-        compressor = DGCCompressor(
-            shards,
+        accumulation = FoldedSGD(
+            self,
+            params,
             lambda name: self._configs[records[params[name]].group_index],
-            FoldedSGD(self, params, self.grad_clip, self.num_trainers),
+            self.grad_clip,
+            self.num_trainers,
             of_all=True,
         )
         made = self._exchange
         if made is None:
             sources = ranks.sources(self._dgc.node_size, compared=True)
-            made = GradientExchange(ranks.group, shards, [compressor], sources=sources)
+            made = GradientExchange(ranks.group, shards, accumulation, sources=sources)
         else:
-            made.restart(shards, [compressor])
+            made.restart(shards, accumulation)
         if self.state:
             made.state_loaded()
         digest = digest_of(self, params, self.digest_every, since=self.position)

@@ -17,20 +17,20 @@ from thinwire.checkpoint.manifest import ONLY
 from thinwire.checkpoint.random_state import derived
 from thinwire.checkpoint.shards import Sharding, words
 from thinwire.comm import Group
+from thinwire.compress import kinds_of_state
 from thinwire.core.sharded import is_sharded
 from thinwire.errors import CheckpointMismatch
 from thinwire.strategy.facts import settings_in_groups
 from thinwire.strategy.parts import Parts
 from thinwire.strategy.saving import (
-    OF_OTHER_RANKS,
     OF_USER,
-    SAME_EVERYWHERE,
     compared,
     copy_values_,
     load_all,
     log_changes,
     on_host,
     require_shapes,
+    rules_of_other_ranks,
     saved,
     saved_model,
 )
@@ -102,7 +102,7 @@ def _found(directory: str | Path, parts: Parts, **options: Any) -> Loaded:
         directory,
         group=parts.savers,
         part=parts.part,
-        rules=OF_OTHER_RANKS,
+        rules=rules_of_other_ranks(),
         sharding=partial(_sharding, parts),
         **options,
     )
@@ -197,6 +197,8 @@ def _owners(tree: Mapping[str, Any]) -> dict[Any, str]:
 def _complete(state: Mapping[str, Any], parts: Parts) -> None:
     """Initialize compression state that a new sharding needs: zeros, or as drawn on all ranks."""
     saved, here = state["exchange"], parts.saved_exchange()
+    # state that all ranks hold alike is not pending
+    alike = {f"{kind}s" for kind, rule in kinds_of_state().items() if rule == "first"}
     for kind, tensors in here.items():
         if not isinstance(tensors, dict) or not isinstance(saved.get(kind), dict):
             continue
@@ -204,7 +206,7 @@ def _complete(state: Mapping[str, Any], parts: Parts) -> None:
             lost = saved[kind][name]
             if not isinstance(lost, Tensor) or kind == "pending":
                 continue
-            if kind not in SAME_EVERYWHERE and lost.any():
+            if kind not in alike and lost.any():
                 raise CheckpointMismatch(
                     f"{kind} of {name} belongs to shards that are now too small to be compressed, "
                     "so its pending values would be lost: lower min_numel (of LowRank, or its "
@@ -215,5 +217,5 @@ def _complete(state: Mapping[str, Any], parts: Parts) -> None:
             if not isinstance(tensor, Tensor):
                 continue
             drawn = tensor.detach().cpu().clone()
-            new = drawn if kind in SAME_EVERYWHERE else torch.zeros_like(drawn)
+            new = drawn if kind in alike else torch.zeros_like(drawn)
             saved[kind].setdefault(name, new)

@@ -49,6 +49,7 @@ class DistributedStrategy(Fields):
         localsgd: Ranks train independently and average their parameters at an interval.
         adaptive_localsgd: As localsgd, but the interval follows the loss.
         low_rank: Each gradient matrix is sent as two factors of few columns; the error is kept.
+        compression: Any method for gradients, such as `Quantized`; what is not sent is kept.
 
     Raises:
         TypeError: A field is neither None nor its config.

@@ -16,7 +16,7 @@ import yaml
 from thinwire import _validate as check
 from thinwire._files import replace_file
 from thinwire._wording import plain, shown
-from thinwire.compress import CHANGE_COMPRESSIONS
+from thinwire.compress import COMPRESSIONS
 from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale
 from thinwire.errors import StrategyError
 from thinwire.local.config import AdaptiveLocalSGD, LocalSGD
@@ -26,8 +26,9 @@ from thinwire.strategy.yaml_reader import read_file
 
 _TAGGED: dict[tuple[type, str], Mapping[str, type]] = {
     (AMP, "loss_scale"): {"fixed": FixedLossScale, "dynamic": DynamicLossScale},
-    (LocalSGD, "compression"): CHANGE_COMPRESSIONS,
-    (AdaptiveLocalSGD, "compression"): CHANGE_COMPRESSIONS,
+    (LocalSGD, "compression"): COMPRESSIONS,
+    (AdaptiveLocalSGD, "compression"): COMPRESSIONS,
+    (Fields, "compression"): COMPRESSIONS,
 }
 """Keys of a config whose value is one of several configs: a mapping of one key, the tag."""
 _LEFT = {
@@ -44,7 +45,11 @@ F = TypeVar("F", bound=Fields)
 
 def to_dict(strategy: Fields) -> dict[str, Any]:
     """Return plain values only, without those that are None."""
-    return {name: _plain(config) for name, config in strategy.on.items()}
+    tags = {name: _tag(Fields, name, config) for name, config in strategy.on.items()}
+    return {
+        name: _plain(config) if tags[name] is None else {tags[name]: _plain(config)}
+        for name, config in strategy.on.items()
+    }
 
 
 def _plain(config: Any) -> dict[str, Any]:
@@ -60,9 +65,13 @@ def _plain(config: Any) -> dict[str, Any]:
 def _entries(config: Any) -> Iterator[tuple[str, Any, str | None]]:
     """Return keys, values and tags; positional keys first."""
     for field in sorted(fields(config), key=lambda field: bool(field.kw_only)):
-        value, tags = getattr(config, field.name), _TAGGED.get((type(config), field.name), {})
-        tag = next((tag for tag, kind in tags.items() if isinstance(value, kind)), None)
-        yield field.name, value, tag
+        value = getattr(config, field.name)
+        yield field.name, value, _tag(type(config), field.name, value)
+
+
+def _tag(kind: type, name: str, value: Any) -> str | None:
+    tags = _TAGGED.get((kind, name), {})
+    return next((tag for tag, known in tags.items() if isinstance(value, known)), None)
 
 
 def from_dict(
@@ -71,7 +80,7 @@ def from_dict(
     """See `DistributedStrategy.from_dict`."""
     _require_keys(_ROOT, document, CONFIGS, where)
     configs = {
-        name: _config(f"{_ROOT}.{name}", CONFIGS[name], value, where)
+        name: _value(Fields, _ROOT, name, value, where)
         for name, value in document.items()
         if value is not None
     }
@@ -86,13 +95,7 @@ def _config(path: str, kind: type, document: Any, where: Callable[[str], str]) -
     for field in fields(kind):
         if field.default is MISSING and field.name not in document:
             raise StrategyError(f"{where(path)}{path} lacks {field.name}, which has no default")
-    values = {}
-    for name, value in document.items():
-        tags = _TAGGED.get((kind, name))
-        if value is not None and tags is not None:
-            values[name] = _tagged(f"{path}.{name}", tags, value, where)
-        else:
-            values[name] = value
+    values = {name: _value(kind, path, name, value, where) for name, value in document.items()}
     try:
         return kind(**values)
     except (TypeError, ValueError) as error:
@@ -100,6 +103,12 @@ def _config(path: str, kind: type, document: Any, where: Callable[[str], str]) -
         word = re.match(r"\w+", str(error))
         key = f"{path}.{word[0]}" if word and word[0] in values else path
         raise type(error)(f"{where(key)}{path}.{error}") from None
+
+
+def _value(kind: type, path: str, name: str, value: Any, where: Callable[[str], str]) -> Any:
+    if value is not None and (tags := _TAGGED.get((kind, name))) is not None:
+        return _tagged(f"{path}.{name}", tags, value, where)
+    return _config(f"{path}.{name}", CONFIGS[name], value, where) if kind is Fields else value
 
 
 def _tagged(path: str, tags: Mapping[str, type], document: Any, where: Callable[[str], str]) -> Any:
@@ -180,7 +189,11 @@ def text_of(strategy: Fields) -> str:
     ]
     for name, config in on.items():
         lines += _comment(about.get(name, ""), 0)
-        lines += [f"{name}:{'' if _plain(config) else ' {}'}", *_lines(config, 1), ""]
+        if (tag := _tag(Fields, name, config)) is not None:
+            lines += [f"{name}:", f"  {tag}:{'' if _plain(config) else ' {}'}"]
+        else:
+            lines += [f"{name}:{'' if _plain(config) else ' {}'}"]
+        lines += [*_lines(config, 1 if tag is None else 2), ""]
     off = [name for name in CONFIGS if name not in on]
     lines += [] if on else ["{}", ""]
     lines += ["# Off:"] if off else []

@@ -13,12 +13,9 @@ from thinwire import _validate as check
 from thinwire._names import named_parameters
 from thinwire._wording import listed
 from thinwire.comm.nodes import job_ranks, node_size_of
-from thinwire.compress import COMPRESSIONS, buckets_of, field_of
-from thinwire.compress.dgc import DGC
+from thinwire.compress import buckets_of, tag_of
 from thinwire.core.gradients import Clip
 from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
-from thinwire.layout.message import Layout
-from thinwire.layout.traffic import first_split
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, fragments_of
 from thinwire.local.model import require_own_params
 from thinwire.pipeline.split import split_model
@@ -96,10 +93,14 @@ def _order(strategy: Fields, grad_clip: Clip | None) -> Iterator[str]:
     if local is not None:
         yield "No exchange of gradients: each rank updates on its own"
     else:
-        method = f"by {field_of(strategy.compression)}" if strategy.compression else "dense"
+        method = (
+            f"by {tag_of(strategy.gradient_compression)}"
+            if strategy.gradient_compression
+            else "dense"
+        )
         early = "; it begins in the backward pass" if pipeline is None else ""
         drop = ""
-        if scale is None or (unchecked and strategy.compression is not None):
+        if scale is None or (unchecked and strategy.gradient_compression is not None):
             drop = ". A gradient that is not finite, on any rank, drops the update on all"
         yield f"Exchange: the gradient becomes the mean over {ranks}, {method}{early}{drop}"
     clipping = "clipping"
@@ -146,7 +147,7 @@ def _advice(strategy: Fields) -> Iterator[str]:
     if isinstance(scale, FixedLossScale) and not scale.drop_overflow_update:
         yield (
             "amp: with drop_overflow_update=False an overflow reaches the parameters, unless "
-            f"{' or '.join(COMPRESSIONS)} stops it"
+            "a compression stops it"
         )
     if pipeline is not None:
         yield (
@@ -159,7 +160,7 @@ def _advice(strategy: Fields) -> Iterator[str]:
         if config is not None and config.k_steps == 1:
             yield f"{name}: k_steps=1 saves no communication"
     if local is None and pipeline is None:
-        first, others = (nbytes / 2**20 for nbytes in buckets_of(strategy.compression))
+        first, others = (nbytes / 2**20 for nbytes in buckets_of(strategy.gradient_compression))
         size = f"{others:g} MiB" + (f" (the first of {first:g} MiB)" if first < others else "")
         yield (
             f"overlap: gradients are sent during the backward pass, in buckets of {size}, once "
@@ -180,32 +181,35 @@ def _advice(strategy: Fields) -> Iterator[str]:
 
 def _about_compression(strategy: Fields) -> Iterator[str]:
     """Return advice on a compression of gradients: its optimizer, its sources, its exchange."""
-    dgc = strategy.dgc
-    if dgc is None:
+    config = strategy.gradient_compression
+    if config is None:
         return
-    if strategy.lars is None and strategy.lamb is None:
+    tag = tag_of(config)
+    if config.accumulates and strategy.lars is None and strategy.lamb is None:
         yield (
-            "dgc: clipping, weight decay, momentum and Nesterov of an SGD come before the "
+            f"{tag}: clipping, weight decay, momentum and Nesterov of an SGD come before the "
             "exchange; any other optimizer gets the sparse mean as its gradient"
         )
     ranks = job_ranks()[:: 1 if strategy.pipeline is None else strategy.pipeline.stages]
     sources = (
-        f"dgc: node_size={dgc.node_size}: that many consecutive ranks average densely and count as "
-        "one source; None takes torchrun's LOCAL_WORLD_SIZE where it fills two machines or more"
+        f"{tag}: node_size={config.node_size}: that many consecutive ranks average densely and "
+        "count as one source; None takes torchrun's LOCAL_WORLD_SIZE where it fills two machines "
+        "or more"
     )
     if len(ranks) > 1:
         try:
-            width, why = node_size_of(ranks, dgc.node_size)
+            width, why = node_size_of(ranks, config.node_size)
             sources += f". Here there are {len(ranks) // width} sources of {width}: {why}"
         except ValueError as error:
             sources += f". But {error}"
     yield sources
-    exchange = {
-        "gather": "every source gets the messages of all others",
-        "split": "every source adds up a share of the numbers and passes on the largest sums",
-        "auto": "gather for few sources, split from about 9 on, if that halves the bytes",
-    }
-    yield f"dgc: exchange={dgc.exchange!r}: {exchange[dgc.exchange]}"
+    if "exchange" in config.__dataclass_fields__:
+        exchange = {
+            "gather": "every source gets the messages of all others",
+            "split": "every source adds up a share of the numbers and passes on the largest sums",
+            "auto": "gather for few sources, split from about 9 on, if that halves the bytes",
+        }
+        yield f"{tag}: exchange={config.exchange!r}: {exchange[config.exchange]}"
 
 
 def _about_share(config: LocalConfig) -> Iterator[str]:
@@ -264,9 +268,9 @@ def _exchanged(strategy: Fields, model: nn.Module, params: dict[str, Parameter])
     def way(p: Parameter) -> str:
         if changes is not None:
             return "compressed" if changes.compresses(p) and p.numel() else "dense"
-        if strategy.compression is None:
+        if strategy.gradient_compression is None:
             return "dense"
-        if (why := strategy.compression.why_dense(p)) is not None:
+        if (why := strategy.gradient_compression.why_dense(p)) is not None:
             return f"dense, {why}"
         return "dense, because its rows are sparse already" if p in row_sparse else "compressed"
 
@@ -277,28 +281,14 @@ def _exchanged(strategy: Fields, model: nn.Module, params: dict[str, Parameter])
     for text, members in sorted(ways.items()):
         yield f"{text}, {subject} of {_sized(members)}"
     compressed = list(ways.get("compressed", {}).values())
-    config = changes if changes is not None else strategy.compression
+    config = changes if changes is not None else strategy.gradient_compression
     if config is None or not compressed or strategy.pipeline is not None:
         return
     shapes = [(torch.view_as_real(p) if p.is_complex() else p).shape for p in compressed]
-    if local is not None and changes is not None:
-        yield f"a message has {config.sent_bytes(local.begin_step + 1, shapes):,} bytes"
-    elif strategy.dgc is not None and local is None:
-        yield _dgc_message(compressed, strategy.dgc)
+    if changes is not None and local is not None:
+        yield f"a message has {changes.sent_bytes(local.begin_step + 1, shapes):,} bytes"
     elif local is None:
-        numbers = config.sent_bytes(1, shapes) // 4
-        yield f"the factors have {numbers:,} numbers, in two rounds"
-
-
-def _dgc_message(params: Sequence[Parameter], dgc: DGC) -> str:
-    layout = Layout.of((p.numel() for p in params), dgc.sparsity[-1], dgc.value_bits)
-    entries = sum(slot.k for slot in layout.slots)
-    text = f"a full message has {entries:,} entries in {layout.nbytes:,} bytes"
-    if dgc.exchange != "auto":
-        return text
-    begin = first_split(layout)
-    few = "for any number of sources" if begin is None else f"below {begin}, else they split"
-    return f"{text}; sources gather {few}"
+        yield config.message_text(config.settled_step, shapes)
 
 
 def _about_optimizer(

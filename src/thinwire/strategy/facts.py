@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from thinwire._names import named_buffers, named_parameters, plain_names
-from thinwire.compress import CHANGE_COMPRESSIONS
-from thinwire.compress.protocol import ChangeCompression
+from thinwire.compress import COMPRESSIONS
 from thinwire.core.provenance import checksum_of
 from thinwire.core.several import all_of, kinds_of
 from thinwire.local.model import shape_text
@@ -27,18 +26,20 @@ _FREE_NAMES = (
     "*localsgd.max_k_steps *localsgd.begin_step *localsgd.outer_lr *localsgd.outer_nesterov "
     "*localsgd.node_size"
 )
-_FREE = (
-    *_FREE_NAMES.split(),
-    *(
-        f"*localsgd.compression.{key}"
-        for tag, kind in CHANGE_COMPRESSIONS.items()
-        if kind.begin is ChangeCompression.begin  # these can load each other's state
-        for key in (tag, f"{tag}.*", *(entry.name for entry in fields(kind)))
-    ),
-)
-"""Settings on which no state depends, by dotted name. Every new setting is compared until it is
-listed here.
-"""
+
+
+def _free() -> Iterator[str]:
+    """Yield settings on which no state depends, by dotted name. Every new setting is compared
+    until it is listed here.
+    """
+    yield from _FREE_NAMES.split()
+    for tag, kind in COMPRESSIONS.items():
+        if len(kind.kinds) == 1:  # these can load each other's state
+            for key in (tag, f"{tag}.*", *(entry.name for entry in fields(kind))):
+                yield f"*localsgd.compression.{key}"
+                yield f"compression.{key}"
+
+
 _IN_GROUPS = {
     "lars.lars_coeff": "trust_coefficient",
     "lars.lars_weight_decay": "weight_decay",
@@ -64,7 +65,7 @@ class Change(NamedTuple):
         if self.name == "amp":  # of its settings only the loss scale has state
             values = [value for value in (self.before, self.now) if isinstance(value, Mapping)]
             return not any("loss_scale" in value for value in values)
-        return any(fnmatchcase(self.name, pattern) for pattern in _FREE)
+        return any(fnmatchcase(self.name, pattern) for pattern in _free())
 
 
 def compared_settings(strategy: Fields) -> dict[str, Any]:

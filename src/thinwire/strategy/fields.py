@@ -7,8 +7,10 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, get_args, get_type_hints
 
 from thinwire import _validate as check
+from thinwire.compress import COMPRESSIONS
 from thinwire.compress.dgc import DGC
 from thinwire.compress.low_rank import LowRank
+from thinwire.compress.protocol import Compression
 from thinwire.errors import StrategyError
 from thinwire.local.config import AdaptiveLocalSGD, LocalSGD
 from thinwire.optim.layerwise import LAMB, LARS
@@ -31,6 +33,7 @@ class Fields:
     localsgd: LocalSGD | None = None
     adaptive_localsgd: AdaptiveLocalSGD | None = None
     low_rank: LowRank | None = None
+    compression: Compression | None = None
 
     expected_replicas: ClassVar[int | None] = None
     """Required number of ranks for each stage, if `from_fleet` was given one; `prepare` compares.
@@ -42,8 +45,9 @@ class Fields:
         for name, config in CONFIGS.items():
             value = getattr(self, name)
             if value is not None:
-                advice = f"write {name}={config.__name__}(...), or None for off"
-                check.instance(name, value, config, advice=advice)
+                kinds = (config,) if name != "compression" else tuple(COMPRESSIONS.values())
+                words = " or ".join(f"{name}={kind.__name__}(...)" for kind in kinds)
+                check.instance(name, value, kinds, advice=f"write {words}, or None for off")
         conflicts = [
             f"{' and '.join(rule.pair)}: {rule.meaning}; {rule.remedy}"
             for rule in rules_between(self.on)
@@ -54,9 +58,9 @@ class Fields:
             raise StrategyError("fields of the strategy conflict: " + "; ".join(conflicts))
 
     @property
-    def compression(self) -> DGC | LowRank | None:
+    def gradient_compression(self) -> Compression | None:
         """Config of the field that compresses gradients, or changes of local updates; or None."""
-        return self.dgc or self.low_rank
+        return self.dgc or self.low_rank or self.compression
 
     @property
     def on(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from thinwire.core.sharded import is_sharded, shard_of, sharded_like
 from thinwire.core.tensors import require_loss, state_dtype, with_own_storage
 from thinwire.errors import Mismatch, PeerLost, PeerStalled, ThinwireError
 from thinwire.exchange.agreement import StepDecision
-from thinwire.exchange.gradients import Grads
+from thinwire.exchange.compressed import Grads
 from thinwire.exchange.synchronizer import COUNTED
 from thinwire.local.steps import require_tokens
 from thinwire.local.updates import LocalUpdates, count_tokens, counts, make_step, open_averager

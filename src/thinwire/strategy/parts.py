@@ -167,7 +167,7 @@ class Parts:
 
     def ramp_step(self, step: int) -> int:
         """Return the updates that a ramp of the compression counts, after `step` of the engine."""
-        return step if self.momentum is None else self.momentum.position
+        return step if self.momentum is None else self.momentum.position()
 
     def unsent_share(self, step: int) -> float:
         """Return the fraction of a gradient that the exchange of a step leaves out."""

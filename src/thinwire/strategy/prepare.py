@@ -68,7 +68,7 @@ from thinwire.strategy.requirements import (
     require_members_work,
     require_mesh_works,
     require_split_works,
-    warn_of_low_rank,
+    warn_of_optimizer,
 )
 from thinwire.strategy.saving import mark_states
 from thinwire.wire.message import WIRE_VERSION
@@ -126,7 +126,7 @@ def _prepared(setup: Setup) -> Engine:
     took_s = time.perf_counter() - begin_s
     _log.info("the engine is ready after %.1f s: %s, %s, %d ranks", took_s, on, kind, group.size)
     if group.rank == 0:
-        warn_of_low_rank(setup.strategy, setup.optimizer)
+        warn_of_optimizer(setup.strategy, setup.optimizer)
     return engine
 
 
@@ -217,7 +217,7 @@ def _planned(setup: Setup) -> Parts:
     require_own_params(model, optimizer)
     if strategy.recompute is not None:
         matches(model, strategy.recompute.checkpoints)
-    if (exchanging := strategy.local or strategy.compression) is not None:
+    if (exchanging := strategy.local or strategy.gradient_compression) is not None:
         require_divisor(exchanging.node_size, setup.replicas)
     stages = [model] if strategy.pipeline is None else split_model(model, strategy.pipeline)
     require_split_works(stage_split_of(model), optimizer, stages, names, setup)
@@ -261,7 +261,7 @@ def _planned_for(setup: Setup, stage: nn.Module, params: dict[str, Parameter]) -
             optimizer,
             local,
             process_group=setup.replica_group,
-            compression=strategy.compression,
+            compression=strategy.gradient_compression,
             scaler=scaler,
             digest_every=setup.digest_every,
             timeout=setup.timeout,
@@ -278,7 +278,7 @@ def _planned_for(setup: Setup, stage: nn.Module, params: dict[str, Parameter]) -
         params=params,
         group=setup.group,
         part=setup.part,
-        compression=strategy.compression,
+        compression=strategy.gradient_compression,
         sync=sync,
         member=setup.member,
         scaler=scaler,
@@ -349,11 +349,12 @@ def _exchange(setup: Setup, parts: Parts) -> None:
         parts.replica = Replica(optimizer, None, parts.model, parts.params, averaged=True)
         return
     whole, clip = compression, parts.clip
-    if parts.folds:
-        own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
-        parts.momentum = FoldedSGD(optimizer, parts.params, clip.clip or own)
     if compression is not None and parts.limit is not None:
         compression = replace(compression, local_grad_clip_norm=None)
+    if compression is not None and parts.folds:
+        own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
+        method = compression
+        parts.momentum = FoldedSGD(optimizer, parts.params, lambda _: method, clip.clip or own)
     if compression is not None and any(map(compression.compresses, params.values())):
         parts.compression = compression
     checks: list[Check] = [] if parts.runner is None else [parts.runner]
@@ -374,7 +375,7 @@ def _exchange(setup: Setup, parts: Parts) -> None:
         rides=rides,
     )
     momentum = parts.momentum
-    if momentum is not None and any("residual" in momentum.kept(name) for name in params):
+    if momentum is not None and momentum.begun:
         gradients.state_loaded()
     # where facts ride on the sums, a digest is compared one update after it was read
     every = setup.digest_every - (rides and setup.digest_every > 1)

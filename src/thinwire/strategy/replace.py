@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from thinwire.compress import field_of
+from thinwire.compress import tag_of
 from thinwire.compress.protocol import Compression
 from thinwire.core.several import all_of
 from thinwire.core.tensors import state_dtype
@@ -93,7 +93,7 @@ def select_optimizers(
 ) -> list[SelectedOptimizer]:
     """Call `select_optimizer` for every optimizer; LARS and LAMB replace those that they can."""
     every = all_of(optimizer)
-    rest |= {"compression": strategy.compression, "local": strategy.local is not None}
+    rest |= {"compression": strategy.gradient_compression, "local": strategy.local is not None}
     for_lars = [single for single in every if type(single) in (*_SGDS, Lars)] or every
     for_lamb = [single for single in every if type(single) in (*_ADAMS, Lamb)] or every
     found: list[SelectedOptimizer] = []
@@ -330,7 +330,7 @@ def _mismatches(
 
 def _unfolded(optimizer: torch.optim.Optimizer, compression: Compression) -> Iterator[str]:
     """Return settings of an SGD that cannot act before its gradients are accumulated."""
-    field = field_of(compression)
+    field = tag_of(compression)
     yield from _refused_settings(field, optimizer.param_groups)
     yield from conversion_obstacles(optimizer)
     clip = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
@@ -427,7 +427,7 @@ def _compression(
 ) -> Iterator[str]:
     if compressor is None:
         return
-    field, kind = field_of(compressor), type(optimizer).__name__
+    field, kind = tag_of(compressor), type(optimizer).__name__
     if folds:
         yield (
             f"{field} compresses gradients with the momentum, Nesterov and weight decay of {kind}, "

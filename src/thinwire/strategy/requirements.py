@@ -13,42 +13,38 @@ from thinwire import _validate as check
 from thinwire._names import named_parameters, require_shapes
 from thinwire._wording import warn_user
 from thinwire.comm import require_mesh
-from thinwire.compress import field_of
+from thinwire.compress import tag_of
 from thinwire.core.gradients import Clip
 from thinwire.core.several import all_of
 from thinwire.errors import StrategyError
 from thinwire.members.members import Member
-from thinwire.optim.muon import Muon
 from thinwire.strategy.fields import Fields
 from thinwire.strategy.ownership import StageSplit, holds_one_stage
 from thinwire.strategy.parts import Setup
 
 
-def warn_of_low_rank(strategy: Fields, optimizer: torch.optim.Optimizer) -> None:
-    """Warn of low-rank gradients for Adam and Muon, with what was measured and the remedy."""
-    kinds = torch.optim.Adam, torch.optim.Muon, Muon
-    names = [type(part).__name__ for part in all_of(optimizer) if isinstance(part, kinds)]
-    if strategy.low_rank is None or not names:
-        return
-    warn_user(
-        f"low_rank with {names[0]}: on 2 ranks, AdamW lost 23 % to dense, Muon 21 %; see "
-        "docs/choosing.md. PowerSGD is made for SGD with momentum. localsgd=LocalSGD(16, "
-        "compression=Quantized(4)) lost 4 % with AdamW, Quantized(1) 1.5 % with Muon"
-    )
+def warn_of_optimizer(strategy: Fields, optimizer: torch.optim.Optimizer) -> None:
+    """Warn of an optimizer that the compression of gradients does not suit."""
+    names = [type(part).__name__ for part in all_of(optimizer)]
+    config = strategy.gradient_compression
+    if config is not None and (remark := config.remark(names)) is not None:
+        warn_user(remark)
 
 
 def require_mesh_works(strategy: Fields, mesh: DeviceMesh) -> None:
     """Refuse fields that do not go with sharded models."""
     require_mesh(mesh)
-    reasons = {
-        "pipeline": "pipeline and mesh= both divide the model: remove one of them",
-        "low_rank": "a rank sees some rows of a matrix only: use dgc, or local updates with "
-        "compression=LowRank(), which compress shard by shard",
-    }
-    problems = [f"{name}: {reason}" for name, reason in reasons.items() if getattr(strategy, name)]
+    method, problems = strategy.gradient_compression, []
+    if strategy.pipeline is not None:
+        problems.append("pipeline: pipeline and mesh= both divide the model: remove one of them")
+    if method is not None and not method.elementwise:
+        problems.append(
+            f"{tag_of(method)}: a rank sees some rows of a matrix only: use dgc, or local updates "
+            "with compression=LowRank(), which compress shard by shard"
+        )
     problems += [
         "node_size: each rank of a site exchanges its own shards: omit node_size"
-        for config in (strategy.compression, strategy.local)
+        for config in (method, strategy.local)
         if config is not None and config.node_size not in (None, 1)
     ]
     if problems:
@@ -65,10 +61,10 @@ def require_members_work(strategy: Fields, member: Member) -> None:
         )
     if strategy.pipeline is not None:
         raise StrategyError("members= does not work with pipeline: remove one of them")
-    if strategy.compression is not None:
+    if (method := strategy.gradient_compression) is not None:
         raise StrategyError(
-            f"members= does not work with {field_of(strategy.compression)}: remove it, and give "
-            "localsgd a compression such as tw.Sparse(0.97)"
+            f"members= does not work with {tag_of(method)}: remove it, and give localsgd a "
+            "compression such as tw.Sparse(0.97)"
         )
     if member.terms.keep_batch and strategy.gradient_merge and not strategy.gradient_merge.avg:
         raise StrategyError(

@@ -7,10 +7,13 @@ docs/composing.md. Three or more fields combine as their pairs do.
 """
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+
+from thinwire.compress import DGC, LowRank
+from thinwire.compress.protocol import Compression
 
 
 @dataclass(frozen=True)
@@ -32,24 +35,16 @@ _OVERFLOW = (
     "pipeline, of its replica), and the step still counts; at an averaging all ranks take the "
     "smallest loss scale"
 )
-_CHANGE = (
-    "no gradient is exchanged: the change since the last averaging is sent sparse, at dgc's "
-    "sparsity of that step, with its value_bits and min_numel, and the rest is kept; dense before "
-    "rampup_begin_step; momentum stays in the local optimizer, and local_grad_clip_norm limits "
-    "each local gradient"
-)
-_NO_GRADIENT = "low_rank compresses gradients, but local updates exchange changes of the parameters"
 _TABLE: dict[str, dict[str, str | tuple[str, str]]] = {
     "amp": {
         "recompute": "the repeated forward pass runs under the same autocast as the first one",
-        "pipeline": "every stage runs under autocast, the last one scales the loss, and an "
-        "overflow on one stage counts for all",
-        "gradient_merge": "each microstep's gradient is divided by the loss scale before it is "
-        "added; an overflow in any of them drops the whole merged update, once",
-        "dgc": (
-            "gradients are checked and unscaled before they are accumulated, so residual and "
-            "momentum hold unscaled values; a dropped step does not change them or the sparsity "
-            "ramp"
+        "pipeline": (
+            "every stage runs under autocast, the last one scales the loss, and an overflow on one "
+            "stage counts for all"
+        ),
+        "gradient_merge": (
+            "each microstep's gradient is divided by the loss scale before it is added; an overflow"
+            " in any of them drops the whole merged update, once"
         ),
         "lars": "trust ratios use unscaled gradients",
         "lamb": (
@@ -58,112 +53,120 @@ _TABLE: dict[str, dict[str, str | tuple[str, str]]] = {
         ),
         "localsgd": _OVERFLOW,
         "adaptive_localsgd": f"{_OVERFLOW}; the interval follows the unscaled loss",
-        "low_rank": (
-            "gradients are checked and unscaled before they become factors, so the residual holds "
-            "unscaled values; a dropped step does not change it or the factors"
-        ),
     },
     "recompute": {
-        "pipeline": "patterns are matched against the whole model, and each stage recomputes the "
-        "modules that it holds",
+        "pipeline": (
+            "patterns are matched against the whole model, and each stage recomputes the modules "
+            "that it holds"
+        ),
         "gradient_merge": "every microstep recomputes",
-        "dgc": "the compressor sees one gradient per parameter and step, after the repeated "
-        "forward pass",
         "lars": "independent: the gradients are the same",
         "lamb": "independent: the gradients are the same",
         "localsgd": "independent: the gradients of the local steps are the same",
         "adaptive_localsgd": "the interval follows the loss of the first forward pass, not of the "
         "repeated one",
-        "low_rank": (
-            "factors are computed from one gradient per parameter and step, after the repeated "
-            "forward pass"
-        ),
     },
     "pipeline": {
-        "gradient_merge": "an update takes k_steps mini-batches of micro_batches parts each; its "
-        "gradient is the mean over all parts, or (avg false) the sum over the mini-batches of the "
-        "mean over their parts",
-        "dgc": (
-            "the replicas of one stage exchange among themselves, in separate messages; means are "
-            "over replicas, not over all ranks"
+        "gradient_merge": (
+            "an update takes k_steps mini-batches of micro_batches parts each; its gradient is the "
+            "mean over all parts, or (avg false) the sum over the mini-batches of the mean over "
+            "their parts"
         ),
         "lars": "a tensor lives on one stage, so its trust ratio needs no other stage",
         "lamb": "a tensor lives on one stage, so its moments and trust ratio need no other stage",
         "localsgd": "the replicas of each stage average among themselves, all stages at the same "
         "steps",
         "adaptive_localsgd": (
-            "the replicas of each stage average among themselves; the mean loss goes from the "
-            "last stage to all others, so that all ranks have the same interval"
+            "the replicas of each stage average among themselves; the mean loss goes from the last "
+            "stage to all others, so that all ranks have the same interval"
         ),
-        "low_rank": "the replicas of one stage average the factors of its tensors among "
-        "themselves; means are over replicas",
     },
     "gradient_merge": {
-        "dgc": "the merged gradient is the gradient of one compressed step: only updates "
-        "exchange, and the sparsity ramp counts updates",
         "lars": "trust ratios use the merged gradient",
         "lamb": "moments use the merged gradient",
-        "localsgd": "gradients are merged on each rank alone; the interval between averagings "
-        "counts updates, not microsteps",
-        "adaptive_localsgd": "gradients are merged on each rank alone; the interval counts "
-        "updates and follows the mean loss of the microsteps of an update",
-        "low_rank": (
-            "factors are computed from the merged gradient: only updates exchange, and begin_step "
-            "counts updates"
+        "localsgd": (
+            "gradients are merged on each rank alone; the interval between averagings counts "
+            "updates, not microsteps"
         ),
-    },
-    "dgc": {
-        "lars": (
-            "where gradients are exchanged, the compressor has no momentum and LARS uses its "
-            "sparse mean as the gradient; momentum and weight decay are those of LARS"
+        "adaptive_localsgd": (
+            "gradients are merged on each rank alone; the interval counts updates and follows the "
+            "mean loss of the microsteps of an update"
         ),
-        "lamb": (
-            "where gradients are exchanged, the compressor has no momentum and LAMB uses its "
-            "sparse mean as the gradient; moments and weight decay are those of LAMB"
-        ),
-        "localsgd": _CHANGE,
-        "adaptive_localsgd": f"{_CHANGE}; at the current interval",
-        "low_rank": ("both choose the part of a gradient that is sent", "remove dgc or low_rank"),
     },
     "lars": {
-        "lamb": ("both replace the optimizer", "remove lars or lamb"),
-        "localsgd": "each rank updates with LARS on its own; velocities stay local unless "
-        "average_state is true; parameters are averaged",
-        "adaptive_localsgd": "each rank updates with LARS on its own; velocities stay local "
-        "unless average_state is true; parameters are averaged, at an interval that follows "
-        "LARS's base rate, without trust ratios",
-        "low_rank": "LARS uses the mean of the factors as its gradient, also for trust ratios",
+        "lamb": (
+            "both replace the optimizer",
+            "remove lars or lamb",
+        ),
+        "localsgd": (
+            "each rank updates with LARS on its own; velocities stay local unless average_state is "
+            "true; parameters are averaged"
+        ),
+        "adaptive_localsgd": (
+            "each rank updates with LARS on its own; velocities stay local unless average_state is "
+            "true; parameters are averaged, at an interval that follows LARS's base rate, without "
+            "trust ratios"
+        ),
     },
     "lamb": {
-        "localsgd": "each rank updates with LAMB on its own; moments stay local unless "
-        "average_state is true; parameters are averaged",
-        "adaptive_localsgd": "each rank updates with LAMB on its own; moments stay local unless "
-        "average_state is true; parameters are averaged, at an interval that follows LAMB's base "
-        "rate, without trust ratios",
-        "low_rank": "LAMB uses the mean of the factors as its gradient, also for moments",
+        "localsgd": (
+            "each rank updates with LAMB on its own; moments stay local unless average_state is "
+            "true; parameters are averaged"
+        ),
+        "adaptive_localsgd": (
+            "each rank updates with LAMB on its own; moments stay local unless average_state is "
+            "true; parameters are averaged, at an interval that follows LAMB's base rate, without "
+            "trust ratios"
+        ),
     },
     "localsgd": {
         "adaptive_localsgd": (
             "both set the interval between averagings",
             "remove localsgd or adaptive_localsgd",
         ),
-        "low_rank": (_NO_GRADIENT, "write localsgd=LocalSGD(..., compression=LowRank(...))"),
-    },
-    "adaptive_localsgd": {
-        "low_rank": (
-            _NO_GRADIENT,
-            "write adaptive_localsgd=AdaptiveLocalSGD(..., compression=LowRank(...))",
-        )
     },
 }
 """Meaning, or reason and remedy of the conflict, by pair."""
-FIELDS = (*_TABLE, "low_rank")
-"""The fields of `DistributedStrategy`, in the order of the table."""
-RULES = tuple(
-    Rule((first, second), *((entry,) if isinstance(entry, str) else entry))
-    for first, others in _TABLE.items()
-    for second, entry in others.items()
+METHODS: dict[str, Mapping[str, str]] = {
+    "dgc": DGC.meanings,
+    "low_rank": LowRank.meanings,
+    "compression": Compression.meanings,
+}
+"""Fields that compress gradients, with their meanings beside other fields."""
+FIELDS = (
+    "amp",
+    "recompute",
+    "pipeline",
+    "gradient_merge",
+    "dgc",
+    "lars",
+    "lamb",
+    "localsgd",
+    "adaptive_localsgd",
+    "low_rank",
+    "compression",
 )
+"""The fields of `DistributedStrategy`."""
+
+
+def _rule(first: str, second: str) -> Rule:
+    methods = [name for name in (first, second) if name in METHODS]
+    if len(methods) == 2:
+        reason = "both choose the part of a gradient that is sent"
+        return Rule((first, second), reason, f"remove {first} or {second}")
+    if not methods:
+        entry = _TABLE[first][second]
+        return Rule((first, second), *((entry,) if isinstance(entry, str) else entry))
+    method, other = methods[0], second if methods[0] == first else first
+    if (meaning := METHODS[method].get(other)) is not None:
+        return Rule((first, second), meaning)
+    reason = f"{method} compresses gradients, but local updates exchange changes of the parameters"
+    given = "LowRank(...)" if method == "low_rank" else "..."
+    kind = "LocalSGD" if other == "localsgd" else "AdaptiveLocalSGD"
+    return Rule((first, second), reason, f"write {other}={kind}(..., compression={given})")
+
+
+RULES = tuple(_rule(*pair) for pair in combinations(FIELDS, 2))
 """Rules of all pairs of `FIELDS`."""
 _BY_PAIR = {rule.pair: rule for rule in RULES}
 

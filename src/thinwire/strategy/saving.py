@@ -20,7 +20,7 @@ from thinwire.checkpoint import random_state, set_random_state
 from thinwire.checkpoint.combine import Rule
 from thinwire.checkpoint.tree import with_tensors
 from thinwire.comm import Group, rank_and_size_in
-from thinwire.compress import KEPT, OTHER_RANKS
+from thinwire.compress import kinds_of_state
 from thinwire.core.provenance import PROVENANCE, Provenance, checksum_of, without_provenance
 from thinwire.core.several import all_of, kinds_of
 from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
@@ -59,8 +59,6 @@ OF_OTHER_RANKS: dict[str, Rule] = {
     "loss_scale/scale": "min",
     "merge/overflowed": "max",
     "merge/sums/*": "mean_zero",
-    **{f"exchange/*{kind}s/*": rule for kind, rule in OTHER_RANKS.items()},
-    **{f"exchange/{kind}/*": rule for kind, rule in KEPT.items()},
     "optimizer/state/*/step": "first",
     "optimizer/state/*/momentum_buffer": "mean_zero",
     "optimizer/state/*": "whole",
@@ -68,8 +66,12 @@ OF_OTHER_RANKS: dict[str, Rule] = {
 """Rules for another number of ranks, where the mean of the ranks that have a value is wrong: sums
 (absent ranks gave 0) and counts.
 """
-SAME_EVERYWHERE = {kind for kind, rule in KEPT.items() if rule == "first"}
-"""Compression state that all ranks hold alike and that is not pending."""
+
+
+def rules_of_other_ranks() -> dict[str, Rule]:
+    """Return `OF_OTHER_RANKS` with the rules for the state of compressions."""
+    kept = {f"exchange/{kind}s/*": rule for kind, rule in kinds_of_state().items()}
+    return {**kept, **OF_OTHER_RANKS}
 
 
 def on_host(tensor: Tensor) -> Tensor:

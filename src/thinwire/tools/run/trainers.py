@@ -201,7 +201,8 @@ class Prepared:
             self.round_steps *= local.max_k_steps
         elif local is not None:
             self.round_steps *= local.k_steps
-        settled = 0 if strategy.compression is None else strategy.compression.settled_step
+        method = strategy.gradient_compression
+        settled = 0 if method is None else method.settled_step
         self.steady_from_step = merged * max(1 if local is None else local.begin_step, settled)
         # parts of the model in turn, or results that come later: ranks are never quite equal before
         # the end, and `agreed` is when nothing is on its way
