@@ -21,7 +21,7 @@ _NAMES = {
     "thinwire.checkpoint.files": "on_all_ranks",
     "thinwire.cli": "main",
     "thinwire.comm": (
-        "Group Nodes Pending node_size_of private require_agreement sites_of sources_of "
+        "Group Pending node_size_of private require_agreement sites_of sources_of "
         "waiting while_busy"
     ),
     "thinwire.comm.direct": "connections_between",
@@ -44,8 +44,7 @@ _NAMES = {
     "thinwire.compress.entries": "ArrivedEntries Proposed send_entries",
     "thinwire.compress.low_rank": "LowRank orthonormal",
     "thinwire.compress.protocol": (
-        "AllGather AllReduce Compression Context ERRORS ChangeCompression Kept "
-        "MeanChange Sending combined"
+        "AllGather AllReduce Compression Context ERRORS ChangeCompression Kept MeanChange Sending"
     ),
     "thinwire.compress.split": "add_up shares",
     "thinwire.core.checksum": "checked_mean_ checksum",

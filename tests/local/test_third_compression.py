@@ -103,9 +103,8 @@ def summed(rank: int, size: int, flipped: bool) -> int:
     folded = {"m": torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))}
     one_round, kept = api.Round(api.Group(), 1), {"factors": {"m": torch.ones(4)}}
     with arriving(api.Group, "all_reduce_", hurt):
-        one_round.launch(
-            folded, api.combined([OneFactor().send(one_round.context(0), folded, kept)])
-        )
+        bucket = one_round.bucket(0, (), lambda at, _: [OneFactor().send(at, folded, kept)])
+        one_round.launch(folded, bucket)
         one_round.finish()
     return one_round.sums_digest
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.comm import Group, Nodes, Sources
+from thinwire.comm import Group, Sources
 from thinwire.compress.dense import DenseMeans, all_finite, send_dense
 from thinwire.compress.protocol import (
     Arrived,
@@ -24,13 +24,12 @@ from thinwire.compress.protocol import (
     Flags,
     Momentum,
     Sending,
-    combined,
 )
 from thinwire.core.tensors import narrowed, sparse_rows, with_own_storage
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.exchange.agreement import Answers, Participants, StepDecision, verdict_of
 from thinwire.exchange.checks import Presence
-from thinwire.exchange.nodes import in_nodes, make_common_, make_mean_
+from thinwire.exchange.nodes import make_common_, make_mean_
 from thinwire.exchange.replica import layout_change
 from thinwire.exchange.round import Round
 from thinwire.exchange.synchronizer import Synchronizer, agreed_sources
@@ -82,21 +81,19 @@ class Compressors:
 
     def make_common(self) -> None:
         """Give the ranks of each node, which send the same message, the same state, once."""
-        if isinstance(self._sources, Nodes) and not self._nodes_compared:
-            state = {
-                f"{kind} of {name}": entry
-                for kind, held in self.state().items()
-                for name, entry in held.items()
-            }
-            make_common_(state, self._sources)
+        if not self._nodes_compared:
+            make_common_(self.state(), self._sources)
             self._nodes_compared = True
 
     def sendings(
-        self, context: Context, row_sparse: Collection[str], grads: Grads
+        self, row_sparse: Collection[str], grads: Grads, context: Context, means: Grads
     ) -> list[Sending]:
-        """Return the sendings; a gradient that is row-sparse on any rank travels densely."""
+        """Return the sendings of gradients, or of their means over a node.
+
+        A gradient that is row-sparse on any rank travels densely.
+        """
         found: list[Sending] = []
-        rest = dict(grads)
+        rest = {**grads, **means}
         # in order: the first compressor that accepts a gradient takes it
         for method in self._every:
             accepted = {
@@ -128,8 +125,7 @@ class Compressors:
         """Give all ranks the mean of each momentum that a dense mean is about to enter."""
         dense = {name for name, got in received.items() if isinstance(got, DenseMeans)}
         if late := dense & self._apart:
-            sources = self._sources
-            ranks = sources.all_ranks if isinstance(sources, Nodes) else sources
+            ranks = self._sources.all_ranks
             for one in self._every:
                 kept = one.state().get("momentum_buffer", {})
                 held = [kept[name] for name in received if name in late & kept.keys()]
@@ -500,11 +496,8 @@ class GradientExchange(Synchronizer):
         if isinstance(begun, DenseUpdate):
             begun.launch(bucket, grads)
             return
-        context = begun.context(bucket)
-        sendings = partial(self.compressors.sendings, context, begun.row_sparse)
-        nodes = isinstance(self.sources, Nodes)
-        sending = in_nodes(context, grads, sendings) if nodes else combined(sendings(grads))
-        begun.launch(grads.keys(), sending)
+        send = partial(self.compressors.sendings, begun.row_sparse, grads)
+        begun.launch(grads.keys(), begun.bucket(bucket, grads.items(), send))
 
     def _verified(
         self,
@@ -547,7 +540,7 @@ class GradientExchange(Synchronizer):
         """Return the report about a gradient that is not finite: this rank's own, or the sum."""
         grad = grads.get(name)
         # inside a node only means were checked, so look at this rank's own gradient again
-        if grad is not None and (isinstance(self.sources, Nodes) or not own):
+        if grad is not None and (self.sources.node_size > 1 or not own):
             values = grad.coalesce().values() if grad.is_sparse else grad
             own = not all_finite(values)
         return {"non_finite" if own else "sum_non_finite": name}
