@@ -21,7 +21,7 @@ _NAMES = {
     "thinwire.checkpoint.files": "on_all_ranks",
     "thinwire.cli": "main",
     "thinwire.comm": (
-        "Group Nodes Pending node_size_of private require_agreement sites_of sources_of "
+        "Group Pending node_size_of private require_agreement sites_of sources_of "
         "waiting while_busy"
     ),
     "thinwire.comm.direct": "connections_between",

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import thinwire as tw
-from tests.api import Group, Nodes, left_s, one_deadline, require_agreement, sources_of
+from tests.api import Group, left_s, one_deadline, require_agreement, sources_of
 from tests.api import private as private_module
 from tests.ranks import BACKENDS, Lost, Pool, Raised, say, wait_for_word
 from tests.waiting import time_out
@@ -78,7 +78,6 @@ def over_nodes(rank: int, size: int, width: int) -> tuple[Any, ...]:
         torch.arange(2 * nodes.size, dtype=torch.uint8) + 50 * me, [2] * nodes.size, action="test"
     )
     again = sources_of(Group(), width)
-    assert isinstance(nodes, Nodes) and isinstance(again, Nodes)
     same = nodes.node._shared is again.node._shared
     return (
         me,
@@ -90,7 +89,7 @@ def over_nodes(rank: int, size: int, width: int) -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("width", [1, 2, 4])
 def test_nodes_give_once_and_get_everything_everywhere(ranks: Pool, width: int) -> None:
     count = 4 // width
     for rank, (me, size, rows, total, exchanged, same) in enumerate(

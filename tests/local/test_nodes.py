@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import thinwire as tw
-from tests.api import Members, Nodes
+from tests.api import Members
 from tests.local.test_laws import Bag, bag, digest, noise, one_step, start_values
 from tests.ranks import Pool
 
@@ -138,8 +138,7 @@ def width(rank: int, size: int, config: Any, local: int) -> int:
         patch.dict(os.environ, {name: str(value) for name, value in launcher.items()}),
         tw.local_sgd(model, optimizer, config) as sync,
     ):
-        sources = sync._averager.sources
-        return sources.node_size if isinstance(sources, Nodes) else 1
+        return sync._averager.sources.node_size
 
 
 @pytest.mark.slow

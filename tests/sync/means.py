@@ -18,13 +18,16 @@ def launch(
     exchange: str = api.GATHER,
 ) -> None:
     """One bucket of a round, whatever it is made of."""
-    context = one_round.context(bucket)
-    sendings = [api.send_dense(context, dense)] if dense else []
-    if sparse:
-        arrived = api.ArrivedEntries(context, ("messages", "sums"), [*sparse])
-        how = {"value_bits": bits, "exchange": exchange}
-        sendings.insert(0, api.send_entries(context, sparse, arrived, **how))
-    one_round.launch({*sparse, *dense}, api.combined(sendings))
+
+    def send(context: api.Context, _: Any) -> list[api.Sending]:
+        sendings = [api.send_dense(context, dense)] if dense else []
+        if sparse:
+            arrived = api.ArrivedEntries(context, ("messages", "sums"), [*sparse])
+            how = {"value_bits": bits, "exchange": exchange}
+            sendings.insert(0, api.send_entries(context, sparse, arrived, **how))
+        return sendings
+
+    one_round.launch({*sparse, *dense}, one_round.bucket(bucket, (), send))
 
 
 class GradientMean:

@@ -18,14 +18,13 @@ from thinwire.comm.handshake import (
     wrong_call_site,
 )
 from thinwire.comm.macs import ALL_RANKS, wrong_mac_text
-from thinwire.comm.nodes import Nodes, Sources, node_size_of, require_mesh, sites_of, sources_of
+from thinwire.comm.nodes import Sources, node_size_of, require_mesh, sites_of, sources_of
 from thinwire.comm.private import is_alone, next_identity, rank_and_size_in
 from thinwire.comm.waiting import busy, long_waits_logged, one_deadline, own_deadlines, seconds_of
 
 __all__ = [
     "ALL_RANKS",
     "Group",
-    "Nodes",
     "Pending",
     "Regrouped",
     "Sources",

@@ -211,6 +211,21 @@ class Group:
             group.bytes_sent, group.bytes_received = sent, received
 
     @property
+    def all_ranks(self) -> "Group":
+        """All ranks of all sources, see `Nodes`: this group."""
+        return self
+
+    @property
+    def leaders(self) -> "Group":
+        """The ranks that send for their source: all."""
+        return self
+
+    @property
+    def node(self) -> "Group":
+        """The ranks of this rank's source: itself."""
+        return Group.over_private(None, self.timeout_s)
+
+    @property
     def global_ranks(self) -> list[int]:
         """Global ranks of this group, in the order of the group."""
         return [0] if self._shared is None else self._shared.ranks

@@ -87,20 +87,19 @@ class Nodes:
         own = ranks[first : first + node_size]
         node = private_group(parent, f"{name}, {first}", limit_s, own)
         self.node = Group.over_private(node, limit_s)
-        self.leaders: Group | None = None
-        if index == 0:
-            between, own = None, ranks[::node_size]
-            if self.size > 1:  # by gloo, unless the user named a group, whose backend counts
-                gloo = parent is dist.group.WORLD
-                between = private_group(parent, f"{name}, leaders", limit_s, own, gloo=gloo)
-            self.leaders = Group.over_private(between, limit_s)
-            self.leaders.streams = all_ranks.streams
-        self.groups = [g for g in (self.leaders, all_ranks, self.node) if g is not None]
+        between = None
+        if index == 0 and self.size > 1:
+            # by gloo, unless the user named a group, whose backend counts
+            gloo, own = parent is dist.group.WORLD, ranks[::node_size]
+            between = private_group(parent, f"{name}, leaders", limit_s, own, gloo=gloo)
+        self.leaders = Group.over_private(between, limit_s)
+        """The first ranks of all nodes; a group of one on a rank that leads none."""
+        self.leaders.streams = all_ranks.streams
 
     @property
     def rate_bit_s(self) -> float:
         """Throughput between the nodes; 0 if this rank leads none."""
-        return 0.0 if self.leaders is None else self.leaders.rate_bit_s
+        return self.leaders.rate_bit_s
 
     def all_gather(self, message: Tensor, *, action: str) -> Pending[Tensor]:
         """Gather as `Group.all_gather` does: shape (size, B), row n from node n."""
@@ -120,7 +119,7 @@ class Nodes:
         self, launch: Callable[[Group], Pending[Tensor]], empty: Callable[[], Tensor], action: str
     ) -> Pending[Tensor]:
         """Launch on the leader, and broadcast its result to all ranks of this node."""
-        pending = None if self.leaders is None else launch(self.leaders)
+        pending = None if self.node.rank else launch(self.leaders)
 
         def finish() -> Tensor:
             result = empty() if pending is None else pending.wait()
@@ -130,7 +129,7 @@ class Nodes:
 
 
 Sources = Group | Nodes
-"""Sources of an exchange: ranks, or nodes of ranks."""
+"""Sources of an exchange: ranks, or nodes of ranks. An exchange does not ask which."""
 
 
 def job_ranks() -> list[int]:

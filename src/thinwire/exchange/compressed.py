@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from thinwire.comm import Nodes, Sources
+from thinwire.comm import Sources
 from thinwire.compress.checksums import send_checked
 from thinwire.compress.dense import DenseMeans, not_finite, send_dense
 from thinwire.compress.dgc import limited
@@ -196,23 +196,22 @@ class Compressed:
 
     def make_common(self) -> None:
         """Give the ranks of each node, which send the same message, the same state, once."""
-        if isinstance(self._sources, Nodes) and not self._nodes_compared:
-            state = {
-                f"{kind} of {name}": entry
-                for kind, held in self.state().items()
-                for name, entry in held.items()
-            }
-            make_common_(state, self._sources)
+        # elsewhere nothing is compared, and no state needs to exist before something is sent
+        if self._sources.node_size > 1 and not self._nodes_compared:
+            make_common_(self.state(), self._sources)
             self._nodes_compared = True
 
     def sendings(
-        self, context: Context, row_sparse: Collection[str], grads: Grads
+        self, row_sparse: Collection[str], grads: Grads, context: Context, means: Grads
     ) -> list[Sending]:
-        """Return the sendings; a gradient that is row-sparse on any rank travels densely."""
+        """Return the sendings of gradients, or of their means over a node.
+
+        A gradient that is row-sparse on any rank travels densely.
+        """
         at, taken, rest = self._accumulation, dict[Compression, dict[str, Tensor]](), {}
         if at is not None:
             context = replace(context, update=at.position(context.step))
-        for name, grad in grads.items():
+        for name, grad in {**grads, **means}.items():
             able = name not in row_sparse and not grad.is_sparse and grad.is_floating_point()
             method = at.method(name) if at is not None and able else None
             begun = method is not None and context.update >= method.last_dense_step
@@ -300,9 +299,7 @@ class Compressed:
         """Give all ranks the mean of each momentum that a dense mean is about to enter."""
         dense = {name for name, got in received.items() if isinstance(got, DenseMeans)}
         if late := dense & self._apart:
-            sources = self._sources
-            ranks = sources.all_ranks if isinstance(sources, Nodes) else sources
             kept = self.state().get("momentum_buffer", {})
             held = [kept[name] for name in received if name in late & kept.keys()]
-            make_mean_(held, ranks, action="making momentum common")
+            make_mean_(held, self._sources.all_ranks, action="making momentum common")
         self._apart = self._apart.union(received) - dense

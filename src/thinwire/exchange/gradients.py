@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.comm import Group, Nodes, Sources
+from thinwire.comm import Group, Sources
 from thinwire.compress.dense import all_finite
-from thinwire.compress.protocol import Compression, Flags, combined
+from thinwire.compress.protocol import Compression, Flags
 from thinwire.core.tensors import narrowed, sparse_rows, with_own_storage
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.exchange.agreement import Answers, Participants, StepDecision, verdict_of
 from thinwire.exchange.checks import Presence
 from thinwire.exchange.compressed import Compressed, Grads, Residuals
-from thinwire.exchange.nodes import in_nodes
 from thinwire.exchange.replica import layout_change
 from thinwire.exchange.round import Round
 from thinwire.exchange.synchronizer import Synchronizer, agreed_sources
@@ -406,11 +405,8 @@ class GradientExchange(Synchronizer):
         if isinstance(begun, DenseUpdate):
             begun.launch(bucket, grads)
             return
-        context = begun.context(bucket)
-        sendings = partial(self.compressed.sendings, context, begun.row_sparse)
-        nodes = isinstance(self.sources, Nodes)
-        sending = in_nodes(context, grads, sendings) if nodes else combined(sendings(grads))
-        begun.launch(grads.keys(), sending)
+        send = partial(self.compressed.sendings, begun.row_sparse, grads)
+        begun.launch(grads.keys(), begun.bucket(bucket, grads.items(), send))
 
     def _verified(
         self,
@@ -454,7 +450,7 @@ class GradientExchange(Synchronizer):
         """Return the report about a gradient that is not finite: this rank's own, or the sum."""
         grad = grads.get(name)
         # inside a node only means were checked, so look at this rank's own gradient again
-        if grad is not None and (isinstance(self.sources, Nodes) or not own):
+        if grad is not None and (self.sources.node_size > 1 or not own):
             values = grad.coalesce().values() if grad.is_sparse else grad
             own = not all_finite(values)
         return {"non_finite" if own else "sum_non_finite": name}

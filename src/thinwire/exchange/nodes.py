@@ -1,25 +1,31 @@
 """Averaging inside nodes: ranks of a node count as one source and hold one state."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from thinwire.comm import Group, Nodes, require_agreement
+from thinwire.comm import Group, Sources, require_agreement
 from thinwire.compress.checksums import damaged_text
 from thinwire.compress.dense import by_dtype, joined, opened, parted, sum_of
 from thinwire.compress.protocol import Bucket, Context, Sending, combined
 from thinwire.core.checksum import checksum
 from thinwire.errors import PayloadCorrupt
 
+Send = Callable[[Context, Mapping[str, Tensor]], Sequence[Sending]]
+"""Makes the sendings of one bucket, from the means over a node if there are any."""
 
-def make_common_(state: Mapping[str, Tensor], nodes: Nodes) -> None:
-    """Give all ranks of each node the mean of their `state`, by name, unless it is equal."""
+
+def make_common_(state: Mapping[str, Mapping[str, Tensor]], sources: Sources) -> None:
+    """Give all ranks of each node the mean of their `state`, by kind and name, unless equal."""
+    if sources.node_size == 1:
+        return
     # it differs where it was saved with every rank as a source of its own, or with other ranks. The
     # mean preserves the pending update, which is the mean over all ranks
-    facts = {"state of": [f"{name} {list(tensor.shape)}" for name, tensor in state.items()]}
-    require_agreement(nodes.all_ranks, facts, action="comparing the state inside the nodes")
-    make_mean_(list(state.values()), nodes.node, action="averaging the state inside the node")
+    named = {f"{kind} of {name}": t for kind, held in state.items() for name, t in held.items()}
+    facts = {"state of": [f"{name} {list(tensor.shape)}" for name, tensor in named.items()]}
+    require_agreement(sources.all_ranks, facts, action="comparing the state inside the nodes")
+    make_mean_(list(named.values()), sources.node, action="averaging the state inside the node")
 
 
 @torch.no_grad()
@@ -49,13 +55,9 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def in_nodes(
-    context: Context,
-    grads: Mapping[str, Tensor],
-    send: Callable[[Mapping[str, Tensor]], Sequence[Sending]],
-) -> Bucket:
-    """Average the gradients of a node's ranks densely, then make the node's sendings."""
-    dense = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads.items()}
+def in_nodes(context: Context, grads: Iterable[tuple[str, Tensor]], send: Send) -> Bucket:
+    """Average the gradients of a node's ranks densely, then make its sendings from the means."""
+    dense = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads}
     groups = by_dtype(dense)
     parts = [joined(group.values()) for group in groups]
     # first step of the bucket: sums inside the node, one per dtype
@@ -74,7 +76,7 @@ def in_nodes(
                     f"inside node {context.source}, whose ranks count from 0: {text}"
                 )
     # send even after damage: the other nodes wait for this one's messages
-    arrived = yield from combined(send({name: means[name] for name in grads}))
+    arrived = yield from combined(send(context, {name: means[name] for name in dense}))
     if refusal is not None:
         raise refusal
     for brought in arrived:

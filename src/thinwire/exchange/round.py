@@ -1,13 +1,13 @@
 """Driver of the generators in `thinwire.compress`: launches, waits, and checks what arrived."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from thinwire.comm import ALL_RANKS, Nodes, Pending, Sources, wrong_mac_text
+from thinwire.comm import ALL_RANKS, Pending, Sources, wrong_mac_text
 from thinwire.compress.protocol import (
     AllGather,
     AllReduce,
@@ -17,8 +17,10 @@ from thinwire.compress.protocol import (
     Collective,
     Context,
     Flags,
+    combined,
 )
 from thinwire.errors import PayloadCorrupt
+from thinwire.exchange.nodes import Send, in_nodes
 
 
 class Findings(NamedTuple):
@@ -70,11 +72,14 @@ class Round:
         self.received: list[list[Tensor]] | None = None
         """Answers that the sendings received, for `replay`, if a list was put here."""
 
-    def context(self, bucket: int) -> Context:
-        """Return the context of the sendings of one bucket."""
+    def bucket(self, number: int, tensors: Iterable[tuple[str, Tensor]], send: Send) -> Bucket:
+        """Return the sendings of one bucket; `tensors` are averaged inside a node."""
         sources = self._sources
-        position = (self.step, bucket, sources.rank, sources.size, sources.node_size)
-        return Context(*position, read_sums=self._read_sums)
+        position = (self.step, number, sources.rank, sources.size, sources.node_size)
+        context = Context(*position, read_sums=self._read_sums)
+        if context.node_size == 1:
+            return combined(send(context, {}))
+        return in_nodes(context, tensors, send)
 
     def launch(self, names: Collection[str], sending: Bucket) -> None:
         """Launch one bucket; averages inside nodes continue when the next one is launched."""
@@ -210,7 +215,6 @@ class Round:
         if isinstance(collective, AllToAll):
             return sources.all_to_all(collective.messages, collective.lengths, action=purpose)
         if collective.within_node:
-            assert isinstance(sources, Nodes)
             sources = sources.node
         if isinstance(collective, AllGather):
             return sources.all_gather(collective.message, action=purpose)

@@ -15,7 +15,6 @@ from thinwire import _validate as check
 from thinwire._version import __version__
 from thinwire.comm import (
     Group,
-    Nodes,
     Sources,
     next_identity,
     node_size_of,
@@ -178,7 +177,7 @@ class Synchronizer:
         after: Sequence[Check] = (),
     ) -> None:
         self.group, self.sources = group, sources
-        own = sources.groups if isinstance(sources, Nodes) else [sources]
+        own = [sources.leaders, sources.all_ranks, sources.node]
         shards = [] if group.shards is None else [group.shards]
         self._groups = list(dict.fromkeys([*own, group, *shards]))
         self.duplicates = DuplicateBatchCheck(kind)
@@ -191,8 +190,6 @@ class Synchronizer:
         self.bytes_of_others = 0
         """Bytes that a DistributedDataParallel model has summed since it was found to do so too."""
         self._before: dict[str, float] = dict.fromkeys(COUNTED, 0)
-        if not isinstance(sources, Nodes):
-            self._before["bytes_between_nodes"] = self._totals()["bytes_between_nodes"]
 
     def add_check(self, check: Check) -> None:
         """Add a check to all agreements. It judges after those added before."""
@@ -220,16 +217,13 @@ class Synchronizer:
 
     def _totals(self) -> dict[str, float]:
         """Return the counters of messages and waiting in this process, by name."""
-        sources = self.sources
-        if isinstance(sources, Nodes):
-            between = 0 if sources.leaders is None else sources.leaders.bytes_sent
-            # votes of other ranks too go over all of them, so they count as traffic between nodes
-            between += 0 if self.group is sources.all_ranks else self.group.bytes_sent
-        else:
-            between = 0 if sources.size == 1 else sources.bytes_sent
+        others = round(2 * (1 - 1 / self.group.size) * self.bytes_of_others)  # by rings
+        between = self.sources.leaders.bytes_sent + others
+        # votes of other ranks too go over all of them, so they count as traffic between nodes
+        if self.group is not self.sources.all_ranks and self.group.shards is None:
+            between += self.group.bytes_sent
         return {
-            "bytes_sent": sum(group.bytes_sent for group in self._groups)
-            + round(2 * (1 - 1 / self.group.size) * self.bytes_of_others),  # by rings
+            "bytes_sent": sum(group.bytes_sent for group in self._groups) + others,
             "bytes_received": sum(group.bytes_received for group in self._groups),
             "bytes_between_nodes": between,
             "wait_s": self.waited_s,
@@ -237,10 +231,7 @@ class Synchronizer:
 
     def counted(self) -> dict[str, float]:
         """Return the counters of this rank's messages and waiting, earlier runs included."""
-        now = {name: total - self._before[name] for name, total in self._totals().items()}
-        if not isinstance(self.sources, Nodes) and self.group.shards is None:
-            now["bytes_between_nodes"] = now["bytes_sent"]
-        return now
+        return {name: total - self._before[name] for name, total in self._totals().items()}
 
     def count_from(self, counted: Mapping[str, float]) -> None:
         """Continue the counters of an earlier run."""

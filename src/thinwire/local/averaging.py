@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from thinwire.comm import Nodes, Pending, Sources
+from thinwire.comm import Pending, Sources
 from thinwire.comm.replicate import overwrite_
 from thinwire.compress.checksums import send_checked
 from thinwire.compress.dense import DenseMeans, not_finite, send_dense
@@ -19,13 +20,13 @@ from thinwire.compress.protocol import (
     Bucket,
     Compression,
     Computed,
+    Context,
     Sending,
-    combined,
 )
 from thinwire.core.checksum import bit_sums
 from thinwire.core.norms import sketch
 from thinwire.exchange.agreement import Answers
-from thinwire.exchange.nodes import in_nodes, make_common_
+from thinwire.exchange.nodes import make_common_
 from thinwire.exchange.round import Round
 from thinwire.kernels.rules import OuterRule
 from thinwire.layout.message import SKETCH_NUMEL
@@ -232,16 +233,10 @@ class Averaging:
     @torch.no_grad()
     def make_common(self) -> None:
         """Average loaded residuals inside each node, where they may differ."""
-        sources = self.sources
-        if isinstance(sources, Nodes) and not self._common:
-            kept = {
-                f"{kind} of {name}": tensor
-                for kind, tensors in self.kept.items()
-                for name, tensor in tensors.items()
-            }
+        if not self._common:
             # not an exchange of updates
-            with sources.all_ranks.uncounted(), sources.node.uncounted():
-                make_common_(kept, sources)
+            with self.sources.all_ranks.uncounted(), self.sources.node.uncounted():
+                make_common_(self.kept, self.sources)
         self._common = True
 
     def state_loaded(self) -> None:
@@ -315,7 +310,7 @@ class Averaging:
         # timed rounds count from 0; a compression without a begin step compresses at step 0 too
         if self.changes is None or step <= self.changes.last_dense_step:
             return frozenset()
-        return frozenset(name for name in names if name in self.errors)
+        return frozenset(names).intersection(self.errors)
 
     def launch(self, pending: PendingAveraging, *, record: bool = False) -> None:
         """Start the exchange without waiting, but for sums inside nodes; `record` for `replay`."""
@@ -345,21 +340,20 @@ class Averaging:
         dense = [name for name in names if name not in compressed]
         shapes = {name: self.anchors[name] for name in dense} | others
         pending.round = one_round = Round(self.sources, pending.step)
-        context = replace(one_round.context(0), update=pending.step - 1)
 
-        def sendings(means: Mapping[str, Tensor]) -> list[Sending]:
+        def sendings(context: Context, means: Mapping[str, Tensor]) -> list[Sending]:
             given = means or pending.moved.only(dense)
             found = [send_dense(context, shapes, computed=given)] if shapes else []
             if taken:
                 assert self.changes is not None, "something is compressed"
                 folded = pending.moved.only(taken, means)
+                context = replace(context, update=pending.step - 1)
                 found.insert(0, send_checked(self.changes, context, folded, self.kept))
             return found
 
-        if isinstance(self.sources, Nodes):
-            given = {name: self._home(pending.moved[name]) for name in names} | others
-            return one_round, {*given}, in_nodes(context, given, sendings)
-        return one_round, {*names, *others}, combined(sendings({}))
+        moved = ((name, self._home(pending.moved[name])) for name in names)
+        sending = one_round.bucket(0, chain(moved, others.items()), sendings)
+        return one_round, {*names, *others}, sending
 
     def _sketch_of(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
         """Return the sketch of some of these tensors as one long vector, on the CPU."""

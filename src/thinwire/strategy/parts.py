@@ -180,4 +180,4 @@ class Parts:
         """The ranks that write one checkpoint: all; with members a member alone, or its site."""
         if self.group.static_membership:
             return self.group
-        return self.group.shards or Group.over_private(None, self.group.timeout_s)
+        return self.group.shards or self.group.node
