@@ -39,7 +39,6 @@ _NAMES = {
     "thinwire.comm.sockets": "connections has_ended listeners shut_down",
     "thinwire.comm.waiting": "left_s one_deadline",
     "thinwire.compress": "COMPRESSIONS",
-    "thinwire.compress.checksums": "checked_sum with_checksum",
     "thinwire.compress.dense": "send_dense",
     "thinwire.compress.dgc": "DGC locally_clipped",
     "thinwire.compress.entries": "ArrivedEntries Proposed send_entries",
@@ -49,7 +48,7 @@ _NAMES = {
         "combined"
     ),
     "thinwire.compress.split": "add_up shares",
-    "thinwire.core.checksum": "checked_mean_ checksum",
+    "thinwire.core.checksum": "checked_mean_ checked_sum checksum with_checksum",
     "thinwire.core.feedback": (
         "Proposal commit_list_ compile_loops propose_list rounding_seed step_along_list_ "
         "store_ sum_sparse top_k"

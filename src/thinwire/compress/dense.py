@@ -9,9 +9,17 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.compress.checksums import checked_sum, damaged_text, salt_of, with_checksum
-from thinwire.compress.protocol import AllGather, AllReduce, Arrived, Collective, Context, Sending
-from thinwire.core.checksum import checked_mean_
+from thinwire.compress.protocol import (
+    AllGather,
+    AllReduce,
+    Arrived,
+    Collective,
+    Context,
+    Sending,
+    damaged_text,
+    salt_of,
+)
+from thinwire.core.checksum import checked_mean_, checked_sum, with_checksum
 from thinwire.core.tensors import state_dtype
 from thinwire.errors import PayloadCorrupt
 from thinwire.layout.traffic import travels_checksummed

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from thinwire._wording import warn_user
+from thinwire.core.checksum import opened_rows, with_checksum
 from thinwire.core.feedback import Proposal, top_k
 from thinwire.core.tensors import state_dtype
 from thinwire.errors import PayloadCorrupt
@@ -378,6 +379,55 @@ def combined(sendings: Sequence[Sending]) -> Bucket:
     if refusal is not None:
         raise refusal
     return [result for result in arrived if result is not None]
+
+
+def send_checked(method: Compression, context: Context, folded: Computed, kept: Kept) -> Sending:
+    """Return the sending of a method, with checksums where its messages have none."""
+    sending = method.send(context, folded, kept)
+    return sending if method.has_checksums else _checked(sending, context)
+
+
+def _checked(sending: Sending, context: Context) -> Sending:
+    refusal: PayloadCorrupt | None = None
+    asked: Sequence[Collective] = next(sending)
+    while True:
+        answers = yield [
+            AllGather(with_checksum(one.message, salt_of(context)), one.purpose, one.within_node)
+            if isinstance(one, AllGather)
+            else one
+            for one in asked
+        ]
+        found = list(answers)
+        for index, one in enumerate(asked):
+            if not isinstance(one, AllGather):
+                continue
+            rows, damaged = opened_rows(answers[index], salt_of(context))
+            for source, damage in enumerate(damaged.tolist()):
+                if damage:
+                    rank = source * context.node_size
+                    refusal = refusal or PayloadCorrupt(damaged_text(rank, context))
+                    rows[source] = one.message  # which the method can read to its end
+            found[index] = rows
+        try:
+            asked = sending.send(found)
+        except StopIteration as end:
+            if refusal is not None:
+                raise refusal from None
+            arrived: Arrived = end.value
+            return arrived
+
+
+def damaged_text(rank: int, context: Context) -> str:
+    """Describe a message that does not match its checksum."""
+    return (
+        f"the message of rank {rank} for bucket {context.bucket} of step {context.step} was "
+        "refused: it does not fit its checksum"
+    )
+
+
+def salt_of(context: Context) -> int:
+    """Return the number that ties a checksum to one sending."""
+    return (context.step << 20) + context.bucket
 
 
 _log = logging.getLogger("thinwire")

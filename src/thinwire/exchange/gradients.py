@@ -6,7 +6,7 @@ exists only after a sum is compared in the next exchange.
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,13 +15,22 @@ from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.comm import Group, Sources
-from thinwire.compress.dense import all_finite
-from thinwire.compress.protocol import Compression, Flags
+from thinwire.compress.dense import DenseMeans, all_finite, not_finite, send_dense
+from thinwire.compress.entries import ArrivedEntries
+from thinwire.compress.protocol import (
+    Arrived,
+    Compression,
+    Context,
+    Flags,
+    Sending,
+    send_checked,
+)
+from thinwire.compress.residuals import Folded, Grads, Received, Residuals
 from thinwire.core.tensors import narrowed, sparse_rows, with_own_storage
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.exchange.agreement import Answers, Participants, StepDecision, verdict_of
 from thinwire.exchange.checks import Presence
-from thinwire.exchange.compressed import Compressed, Grads, Residuals
+from thinwire.exchange.nodes import make_common_, make_mean_
 from thinwire.exchange.replica import layout_change
 from thinwire.exchange.round import Round
 from thinwire.exchange.synchronizer import Synchronizer, agreed_sources
@@ -49,6 +58,151 @@ class Outcome:
     """This rank's gradients that count, with zeros for those that it lacked."""
     received: Round | DenseUpdate | None = None
     """The messages that arrived, if the update is made."""
+
+
+class Compressed:
+    """The tensors of an exchange: those that a method compresses, and all others, sent densely."""
+
+    def __init__(
+        self,
+        accumulation: Residuals | None,
+        params: Mapping[str, Tensor],
+        sources: Sources,
+        *,
+        check_dense: bool,
+    ) -> None:
+        self._accumulation, self._params, self._sources = accumulation, params, sources
+        self._keys = {name: key for key, name in enumerate(params)}
+        self._check_dense, self._nodes_compared = check_dense, False
+        # tensors whose momentum may differ between ranks, since they were compressed or loaded
+        self._apart: frozenset[str] = frozenset()
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Return the state that only this rank, or its node, holds: live, by kind and name."""
+        found: dict[str, dict[str, Tensor]] = {}
+        if (at := self._accumulation) is None:
+            return found
+        for name, param in self._params.items():
+            method = at.method(name)
+            if method.compresses(param) and not param.is_complex():
+                for kind, entry in at.saved(name).items():
+                    if kind in method.kinds:
+                        found.setdefault(kind, {})[name] = entry
+        return found
+
+    def state_loaded(self) -> None:
+        """Record that state was loaded from outside, on all ranks; it may differ inside a node."""
+        self._nodes_compared, self._apart = False, frozenset(self._params)
+
+    def make_common(self) -> None:
+        """Give the ranks of each node, which send the same message, the same state, once."""
+        # elsewhere nothing is compared, and no state needs to exist before something is sent
+        if self._sources.node_size > 1 and not self._nodes_compared:
+            make_common_(self.state(), self._sources)
+            self._nodes_compared = True
+
+    def sendings(
+        self, row_sparse: Collection[str], grads: Grads, context: Context, means: Grads
+    ) -> list[Sending]:
+        """Return the sendings of gradients, or of their means over a node.
+
+        A gradient that is row-sparse on any rank travels densely.
+        """
+        at, taken, rest = self._accumulation, dict[Compression, dict[str, Tensor]](), {}
+        if at is not None:
+            context = replace(context, update=at.position(context.step))
+        for name, grad in {**grads, **means}.items():
+            able = name not in row_sparse and not grad.is_sparse and grad.is_floating_point()
+            method = at.method(name) if at is not None and able else None
+            begun = method is not None and context.update >= method.last_dense_step
+            if method is not None and begun and method.compresses(self._params[name]):
+                taken.setdefault(method, {})[name] = grad
+            else:
+                rest[name] = grad.to_dense() if grad.is_sparse else grad
+        found = [self._sending(method, context, its) for method, its in taken.items()]
+        if rest:
+            found.append(send_dense(context, rest, check_finite=self._check_dense))
+        return found
+
+    def _sending(self, method: Compression, context: Context, grads: Grads) -> Sending:
+        # zeros in place of numbers that no message can hold: all ranks will drop the step
+        bad = [] if method.reports_finite else not_finite(grads)
+        sent = {n: torch.zeros_like(grad) if n in bad else grad for n, grad in grads.items()}
+        folded = self._folded(method, context, sent, keep=False)
+        arrived = yield from send_checked(method, context, folded, folded.kept)
+        arrived.finite = {**arrived.finite, **dict.fromkeys(bad, False)}
+        return arrived
+
+    def _folded(self, method: Compression, context: Context, grads: Grads, *, keep: bool) -> Folded:
+        assert self._accumulation is not None, "something is compressed"
+        return Folded(grads, self._accumulation, method, context, self._keys, keep=keep)
+
+    @torch.no_grad()
+    def commit_(
+        self,
+        grads: Grads,
+        received: Received,
+        row_sparse: Collection[str],
+        owned: Collection[str],
+    ) -> tuple[Collection[str], dict[str, Tensor]]:
+        """Change the state after a vote; return the parameters that were updated, with momentum,
+        and the means of all others, in the memory of gradients that are in `owned`.
+
+        The gradients are unchanged since they were sent; `row_sparse` ones travelled densely.
+        """
+        at, updated = self._accumulation, set[str]()
+        if at is not None:
+            self._make_momentum_common_(received)
+
+            def leave_(name: str) -> None:
+                got = received[name]
+                assert isinstance(got, ArrivedEntries), "momentum is kept beside entries only"
+                folded = self._taken(name, grads, got)
+                got.leave_(name, folded, folded.kept)
+
+            updated.update(at.step_(received, row_sparse, leave_))
+        means = {
+            name: self._mean(name, grads, received, grad if name in owned else None)
+            for name, grad in grads.items()
+            if name not in updated
+        }
+        return updated, means
+
+    @torch.no_grad()
+    def means(self, grads: Grads, received: Received) -> dict[str, Tensor]:
+        """Return all means before the vote; nothing changes."""
+        return {name: self._mean(name, grads, received, copies=True) for name in grads}
+
+    def _mean(
+        self,
+        name: str,
+        grads: Grads,
+        received: Received,
+        into: Tensor | None = None,
+        *,
+        copies: bool = False,
+    ) -> Tensor:
+        got = received[name]
+        if isinstance(got, DenseMeans):
+            return got.mean(name, self._params[name])
+        folded = self._taken(name, grads, got)
+        for held in folded.kept.values() if copies else ():
+            held.update({name: entry.clone() for name, entry in held.items()})
+        return got.take_(name, folded, folded.kept, into)
+
+    def _taken(self, name: str, grads: Grads, got: Arrived) -> Folded:
+        assert self._accumulation is not None, "something is compressed"
+        own = {name: got.node_means.get(name, grads[name])}
+        return self._folded(self._accumulation.method(name), got.context, own, keep=True)
+
+    def _make_momentum_common_(self, received: Received) -> None:
+        """Give all ranks the mean of each momentum that a dense mean is about to enter."""
+        dense = {name for name, got in received.items() if isinstance(got, DenseMeans)}
+        if late := dense & self._apart:
+            kept = self.state().get("momentum_buffer", {})
+            held = [kept[name] for name in received if name in late & kept.keys()]
+            make_mean_(held, self._sources.all_ranks, action="making momentum common")
+        self._apart = self._apart.union(received) - dense
 
 
 class GradientExchange(Synchronizer):

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Group, Sources, require_agreement
-from thinwire.compress.checksums import damaged_text
 from thinwire.compress.dense import by_dtype, joined, opened, parted, sum_of
-from thinwire.compress.protocol import Bucket, Context, Sending, combined
+from thinwire.compress.protocol import Bucket, Context, Sending, combined, damaged_text
 from thinwire.core.checksum import checksum
 from thinwire.errors import PayloadCorrupt
 

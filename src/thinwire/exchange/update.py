@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Group, Pending
-from thinwire.compress.checksums import checked_sum, with_checksum
 from thinwire.compress.dense import by_dtype, joined, parted
-from thinwire.core.checksum import checked_mean_
+from thinwire.core.checksum import checked_mean_, checked_sum, with_checksum
 from thinwire.layout.traffic import travels_checksummed
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from thinwire.comm import Pending, Sources
 from thinwire.comm.replicate import overwrite_
-from thinwire.compress.checksums import send_checked
 from thinwire.compress.dense import DenseMeans, not_finite, send_dense
 from thinwire.compress.protocol import (
     RESIDUAL,
@@ -22,6 +21,7 @@ from thinwire.compress.protocol import (
     Computed,
     Context,
     Sending,
+    send_checked,
 )
 from thinwire.core.checksum import bit_sums
 from thinwire.core.norms import sketch

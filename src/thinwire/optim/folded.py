@@ -11,11 +11,11 @@ from thinwire.compress.dense import DenseMeans
 from thinwire.compress.dgc import limited
 from thinwire.compress.entries import ArrivedEntries
 from thinwire.compress.protocol import RESIDUAL, Arrived, Compression
+from thinwire.compress.residuals import Leave, Received, Residuals
 from thinwire.core.feedback import in_chunks, rounding_seed, step_along_list_, store_
 from thinwire.core.gradients import Clip, ClipByNorm, centralized, clipped, decayed
 from thinwire.core.sharded import shard_of
 from thinwire.core.tensors import narrowed, state_dtype
-from thinwire.exchange.compressed import Leave, Received, Residuals
 from thinwire.optim.common import CommonOptimizer
 
 

@@ -15,12 +15,12 @@ from thinwire._wording import warn_user
 from thinwire.comm import long_waits_logged, state_in_errors
 from thinwire.comm.group import collective_calls
 from thinwire.compress.dense import not_finite
+from thinwire.compress.residuals import Grads
 from thinwire.core.several import all_of
 from thinwire.core.sharded import is_sharded, shard_of, sharded_like
 from thinwire.core.tensors import require_loss, state_dtype, with_own_storage
 from thinwire.errors import Mismatch, PeerLost, PeerStalled, ThinwireError
 from thinwire.exchange.agreement import StepDecision
-from thinwire.exchange.compressed import Grads
 from thinwire.exchange.synchronizer import COUNTED
 from thinwire.local.steps import require_tokens
 from thinwire.local.updates import LocalUpdates, count_tokens, counts, make_step, open_averager
