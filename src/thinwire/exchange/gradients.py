@@ -128,25 +128,18 @@ class Compressed:
         # zeros in place of numbers that no message can hold: all ranks will drop the step
         bad = [] if method.reports_finite else not_finite(grads)
         sent = {n: torch.zeros_like(grad) if n in bad else grad for n, grad in grads.items()}
-        folded = self._folded(method, context, sent, keep=False)
+        assert self._accumulation is not None, "something is compressed"
+        folded = Folded(sent, self._accumulation, method, context, self._keys, keep=False)
         arrived = yield from send_checked(method, context, folded, folded.kept)
         arrived.finite = {**arrived.finite, **dict.fromkeys(bad, False)}
         return arrived
 
-    def _folded(self, method: Compression, context: Context, grads: Grads, *, keep: bool) -> Folded:
-        assert self._accumulation is not None, "something is compressed"
-        return Folded(grads, self._accumulation, method, context, self._keys, keep=keep)
-
     @torch.no_grad()
     def commit_(
-        self,
-        grads: Grads,
-        received: Received,
-        row_sparse: Collection[str],
-        owned: Collection[str],
+        self, grads: Grads, received: Received, row_sparse: Collection[str]
     ) -> tuple[Collection[str], dict[str, Tensor]]:
         """Change the state after a vote; return the parameters that were updated, with momentum,
-        and the means of all others, in the memory of gradients that are in `owned`.
+        and the means of all others.
 
         The gradients are unchanged since they were sent; `row_sparse` ones travelled densely.
         """
@@ -161,10 +154,12 @@ class Compressed:
                 got.leave_(name, folded, folded.kept)
 
             updated.update(at.step_(received, row_sparse, leave_))
+        rest = [name for name in grads if name not in updated]
+        # the means reuse buffers of gradients that nothing else refers to
+        owned = with_own_storage(grads) if rest else ()
         means = {
-            name: self._mean(name, grads, received, grad if name in owned else None)
-            for name, grad in grads.items()
-            if name not in updated
+            name: self._mean(name, grads, received, grads[name] if name in owned else None)
+            for name in rest
         }
         return updated, means
 
@@ -192,8 +187,8 @@ class Compressed:
 
     def _taken(self, name: str, grads: Grads, got: Arrived) -> Folded:
         assert self._accumulation is not None, "something is compressed"
-        own = {name: got.node_means.get(name, grads[name])}
-        return self._folded(self._accumulation.method(name), got.context, own, keep=True)
+        at, own = self._accumulation, {name: got.node_means.get(name, grads[name])}
+        return Folded(own, at, at.method(name), got.context, self._keys, keep=True)
 
     def _make_momentum_common_(self, received: Received) -> None:
         """Give all ranks the mean of each momentum that a dense mean is about to enter."""
@@ -512,9 +507,7 @@ class GradientExchange(Synchronizer):
         """Return the means, and this rank's gradients of parameters that are updated already."""
         # a launched tensor that is not among these gradients changes nothing
         received = {name: done.arrived[name] for name in grads}
-        # the means reuse buffers of gradients that nothing else refers to
-        owned = with_own_storage(grads)
-        updated, means = self.compressed.commit_(grads, received, done.row_sparse, owned)
+        updated, means = self.compressed.commit_(grads, received, done.row_sparse)
         # row-sparse on all ranks: an optimizer may update the present rows only. A gradient that is
         # dense on any rank is dense on all, as in torch's sum of a dense and a row-sparse one
         means = {n: _rows(mean) if n in done.rows_only else mean for n, mean in means.items()}
