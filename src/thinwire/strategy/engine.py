@@ -21,18 +21,17 @@ from thinwire.core.sharded import reshard_, shard_of
 from thinwire.core.stats import numbers
 from thinwire.core.tensors import called, require_loss
 from thinwire.errors import CheckpointMissing, ThinwireError
-from thinwire.exchange.agreement import StepDecision
 from thinwire.local.updates import LocalUpdates
 from thinwire.optim import Lamb, Lars
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.strategy import checkpoints, saving
 from thinwire.strategy.engine_checks import Joining
 from thinwire.strategy.following import Following
-from thinwire.strategy.microsteps import Microsteps
 from thinwire.strategy.model_files import load_model_file
 from thinwire.strategy.parts import Parts
 from thinwire.strategy.publishing import EnginePublisher, Where
 from thinwire.strategy.saving import BackgroundSave
+from thinwire.strategy.updates import steps_of
 
 _log = logging.getLogger("thinwire")
 
@@ -59,7 +58,7 @@ class Engine:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._steps = Microsteps(parts)
+        self._steps = steps_of(parts)
         self.extra: Any = None
         """The argument `extra` of `save`, after `load`; None before it, or if none was given."""
         self._following: Following | None = None
@@ -82,7 +81,7 @@ class Engine:
         """The local updates that `local_sgd` returns; None if every update is exchanged.
         `sync.step`, `sync.synced` and `sync.k_steps` are the same on all ranks.
         """
-        return self._steps.sync
+        return self._parts.sync
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -145,8 +144,7 @@ class Engine:
         except (TypeError, ValueError, RuntimeError) as error:  # reported to other stages
             problem = error
         with self._parts.group.one_deadline():
-            concludes = self.sync is not None or self._steps.merging
-            loss = runner.step(inputs, targets, problem, concludes=concludes)
+            loss = runner.step(inputs, targets, problem, concludes=self._steps.concludes)
             self._steps.finish(loss)
             loss = runner.conclude() if loss is None else loss
         self._steps.after_step()
@@ -335,17 +333,12 @@ class Engine:
                 "in every forward pass. Give them equally many batches, for example with "
                 "DistributedSampler"
             )
-        self._steps.joining = joining = Joining(self._parts.group)
+        self._steps.joining = Joining(self._parts.group)
         batches = self._parts.batches
         batches.begin(inside=True)
         try:
             yield
-            if self.sync is not None:
-                joining.idle(self._steps.idle_locally)
-            else:
-                batches.has_batch = False
-                while self._steps.idle() is not StepDecision.END:
-                    pass
+            self._steps.idle()
         finally:
             self._steps.joining = None
             batches.begin(inside=False)
@@ -368,15 +361,14 @@ class Engine:
             ThinwireError: The exchange failed.
         """
         self._require_open()
-        if self.sync is not None and self.sync.left:
+        if self._steps.left:
             self._parts.merge.clear()
             return
         following, parts, merge = self._following, self._parts, self._parts.merge
         if following is not None and following.active and (why := following.unfinished()):
             self._steps.refuse(why)
         with self._steps.with_advice(), parts.group.one_deadline():
-            # local updates compare steps in their own flush, and ranks have unequal ones by time
-            if self._steps.by_time is None and (parts.sync is None or parts.merge_steps > 1):
+            if self._steps.flush_compares_steps:
                 position = {"step": self._steps.position()}
                 position["microsteps of the unfinished update"] = merge.microsteps
                 require_agreement(parts.group, position, action="engine.flush()")
@@ -384,10 +376,7 @@ class Engine:
                 self._steps.clear_grads()  # before a second set is made
                 left, overflow = merge.take(avg=parts.merge_avg), merge.overflowed
                 self._steps.update(left, overflow=overflow, complete=True)
-            if parts.sync is None:
-                parts.buffers.synchronize()
-            else:
-                parts.sync.flush()
+            self._steps.end()
         self._parts.replica.record_gradients()
 
     def mean_loss(self, loss: Tensor | float) -> Tensor:
@@ -473,7 +462,7 @@ class Engine:
         parts = self._parts
         return numbers(
             microsteps=parts.merge.microsteps,
-            k_steps=1 if self.sync is None else self.sync.k_steps,
+            k_steps=self._steps.k_steps,
             loss_scale=1.0 if parts.scaler is None else parts.scaler.scale,
             bytes_dense=4 * self.step * sum(shard_of(p).numel() for p in parts.params.values()),
             published_step=0 if self._steps.publisher is None else self._steps.publisher.step,

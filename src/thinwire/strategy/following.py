@@ -53,10 +53,11 @@ class Following:
 
     def _step(self, which: int, closure: Callable[[], Any] | None) -> Any:
         parts = self._steps.parts
+        by_time = parts.sync is not None and parts.sync.config.by_time
         marked = [remove_scaler_marks_(single) for single in self._optimizers]
         if any(marked):
             raise RuntimeError(SCALER)
-        if parts.group.size > 1 and self._steps.by_time is None:
+        if parts.group.size > 1 and not by_time:
             refuse_scaler(parts.optimizer)
         with torch.enable_grad():
             value = None if closure is None else closure()
