@@ -12,7 +12,6 @@ from torch.nn import Parameter
 import thinwire as tw
 from tests import toys
 from tests.api import Group, LowRank, Overlap, prepare
-from tests.precision import products_in
 from tests.ranks import Pool
 from tests.reference.low_rank import LowRankOracle
 from tests.sync.means import GradientMean
@@ -190,76 +189,6 @@ def test_a_column_without_content_is_drawn_anew(ranks: Pool) -> None:
     assert float((sum(kept) / 2).norm()) < 0.1 * float(total.norm())
 
 
-def local_training(
-    rank: int, size: int, config: tw.LocalSGD, stop: int, folder: str, resume: bool
-) -> list[Any]:
-    model = model_of()
-    engine = toys.engine_of(model, nn.functional.cross_entropy, lr=0.05, localsgd=config)
-    if resume:
-        engine.load(folder)
-    losses = []
-    for step in range(engine.step, 40):
-        if step == stop and not resume:
-            engine.save(folder)
-        losses.append(float(engine.train_step(*batch(rank, step))))
-    sent = engine.stats()["bytes_sent"]
-    engine.flush()
-    engine.close()
-    return [losses, bits(model.parameters()), sent]
-
-
-LOCAL = {
-    "plain": tw.LocalSGD(4, compression=tw.LowRank(2, begin_step=4, min_numel=64)),
-    "outer, fragments and delay": tw.LocalSGD(
-        6,
-        fragments=2,
-        delay=2,
-        outer_lr=0.9,
-        outer_momentum=0.5,
-        compression=tw.LowRank(1, begin_step=0, min_numel=64),
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LOCAL)
-def test_changes_of_local_updates_travel_as_factors(ranks: Pool, tmp_path: Path, name: str) -> None:
-    straight = ranks.run(local_training, LOCAL[name], 23, str(tmp_path), False, size=3)
-    again = ranks.run(local_training, LOCAL[name], 23, str(tmp_path), True, size=3)
-    assert len({each[1] for each in straight + again}) == 1
-    for losses, _, sent in straight:
-        assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
-        everything = 4 * sum(p.numel() for p in model_of().parameters())
-        assert sent < 0.5 * everything * 40 / LOCAL[name].k_steps
-
-
-class Weighted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = Parameter(torch.zeros(192, 192))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.weight * x).sum()
-
-
-@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
-def test_nothing_is_lost_where_products_have_fewer_bits(precision: str) -> None:
-    """Gradients are what was applied and kept; only some processors' instructions lose bits."""
-    model = Weighted()
-    low_rank = LowRank(64, begin_step=0, min_numel=1)
-    engine = toys.engine_of(model, lambda out, _: out, lr=1.0, low_rank=low_rank)
-    whole = torch.zeros(192, 192, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(0)
-    with products_in(precision):
-        for _ in range(10):
-            x = torch.randn(192, 192, generator=generator)
-            whole += x.double()
-            engine.train_step(x, None)
-    kept = engine.state_dict()["exchange"]["residuals"]["weight"].double()
-    lost = whole - (kept - model.weight.detach().double())
-    assert float(lost.norm() / whole.norm()) < 1e-5
-
-
 def warned_with(rank: int, size: int, fields: dict[str, Any]) -> list[tuple[str, list[str]]]:
     """What `prepare` warns of by optimizer, and in which file."""
     told = []
@@ -283,12 +212,3 @@ def test_adam_and_muon_are_warned_of_once_and_on_rank_0(ranks: Pool) -> None:
         assert "SGD with momentum" in text
     assert (sgd, second) == (silent[1], silent)
     assert ranks.run(warned_with, {}) == [silent, silent]
-
-
-def test_conflicts_say_a_remedy() -> None:
-    with pytest.raises(tw.StrategyError, match="remove dgc or low_rank"):
-        tw.DistributedStrategy(low_rank=tw.LowRank(), dgc=tw.DGC())
-    model = model_of()
-    optimizer = tw.optim.DGCMomentum(model.named_parameters(), lr=0.1)
-    with pytest.raises(tw.StrategyError, match=r"exchanges gradients itself.*pass an SGD"):
-        tw.DistributedStrategy(low_rank=tw.LowRank()).prepare(model, optimizer)

@@ -1,6 +1,5 @@
 """A compression by a stranger, one file and one export: all that reads strategies knows it."""
 
-from contextlib import nullcontext as _nothing
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 import thinwire as tw
 from tests.one_bit import OneBit
 from tests.ranks import Pool
-from tests.strategy.training import batch, digest, prepared, train
+from tests.strategy.training import digest, prepared, train
 
 STRATEGY = tw.DistributedStrategy(compression=OneBit(min_numel=8))
 OF_CHANGES = tw.DistributedStrategy(localsgd=tw.LocalSGD(2, compression=OneBit()))
@@ -32,14 +31,6 @@ def test_explain_names_the_method_its_tensors_and_its_bytes() -> None:
     assert "dense, below min_numel=8, the gradient of 7 numbers in 1 tensor: bias" in text
     assert f"a message has {8 + 4 + 88} bytes" in text
     assert f"a message has {8 + 4 + 88 + 4 + 1} bytes" in OF_CHANGES.explain(model)
-
-
-@pytest.mark.parametrize("other", ["dgc", "low_rank", "localsgd"])
-def test_conflicts_say_what_to_write(other: str) -> None:
-    config = {"dgc": tw.DGC(), "low_rank": tw.LowRank(), "localsgd": tw.LocalSGD(2)}[other]
-    fields: dict[str, Any] = {"compression": OneBit(), other: config}
-    with pytest.raises(tw.StrategyError, match=f"{other} and compression|compression and {other}"):
-        tw.DistributedStrategy(**fields)
 
 
 def trained(rank: int, size: int, strategy: tw.DistributedStrategy, folder: str) -> Any:
@@ -73,18 +64,3 @@ def continued(
     train(engine, (), 31, 41)
     engine.flush()
     return digest(engine), pending
-
-
-def not_a_number(rank: int, size: int) -> tuple[int, bool]:
-    engine = prepared(**STRATEGY.on)
-    for step in range(6):
-        x, y = batch(step, rank)
-        with pytest.warns(UserWarning) if step == 3 else _nothing():
-            engine.train_step(x / 0 if step == 3 and rank == 1 else x, y)
-    kept = engine.state_dict()["exchange"]["residuals"].values()
-    finite = all(bool(p.isfinite().all()) for p in [*engine.model.parameters(), *kept])
-    return int(engine.stats()["dropped_steps"]), finite
-
-
-def test_a_gradient_that_is_not_finite_drops_the_step_on_all_ranks(ranks: Pool) -> None:
-    assert ranks.run(not_a_number) == [(1, True)] * 2

@@ -65,7 +65,7 @@ class EveryStep(Microsteps):
         return self.step
 
     def events(self) -> int:
-        """Return the updates, or the averagings, that were applied here; loading changes nothing."""
+        """Return the updates, or the averagings, that were applied here."""
         return self._updates_here
 
     def counts(self) -> dict[str, Any]:
