@@ -193,7 +193,6 @@ class LocalRanks:
         if (bad := pending.first_not_finite({})) is not None:
             raise FloatingPointError(f"{bad} is not finite at step {self.steps}")
         averaging.launch(pending)
-        assert pending.round is not None, "launched"
         pending.round.finish()
         averaging.commit_(pending, buffers)
 

@@ -29,7 +29,7 @@ nitpicky = True
 nitpick_ignore = [
     # the bases of the callbacks, and what types say of values that a program only hands on
     ("py:class", "thinwire.integrations.lightning._PerRankCallback"),
-    ("py:class", "thinwire.local.averaging.PendingAveraging"),
+    ("py:class", "thinwire.local.averaging.OneAveraging"),
 ]
 autodoc_mock_imports = ["lightning", "transformers"]
 

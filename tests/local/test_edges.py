@@ -326,14 +326,14 @@ def test_failed_averaging_counts_steps_once(by_time: bool, monkeypatch: pytest.M
     config = tw.LocalSGD(2, begin_step=0, round_seconds=1e6 if by_time else None)
     engine = engine_of(nn.Linear(4, 1), localsgd=config)
     x, y = torch.ones(3, 4), torch.ones(3, 1)
-    verified, failures = Averager._verified, iter([True])
+    vote, failures = Averager._vote, iter([True])
 
-    def failing(self: Averager, pending: Any) -> Any:
+    def failing(self: Averager, *about: Any) -> Any:
         if next(failures, False):
             raise tw.errors.PayloadCorrupt("said so by the test")
-        return verified(self, pending)
+        return vote(self, *about)
 
-    monkeypatch.setattr(Averager, "_verified", failing)
+    monkeypatch.setattr(Averager, "_vote", failing)
     engine.train_step(x, y)
     with pytest.raises(tw.errors.PayloadCorrupt):
         engine.train_step(x, y)

@@ -23,7 +23,7 @@ TIMEOUT_S = time_out(6.0)
 MOST_STEPS = 4000
 """Where a joiner is waited for."""
 PHASES: dict[str, tuple[type, str, bool]] = {
-    "before the first agreement": (Averager, "_propose", True),
+    "before the first agreement": (Averager, "_measure", True),
     "before sending": (Averaging, "launch", True),
     "once sent": (Averaging, "launch", False),
     "before the last agreement": (Round, "finish", False),

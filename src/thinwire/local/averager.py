@@ -1,6 +1,6 @@
 """Average parameters when it is due: measure, agree, send, verify, apply."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from thinwire.exchange.agreement import Answers
 from thinwire.exchange.digest import RollingDigest
 from thinwire.exchange.replica import Replica
 from thinwire.exchange.synchronizer import Synchronizer
-from thinwire.local.averaging import Averaging, PendingAveraging, widened
+from thinwire.local.averaging import Averaging, OneAveraging, PendingAveraging, widened
 from thinwire.local.config import AdaptiveLocalSGD, fragments_of
 from thinwire.local.interval import Due, Stage, Timetable
 from thinwire.local.model import LocalModel, OtherBuffers, refuse_scaler
@@ -64,7 +64,7 @@ class Averager(Synchronizer):
         """True while this rank only waits for the end of timed rounds; if all ranks do."""
         self.written: str | None = None
         """Digest of parameters that other code wrote since the last full sync; else None."""
-        self.pending: PendingAveraging | None = None
+        self.pending: OneAveraging | None = None
         """Averaging in flight."""
         self.last: PendingAveraging | None = None
         """Last applied averaging, kept while a joiner needs it."""
@@ -74,9 +74,9 @@ class Averager(Synchronizer):
         self._member, self._after_averaging, self._scaler = member, after_averaging, scaler
         self._parts = fragments_of(tensors.trained, self.config)
         adaptive, shards = isinstance(self.config, AdaptiveLocalSGD), group.shards
-        scaled_or_sharded = scaler is not None or shards is not None
-        self._answers_at_once = not when.overlaps or adaptive or scaled_or_sharded
-        """True if the next local step needs the answers of the agreement to send."""
+        at_once = not when.overlaps or adaptive or scaler is not None or shards is not None
+        # the next local step needs the answers of the agreement to send
+        self._first_stage = Stage.SENT if at_once else Stage.PROPOSED
         if shards is not None:
             purpose = "asking whether a round is over"
             when.of_site = lambda over: shards.gather_now(bytes([over]), purpose)[0] == b"\x01"
@@ -122,16 +122,10 @@ class Averager(Synchronizer):
             self.agreement(self.counters.step, "refusing", first=False, user_error=problem)
 
     def settle(self) -> None:
-        """Wait for the agreement about a result in flight: ranks agree on one thing at a time."""
+        """Wait for an agreement in flight: ranks agree on one thing at a time."""
         pending = self.pending
-        if pending is None or pending.agreement is None:
-            return
-        if pending.round is None:
-            self._send(pending)
-            return
-        self.pending = None
-        answers = self._verified(pending)
-        self.pending, pending.agreement = pending, Pending(lambda: answers)
+        if pending is not None and pending.stage in (Stage.PROPOSED, Stage.ARRIVED):
+            self._advance(Stage(pending.stage + 1))
 
     def before_step(self) -> None:
         """Set anchors to weights that were loaded since the last full sync."""
@@ -149,7 +143,7 @@ class Averager(Synchronizer):
         self.when.count_step()
         try:
             # first the result in flight: its anchors are those of the next averaging
-            if self.pending is None or self._advance(self.pending):
+            if self._advance():
                 self.make(self.when.due())
         finally:  # if the averaging fails, its loss must not count in the next step
             self.interval.observed.clear()
@@ -158,26 +152,27 @@ class Averager(Synchronizer):
         """Average this rank's work in a timed round, even none; nothing if all are `flushing`."""
         self.make(self.when.due_at_end())
 
-    def _advance(self, pending: PendingAveraging) -> bool:
-        """Continue an averaging in flight; return True if this rank continues with the others."""
-        stage = self.when.stage(pending.step)
-        if stage is Stage.APPLIED:
-            return self._apply_pending()
-        if stage is not Stage.WAITS and pending.round is None:
-            self._send(pending)
-        elif stage is Stage.VERIFIED:
-            self.pending = None  # after an error it is not applied
-            self._verify(pending)
-            self.pending = pending
+    def _advance(self, to: Stage | None = None, *, goes_on: bool = False) -> bool:
+        """Advance an averaging in flight; return True if this rank continues with the others."""
+        pending = self.pending
+        if pending is None:
+            return True
+        to = self.when.stage(pending.measured.step) if to is None else to
+        # hand-over: after an error the result must not be applied a second time
+        self.pending = None
+        pending.advance(to)
+        if to is Stage.APPLIED:
+            return self._after_averaging(goes_on)
+        self.pending = pending
         return True
 
     def make(self, due: Due) -> None:
         """Average what is due, or share the first loss."""
         if due is Due.EVERYTHING:
-            self._average(None, "averaging")
+            self._average("averaging", self.tensors.params)
         elif due is Due.FRAGMENT:
             part = self.when.fragment
-            self._average(part, f"averaging part {part}")
+            self._average(f"averaging part {part}", self._parts[part], part)
         elif due is Due.FIRST_LOSS:
             self.interval.read(self._ask("first loss").wait(), self.counters.step)
 
@@ -191,90 +186,52 @@ class Averager(Synchronizer):
         answers = self.agreement(
             self.counters.step, "flushing", first=False, work=work, state=changed, moved=moved
         )
-        self._apply_pending(goes_on=True)
+        self._advance(Stage.APPLIED, goes_on=True)
         # decided from the answers, so that all ranks enter the averaging or none does: other ranks
         # may have made steps
         some = any(steps for _, (_, steps, _) in answers.of("work"))
         parted = any(answers.differences("moved"))
         if some or self.counters.step > self.counters.last_full_sync:
-            self._average(None, "averaging for the last time", adapt=False)
+            self._average("averaging for the last time", self.tensors.params, adapt=False)
         elif parted or any(state for _, state in answers.of("state")):
             # such as after update_bn(): no step was made, so values are averaged as they are
-            pending = self._propose("averaging without a step", [], written=parted)
-            self._agreed(pending)
-            self._finish(pending)
-            if parted:
-                self.averaging.anchor_()
-            self._after_averaging(False)
+            self._average("averaging without a step", (), adapt=False, written=parted)
 
-    def _average(self, part: int | None, phase: str, *, adapt: bool = True) -> None:
-        """Average a fragment, or everything without a delay."""
-        self._apply_pending(goes_on=True)  # a loaded state may hold one
-        at, delayed = self.counters, part is not None and self.config.delay > 0
-        names = list(self.tensors.params) if part is None else self._parts[part]
-        pending = self._propose(phase, names, part, keep=delayed)
-        pending.last = at.last
-        if part is None or self._answers_at_once:
-            answers, k_steps = self._agreed(pending), self.interval.k_steps
-            if self.all_flush:
-                return
-            if adapt:
-                k_steps = self.interval.read(answers, at.step, adapt=part is not None)
-            if delayed:
-                self._send(pending)
-                self.when.begin_round(pending.step, part)
-            else:
-                self._finish(pending, part)
-                if part is None or len(self._parts) == 1:
-                    at.last_full_sync = at.step
-            if self._scaler is not None:
-                self._scaler.take_scale(min(scale for _, scale in answers.of("scale")))
-            self.interval.k_steps = k_steps
-        self.pending = pending if delayed else None
-        at.last = at.step
-        at.fragments_averaged += part is not None
-        self.when.synced = True
-        if not delayed:
-            self._after_averaging(False)
-
-    def _send(self, pending: PendingAveraging) -> None:
-        """Launch the messages of an averaging in flight, once ranks have agreed to send them."""
-        if pending.agreement is not None:
-            try:
-                self._agreed(pending)
-            except BaseException:  # as if it had not been measured
-                self.pending, self.counters.last = None, pending.last
-                self.counters.fragments_averaged -= 1
-                raise
-        try:
-            self._launch(pending)
-        except Regrouped:  # launched again when it is waited for
-            pending.round = None
-
-    def _launch(self, pending: PendingAveraging) -> None:
-        member, compressed = self._member, self.averaging.changes is not None
-        record = member is not None and member.records(compressed=compressed)
-        self.averaging.launch(pending, record=record)
-
-    def _propose(
+    def _average(
         self,
         phase: str,
-        names: list[str],
+        names: Collection[str],
         part: int | None = None,
         *,
-        keep: bool = False,
+        adapt: bool = True,
         written: bool = False,
-    ) -> PendingAveraging:
-        """Measure the change of this rank, and launch the agreement to send it."""
+    ) -> None:
+        """Average these parameters: a fragment, or everything without a delay."""
+        self._advance(Stage.APPLIED, goes_on=True)  # a loaded state may hold one
+        delayed = part is not None and self.config.delay > 0
+        measured, problem, state = self._measure(names, keep=delayed, written=written)
+        agreement = self._ask(phase, problem, state, part)
+        pending = OneAveraging(measured, self._stages(measured, agreement, part, adapt=adapt))
+        pending.advance(self._first_stage if delayed else Stage.APPLIED)
+        if self.all_flush:
+            return
+        self.when.synced |= bool(names)
+        if delayed:
+            self.pending = pending
+        else:
+            self._after_averaging(False)
+
+    def _measure(
+        self, names: Collection[str], *, keep: bool, written: bool
+    ) -> tuple[PendingAveraging, str | None, list[str]]:
+        """Return this rank's part, a reason not to send it, and its optimizer state and buffers."""
         step = self.counters.step
         self.averaging.make_common()
         problem = self.tensors.difference()
         if problem is None and self.work is not None:
             problem = self.work.problem
         if problem is not None:  # a rank with a problem only votes
-            pending = self.averaging.measure(step, {}, {})
-            pending.agreement = self._ask(phase, problem, part=part)
-            return pending
+            return self.averaging.measure(step, {}, {}), problem, []
         copies, state = self.tensors.weight_copies(), dict[str, Tensor]()
         if self.config.average_state:
             own = {copy.data_ptr() for copy in copies.values()}
@@ -284,19 +241,18 @@ class Averager(Synchronizer):
         others = self.tensors.parameters() if written else {}
         changed = self.tensors.changed_buffers() | dict.fromkeys(others, True)
         extras = {**self.tensors.buffers(), **state, **others}
-        pending = self.averaging.measure(
+        measured = self.averaging.measure(
             step, {name: values[name] for name in names}, extras, keep=keep
         )
         # a buffer of infinities, such as a mask, is valid while it does not change
-        if (culprit := pending.first_not_finite(changed)) is not None:
+        if (culprit := measured.first_not_finite(changed)) is not None:
             problem = (
                 f"{culprit} is not finite at the averaging of step {step}: lower the learning "
                 "rate, clip gradients, or check the data of that rank"
             )
         count, params = self.group.replica_count, self.tensors.params.values()
-        self.duplicates.sample(pending.moved.values(), params, count)
-        pending.agreement = self._ask(phase, problem, [*state, *changed], part)
-        return pending
+        self.duplicates.sample(measured.moved.values(), params, count)
+        return measured, problem, [*state, *changed]
 
     def _ask(
         self,
@@ -311,7 +267,6 @@ class Averager(Synchronizer):
         if (problem_here := self.drops.given_up) is not None:
             text = f"rank {self.group.rank}: {problem_here}. Nothing was applied on any rank"
             failure = NonFinite.__name__, text
-        self.settle()
         return self.agreement.launch(
             self.counters.step,
             phase,
@@ -327,133 +282,154 @@ class Averager(Synchronizer):
             written=self.written,
         )
 
-    def _agreed(self, pending: PendingAveraging) -> Answers:
-        """Wait until all ranks have a change to send: nothing is sent before."""
-        agreement, pending.agreement = pending.agreement, None
-        assert agreement is not None, "proposed"
-        answers = agreement.wait()
-        _refuse_different_writes(answers, pending.step)
+    def _stages(
+        self,
+        measured: PendingAveraging,
+        agreement: Pending[Answers],
+        part: int | None,
+        *,
+        adapt: bool,
+    ) -> Iterator[Stage]:
+        """Agree to send and exchange; the next interval begins with the delay or the result."""
+        answers = agreement.wait()  # nothing is sent before
+        at = self.counters
+        _refuse_different_writes(answers, measured.step)
         self.all_flush = all("flushing" in report for report in answers)
-        shards, buffers = self.group.shards, self.tensors.buffers()
+        refused = self._choose_extras(measured, answers)
+        if self.work is not None:
+            self._weigh(measured, answers)
+        if self.all_flush:
+            return
+        k_steps = self.interval.k_steps
+        if adapt:  # a loss that was observed after the last step does not count
+            k_steps = self.interval.read(answers, at.step, adapt=part is not None)
+
+        def begin_next() -> None:
+            self.when.begin_round(measured.step, part)
+            self.interval.k_steps = k_steps
+            if measured.moved:
+                at.last = measured.step
+            at.fragments_averaged += part is not None
+            if self._scaler is not None:
+                self._scaler.take_scale(min(scale for _, scale in answers.of("scale")))
+
+        exchange = self._exchange(measured, refused)
+        sent = next(exchange)
+        if measured.delayed:
+            begin_next()
+        yield sent
+        yield from exchange
+        if not measured.delayed:
+            begin_next()
+            if part is None or len(self._parts) == 1:
+                at.last_full_sync = at.step
+
+    def _exchange(self, measured: PendingAveraging, refused: str | None = None) -> Iterator[Stage]:
+        """Send, verify, vote, and only then apply."""
+        member, compressed = self._member, self.averaging.changes is not None
+        while True:
+            try:
+                with self.group.one_attempt():
+                    record = member is not None and member.records(compressed=compressed)
+                    self.averaging.launch(measured, record=record)
+                yield Stage.SENT
+                with self.group.one_attempt():
+                    vote = self._vote(measured, refused)
+                yield Stage.ARRIVED
+                answers = vote.wait()
+                break
+            except Regrouped:  # members have left: send it again to the others
+                pass
+        yield Stage.VERIFIED
+        if self.work is not None:
+            # members may have left since the weights were agreed on: divide by those that voted
+            weights = [weight for _, weight in answers.of("weight")]
+            measured.share = sum(weights) / len(weights)
+        # second vote passed: from here on nothing may fail on one rank only
+        self.averaging.commit_(measured, self._targets(measured), self.tensors.weight_copies())
+        self.tensors.made_common(measured.extras)
+        self.written = None
+        self.counters.averagings += 1
+        self.applied += 1
+        if member is not None:
+            member.receive_reports([report.get("members", {}) for report in answers])
+            self.last = measured
+
+    def resume(self, measured: PendingAveraging, weight: float) -> None:
+        """Take up an averaging of a loaded state, on which ranks had agreed."""
+        self.weight = weight
+        if self.work is not None:
+            self.averaging.weigh_(measured, weight)
+        self.pending = OneAveraging(measured, self._exchange(measured), Stage.AGREED)
+
+    def _choose_extras(self, measured: PendingAveraging, answers: Answers) -> str | None:
+        """Keep what all ranks can average; return why this rank refuses data of other shards."""
+        shards, buffers, refused = self.group.shards, self.tensors.buffers(), None
         if shards is not None and buffers:
             purpose = "copying the buffers of the first shard"
             try:
                 copy_from_first_(buffers.values(), shards, action=purpose)
             except PayloadCorrupt as refusal:
-                pending.refused = str(refusal)
-            wide = {key: widened(buffer) for key, buffer in buffers.items()}
+                refused = str(refusal)
             # a delayed averaging must not see later writes into the buffers
-            keep = pending.delayed
-            pending.extras |= {key: w.clone() if keep else w for key, w in wide.items()}
+            measured.extras |= {key: widened(b).clone() for key, b in buffers.items()}
         # average only optimizer state that all ranks have (a parameter without a gradient has none
         # yet), and only buffers that some rank has changed
         reported = [set(report.get("state", [])) for report in answers]
-        pending.extras = {
+        measured.extras = {
             key: value
-            for key, value in pending.extras.items()
+            for key, value in measured.extras.items()
             if (all if key.startswith("state ") else any)(key in keys for keys in reported)
         }
-        if self.work is not None:
-            self._weigh(pending, answers)
-        return answers
+        return refused
 
-    def _weigh(self, pending: PendingAveraging, answers: Answers) -> None:
+    def _weigh(self, measured: PendingAveraging, answers: Answers) -> None:
         """Weight this rank's change by its work, and advance to the step on which all agree."""
-        works = [(steps, tokens) for _, (_, steps, tokens) in answers.of("work")]
-        weights, width = weights_of(works), 1
+        works = [work for _, work in answers.of("work")]
+        totals = [(steps, tokens) for _, steps, tokens in works]
+        weights, width = weights_of(totals), 1
         if self.group.shards is not None:
             width = self.group.shards.size
-            sites = [of_site(works[at : at + width]) for at in range(0, len(works), width)]
+            sites = [of_site(totals[at : at + width]) for at in range(0, len(totals), width)]
             weights = weights_of(sites)
         self.weight = weights[self.group.answer_index // width]
-        self.averaging.weigh_(pending, self.weight)
-        pending.step += max(steps for _, (steps, _, _) in answers.of("work"))
+        self.averaging.weigh_(measured, self.weight)
+        measured.step += max(steps for steps, *_ in works)
 
-    def _finish(self, pending: PendingAveraging, part: int | None = None) -> None:
-        """Send, verify, vote, and only then apply. Retry if members have left meanwhile."""
-        answers = self._verified(pending)
-        if self.work is not None:
-            # members may have left since the weights were agreed on: divide by those that voted
-            weights = [weight for _, weight in answers.of("weight")]
-            pending.share = sum(weights) / len(weights)
-        if not pending.delayed:  # a delayed result: the round began when it was measured
-            self.when.begin_round(pending.step, part)
-        # second vote passed: from here on nothing may fail on one rank only
-        self.averaging.commit_(pending, self._targets(pending), self.tensors.weight_copies())
-        self.tensors.made_common(pending.extras)
-        self.written = None
-        self.counters.averagings += 1
-        self.applied += 1
-        if self._member is not None:
-            self._member.receive_reports([report.get("members", {}) for report in answers])
-            self.last = pending
-
-    def _verified(self, pending: PendingAveraging) -> Answers:
-        """Return the answers of all ranks after everything has arrived."""
-        while True:
-            if pending.agreement is None:
-                self._verify(pending)
-            # None again if members have left meanwhile
-            if pending.agreement is not None:
-                try:
-                    return pending.agreement.wait()
-                except Regrouped:
-                    pending.round = pending.agreement = None
-
-    def _verify(self, pending: PendingAveraging) -> None:
+    def _vote(self, measured: PendingAveraging, refused: str | None) -> Pending[Answers]:
         """Wait for the messages and launch the agreement that all of them are sound."""
+        # a rank that received damaged data still votes: else the others would wait
         try:
-            with self.group.one_attempt():
-                if pending.round is None:
-                    self._launch(pending)
-                assert pending.round is not None, "launched"
-                # a rank that received damaged data still votes: else the others would wait
-                corrupt = pending.refused
-                try:
-                    pending.round.finish()
-                except PayloadCorrupt as refusal:
-                    corrupt = str(refusal)
-                if self.same is not None and self.group.size > 1:
-                    self.same.read(pending.step, self.counters.averagings)
-                    self.same.sums = pending.round.sums_digest
-                pending.agreement = self.agreement.launch(
-                    pending.step,
-                    "averaged",
-                    first=False,
-                    last=True,
-                    corrupt=corrupt,
-                    user_error=self.tensors.difference() or self._missing_state(pending),
-                    members=None if self._member is None else self._member.report(),
-                    weight=None if self.work is None else self.weight,
-                )
-        except Regrouped:
-            pending.round = pending.agreement = None
+            measured.round.finish()
+        except PayloadCorrupt as refusal:
+            refused = str(refusal)
+        if self.same is not None and self.group.size > 1:
+            self.same.read(measured.step, self.counters.averagings)
+            self.same.sums = measured.round.sums_digest
+        return self.agreement.launch(
+            measured.step,
+            "averaged",
+            first=False,
+            last=True,
+            corrupt=refused,
+            user_error=self.tensors.difference() or self._missing_state(measured),
+            members=None if self._member is None else self._member.report(),
+            weight=None if self.work is None else self.weight,
+        )
 
-    def _missing_state(self, pending: PendingAveraging) -> str | None:
+    def _missing_state(self, measured: PendingAveraging) -> str | None:
         """Describe a result in flight whose optimizer state no longer exists."""
-        there = self._targets(pending)
-        lost = next((key for key in pending.extras if key not in there), None)
+        there = self._targets(measured)
+        lost = next((key for key in measured.extras if key not in there), None)
         return lost and (
             f"{lost} was sent but no longer exists, so its mean cannot be stored: load the "
             "optimizer's state before the state of local updates"
         )
 
-    def _targets(self, pending: PendingAveraging) -> dict[str, Tensor]:
+    def _targets(self, measured: PendingAveraging) -> dict[str, Tensor]:
         """Return the tensors that may be averaged as they are, by name."""
         tensors = self.tensors
-        return tensors.buffers() | tensors.state(pending.moved) | tensors.parameters()
-
-    def _apply_pending(self, *, goes_on: bool = False) -> bool:
-        """Apply a result in flight; return True if this rank continues with the others."""
-        pending = self.pending
-        if pending is None:
-            return True
-        if pending.round is None and pending.agreement is not None:
-            self._send(pending)
-        # hand-over: after an error the result must not be applied a second time
-        self.pending = None
-        self._finish(pending)
-        return self._after_averaging(goes_on)
+        return tensors.buffers() | tensors.state(measured.moved) | tensors.parameters()
 
 
 def _refuse_different_writes(answers: Answers, step: int) -> None:

@@ -5,13 +5,13 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from thinwire.comm import Pending, Sources
+from thinwire.comm import Sources
 from thinwire.comm.replicate import overwrite_
 from thinwire.compress.dense import DenseMeans, not_finite, send_dense
 from thinwire.compress.protocol import (
@@ -25,12 +25,12 @@ from thinwire.compress.protocol import (
 )
 from thinwire.core.checksum import bit_sums
 from thinwire.core.norms import sketch
-from thinwire.exchange.agreement import Answers
 from thinwire.exchange.nodes import make_common_
 from thinwire.exchange.round import Round
 from thinwire.kernels.rules import OuterRule
 from thinwire.layout.message import SKETCH_NUMEL
 from thinwire.local.config import LocalConfig
+from thinwire.local.interval import Stage
 from thinwire.wire.whole import spans
 
 _SKETCH = "sketch of the change"
@@ -131,7 +131,7 @@ class Changes(Computed):
 
 @dataclass(slots=True)
 class PendingAveraging:
-    """State of one averaging between its measurement and its application."""
+    """Part of this rank in one averaging, and what arrives of the others."""
 
     step: int
     """Local step after which it was measured."""
@@ -143,20 +143,13 @@ class PendingAveraging:
     """Sketch of this rank's change without residuals; None if all of it is applied in time."""
     delayed: bool = False
     """True if local steps continue before the result is applied: `moved` has copies."""
-    round: Round | None = None
-    """Exchange round of the dense tensors."""
-    refused: str | None = None
-    """Reason why this rank refused data of other shards; the vote reports it to all ranks."""
     share: float = 1.0
     """Mean weight of the ranks that took part; sums are divided by it."""
-    agreement: Pending[Answers] | None = None
-    """Agreement in flight: to send it, and once everything has arrived that it may be applied."""
-    last: int = 0
-    """Step of the averaging before it."""
+    round: Round = field(init=False)
+    """Exchange, once it is launched."""
 
     def mean_of(self, name: str, like: Tensor) -> Tensor:
         """Return the mean over the ranks of a dense tensor, by name."""
-        assert self.round is not None, "launched"
         arrived = self.round.arrived[name]
         assert isinstance(arrived, DenseMeans), "not compressed"
         mean = arrived.mean(name, like).to(like.device)
@@ -169,6 +162,22 @@ class PendingAveraging:
             if buffers.get(key, key.startswith("state ")):
                 tensors[key] = value
         return next(iter(not_finite(tensors)), None)
+
+
+class OneAveraging:
+    """Averaging in flight: this rank's part, its stage, and the stages that are left."""
+
+    def __init__(
+        self, measured: PendingAveraging, stages: Iterator[Stage], stage: Stage = Stage.PROPOSED
+    ) -> None:
+        self.measured, self.stage = measured, stage
+        # no reference back to this object: a dropped averaging frees its tensors at once
+        self._stages = stages
+
+    def advance(self, to: Stage) -> None:
+        """Work until this stage is reached. Where members leave, it goes back to `SENT` first."""
+        while self.stage < to:
+            self.stage = next(self._stages, Stage.APPLIED)
 
 
 class Averaging:
@@ -227,7 +236,7 @@ class Averaging:
 
     def _single_rank(self, pending: PendingAveraging) -> bool:
         """Return True if nobody else averages; a joiner that repeats the averaging counts."""
-        recorded = pending.round is not None and pending.round.received is not None
+        recorded = pending.round.received is not None
         return self.sources.size * self.sources.node_size == 1 and not recorded
 
     @torch.no_grad()
@@ -380,23 +389,24 @@ class Averaging:
         self,
         pending: PendingAveraging,
         extras: Mapping[str, Tensor],
-        copies: Mapping[str, Tensor] | None = None,
+        copies: Mapping[str, Tensor] = {},
     ) -> None:
         """Apply a pending averaging whose round has finished, with the optimizer's `copies`.
 
         S <- S - step, p <- S rounded to the type of p. If local steps continued after the
         measurement: p <- p + (S_new rounded - p_measured).
         """
-        assert pending.round is not None, "launched"
         anchors, moved, single = self.anchors, pending.moved, self._single_rank(pending)
         before = None if pending.sketch is None else self._sketch_of(anchors, moved)
         self._squares.zero_()
         for name in moved:
-            self._apply(name, pending, (copies or {}).get(name))
+            self._apply(name, pending, copies.get(name))
         for key, value in pending.extras.items():
             mean = pending.mean_of(f"extra {key}", value)
             if not (single and torch.equal(mean, value)):  # do not undo later changes
                 overwrite_(real_view(extras[key]), mean)
+        if any(key.startswith("parameter ") for key in pending.extras):
+            self.anchor_()
         if before is not None:
             applied = before - self._sketch_of(anchors, moved)
             assert pending.sketch is not None, "there was one before"
@@ -438,7 +448,6 @@ class Averaging:
         self, name: str, pending: PendingAveraging, parts: Sequence[tuple[int, int]]
     ) -> Iterator[Tensor]:
         """Yield each part of the mean of all sent changes; what is not sent stays as residual."""
-        assert pending.round is not None, "launched"
         arrived, device = pending.round.arrived[name], self.devices[name]
         if name not in pending.moved.compressed:
             assert isinstance(arrived, DenseMeans), "not compressed"

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
-from enum import Enum, auto
+from dataclasses import asdict, dataclass
+from enum import Enum, IntEnum, auto
 from typing import Any
 
 import numpy as np
@@ -126,7 +126,6 @@ class Counters:
     """Members of the present round, as agreed on before it."""
 
 
-COUNTERS = tuple(entry.name for entry in fields(Counters))
 INTERVAL = ("k_steps", "first_loss", "first_rate")
 """State of an `Interval` that is the same on all ranks."""
 
@@ -140,11 +139,15 @@ class Due(Enum):
     EVERYTHING = auto()
 
 
-class Stage(Enum):
-    """Where a result in flight should be."""
+class Stage(IntEnum):
+    """Progress of an averaging."""
 
-    WAITS = auto()
+    PROPOSED = auto()
+    """Ranks agree to send it."""
+    AGREED = auto()
     SENT = auto()
+    ARRIVED = auto()
+    """All messages are here and sound; ranks vote on it."""
     VERIFIED = auto()
     APPLIED = auto()
 
@@ -188,14 +191,13 @@ class Timetable:
         begun = self.work is not None and self.work.steps > 0
         return begun or self.counters.step > self.counters.last_full_sync
 
-    def state(self) -> dict[str, dict[str, Any]]:
-        """Return what is the same on all ranks, by kind and name."""
-        interval = {key: getattr(self.interval, key) for key in INTERVAL}
-        return {"counters": asdict(self.counters), "interval": interval}
+    def state(self) -> dict[str, Any]:
+        """Return what is the same on all ranks, by name."""
+        return asdict(self.counters) | {key: getattr(self.interval, key) for key in INTERVAL}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned, by name."""
-        for key in COUNTERS:
+        for key in asdict(self.counters):
             setattr(self.counters, key, state[key])
         for key in INTERVAL:
             setattr(self.interval, key, state[key])
@@ -215,18 +217,18 @@ class Timetable:
             self.work.step()
 
     def stage(self, measured: int) -> Stage:
-        """Return where the result should be that was measured at this step."""
+        """Return the stage that an averaging measured at this step must have reached by now."""
         # the step alone decides what is launched: in the same order on all ranks, whoever is late
         delay = self.config.delay
         if self.work is not None:
             over = self._over(self.work, delay, delay / self.interval.k_steps)
-            return Stage.APPLIED if over else Stage.WAITS
+            return Stage.APPLIED if over else Stage.PROPOSED
         steps = self.counters.step - measured
         if steps >= delay:
             return Stage.APPLIED
         if not self.overlaps:
-            return Stage.WAITS
-        return Stage.VERIFIED if steps == delay - 1 else Stage.SENT
+            return Stage.PROPOSED
+        return Stage.ARRIVED if steps == delay - 1 else Stage.SENT
 
     def due(self) -> Due:
         """Return what follows the last step."""

@@ -39,30 +39,33 @@ class JoinerState:
 
     def __init__(self, averager: Averager, group: ElasticGroup) -> None:
         self._averager, self._group = averager, group
+        self._averaging = averager.averaging
+        self._tensors = averager.tensors
+        self._when = averager.when
 
     @property
     def max_bytes(self) -> int:
         """Upper bound on one message's tensor bytes: 64 times the model's, and 64 MiB."""
-        tensors = self.tensors() | self._averager.tensors.other_buffers()
+        tensors = self.tensors() | self._tensors.other_buffers()
         return 64 * sum(tensor.nbytes for tensor in tensors.values()) + (64 << 20)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the shared state itself by name; see `SharedState`."""
-        averaging, tensors = self._averager.averaging, self._averager.tensors
+        averaging = self._averaging
         shared = {
             "anchor": averaging.anchors,
             "outer momentum": averaging.momentum,
-            **{f"kept {k}": t for k, t in averaging.kept.items() if k not in self._own_kinds()},
-            "frozen": dict(Shards(tensors.frozen)),
-            "buffer": tensors.buffers(),
+            **{f"kept {k}": t for k, t in averaging.kept.items() if not _is_own(k)},
+            "frozen": dict(Shards(self._tensors.frozen)),
+            "buffer": self._tensors.buffers(),
             "sketch": {"sums": averaging.sketches},
         }
         return {f"{k} {name}": t for k, of_kind in shared.items() for name, t in of_kind.items()}
 
     def counters(self) -> StateMessage:
         """Return all other shared state; see `SharedState`."""
-        buffers = copied(self._averager.tensors.other_buffers())
-        return StateMessage("state", self._averager.when.state(), buffers)
+        buffers = copied(self._tensors.other_buffers())
+        return StateMessage("state", {"timetable": self._when.state()}, buffers)
 
     @property
     def averagings(self) -> int:
@@ -71,7 +74,7 @@ class JoinerState:
 
     def begin_round(self, before: int, members: int) -> None:
         """Count the microbatches of an update anew; see `SharedState`."""
-        when, at = self._averager.when, self._averager.counters
+        when, at = self._when, self._when.counters
         if not at.batch:
             at.batch, at.members = before * when.merge_steps, before
         before, at.members = at.members, members
@@ -83,21 +86,28 @@ class JoinerState:
     def last_update(self) -> StateMessage | None:
         """Return the messages received in the last averaging; see `SharedState`."""
         pending = self._averager.last
-        if pending is None or pending.round is None or pending.round.received is None:
+        if pending is None or pending.round.received is None:
             return None
         received = pending.round.received
-        about: dict[str, Any] = {"rank": self._group.rank, "size": self._group.size}
-        about |= {"step": pending.step, "share": pending.share, "delayed": pending.delayed}
-        about |= {"moved": list(pending.moved), "extras": list(pending.extras)}
-        about |= {"compressed": sorted(pending.moved.compressed)}
-        about |= {"sketched": pending.sketch is not None, "answers": [*map(len, received)]}
+        about = {
+            "rank": self._group.rank,
+            "size": self._group.size,
+            "step": pending.step,
+            "share": pending.share,
+            "delayed": pending.delayed,
+            "moved": list(pending.moved),
+            "extras": list(pending.extras),
+            "compressed": sorted(pending.moved.compressed),
+            "sketched": pending.sketch is not None,
+            "answers": [*map(len, received)],
+        }
         tensors = {
             f"{n} {index}": answer
             for n, answers in enumerate(received)
             for index, answer in enumerate(answers)
         }
         tensors |= copied(self._averager.other_buffers.variable())
-        return StateMessage("round", {**self._averager.when.state(), "about": about}, tensors)
+        return StateMessage("round", {"timetable": self._when.state(), "about": about}, tensors)
 
     @torch.no_grad()
     def apply(self, given: StateMessage) -> None:
@@ -105,47 +115,39 @@ class JoinerState:
         if given.kind == "round":
             self._replay(given)
         self._averager.other_buffers.take_(given.tensors)
-        self._averager.when.load({**given.plain["counters"], **given.plain["interval"]})
+        self._when.load(given.plain["timetable"])
         if given.last:
             self._begin()
 
     def _begin(self) -> None:
         """Continue from the shared state: no residuals, parameters at their anchors."""
-        averaging, tensors = self._averager.averaging, self._averager.tensors
+        tensors, averager = self._tensors, self._averager
         tensors.forget_common()
-        for kind in self._own_kinds():
-            for tensor in averaging.kept[kind].values():
-                tensor.zero_()
+        for tensor in self._own_tensors().values():
+            tensor.zero_()
         for name, target in [*tensors.params.items(), *tensors.weight_copies().items()]:
-            real_view(target).copy_(averaging.anchors[name])
-        if self._averager.same is not None:
-            self._averager.same.start_from(self._averager.counters.step)
-        self._averager.duplicates.skip()
-        if self._averager.work is not None:
-            self._averager.work.begin()
+            real_view(target).copy_(self._averaging.anchors[name])
+        if averager.same is not None:
+            averager.same.start_from(averager.counters.step)
+        averager.duplicates.skip()
+        if averager.work is not None:
+            averager.work.begin()
 
     def own_state(self) -> StateMessage | None:
         """Return copies of the residuals; see `SharedState`."""
-        kept = self._averager.averaging.kept
-        found = {
-            f"{kind} {name}": tensor.clone()
-            for kind in self._own_kinds()
-            for name, tensor in kept[kind].items()
-        }
+        found = copied(self._own_tensors())
         return StateMessage("own", {}, found) if any(map(torch.any, found.values())) else None
 
     @torch.no_grad()
     def add_handoff(self, given: StateMessage, factor: float) -> None:
         """Take over the residuals of a member that left; see `SharedState`."""
-        kept = self._averager.averaging.kept
-        for kind in self._own_kinds():
-            for name, tensor in kept[kind].items():
-                if (own := given.tensors.get(f"{kind} {name}")) is not None:
-                    tensor.add_(own.to(tensor), alpha=factor)
+        for key, tensor in self._own_tensors().items():
+            if (own := given.tensors.get(key)) is not None:
+                tensor.add_(own.to(tensor), alpha=factor)
 
     def _replay(self, given: StateMessage) -> None:
         about: Mapping[str, Any] = given.plain["about"]
-        averaging, tensors = self._averager.averaging, self._averager.tensors
+        averaging, tensors = self._averaging, self._tensors
         received = [
             [given.tensors[f"{n} {index}"] for index in range(count)]
             for n, count in enumerate(about["answers"])
@@ -165,19 +167,22 @@ class JoinerState:
             pending.moved.unsent = True
             averaging.replay(pending, received)
             averaging.commit_(pending, targets)
-            if not tensors.parameters().keys().isdisjoint(about["extras"]):
-                averaging.anchor_()
 
     def _state_targets(self, keys: Iterable[str]) -> dict[str, Tensor]:
         """Return tensors for averaged optimizer state: this member's own, or new ones."""
-        params = self._averager.tensors.params
-        own = self._averager.tensors.state(params)
-        wanted = [key for key in keys if key.startswith("state ")]
-        names = [key.removeprefix("state ").rpartition(" ")[0] for key in wanted]
-        empty = {k: torch.zeros_like(params[n]) for k, n in zip(wanted, names, strict=True)}
-        return empty | {key: own[key] for key in wanted if key in own}
+        params = self._tensors.params
+        found = self._tensors.state(params)
+        for key in keys:
+            if key.startswith("state ") and key not in found:
+                name = key.removeprefix("state ").rpartition(" ")[0]
+                found[key] = torch.zeros_like(params[name])
+        return found
 
-    def _own_kinds(self) -> list[str]:
-        """Kinds of state that belong to one rank."""
-        rules = kinds_of_state()
-        return [kind for kind in self._averager.averaging.kept if rules[kind] == "mean_zero"]
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """Return the state that belongs to this rank alone, by kind and name."""
+        own = {kind: t for kind, t in self._averaging.kept.items() if _is_own(kind)}
+        return {f"{k} {name}": t for k, tensors in own.items() for name, t in tensors.items()}
+
+
+def _is_own(kind: str) -> bool:
+    return kinds_of_state()[kind] == "mean_zero"

@@ -9,7 +9,6 @@ from torch import Tensor
 from thinwire import _validate as check
 from thinwire.core.provenance import checksum_of
 from thinwire.local.averager import Averager
-from thinwire.local.interval import COUNTERS, INTERVAL
 from thinwire.local.model import LocalModel
 
 _ADVICE = "Load a state of the same model and the same config"
@@ -28,7 +27,7 @@ def saved(averager: Averager, *, copy: bool = True) -> dict[str, Any]:
     pending, averaging, counters = averager.pending, averager.averaging, averager.counters
     between = counters.step > counters.last_full_sync
     return {
-        **{key: value for kind in averager.when.state().values() for key, value in kind.items()},
+        **averager.when.state(),
         "observed": [float(loss) for loss in averager.interval.observed],
         "work": None if averager.work is None else averager.work.state(),
         "traffic": averager.counted(),
@@ -39,10 +38,10 @@ def saved(averager: Averager, *, copy: bool = True) -> dict[str, Any]:
         "pending": None
         if pending is None
         else {
-            "step": pending.step,
+            "step": pending.measured.step,
             "weight": averager.weight,
-            "measured": held(pending.moved.params),
-            "extras": held(pending.extras),
+            "measured": held(pending.measured.moved.params),
+            "extras": held(pending.measured.extras),
         },
         "local": held(_local(averager.tensors)) if between else None,
         "unchanged_buffers": averager.tensors.unchanged_buffers(),
@@ -62,8 +61,8 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
     averaging, tensors = averager.averaging, averager.tensors
     targets = {"anchors": averaging.anchors, "outer_momentum": averaging.momentum}
     targets |= {f"{kind}s": tensors for kind, tensors in averaging.kept.items()}
-    wanted = {*COUNTERS, *INTERVAL, *targets, "traffic", "pending", "local"}
-    wanted |= {"sketches", "observed", "work", "unchanged_buffers"}
+    wanted = {*averager.when.state(), *targets, "traffic", "pending", "local", "sketches"}
+    wanted |= {"observed", "work", "unchanged_buffers"}
     if wanted != state.keys():
         raise ValueError(
             f"state is not one of local_sgd: missing {sorted(wanted - state.keys())}, "
@@ -99,10 +98,8 @@ def load(state: Mapping[str, Any], averager: Averager) -> None:
         params = tensors.params
         measured = {n: value.to(params[n].device) for n, value in pending["measured"].items()}
         extras = {key: value.to(tensors.device) for key, value in pending["extras"].items()}
-        averager.pending = averaging.measure(pending["step"], measured, extras, keep=True)
-        averager.weight = pending["weight"]
-        if averager.work is not None:
-            averaging.weigh_(averager.pending, averager.weight)
+        part = averaging.measure(pending["step"], measured, extras, keep=True)
+        averager.resume(part, pending["weight"])
 
 
 def _local(tensors: LocalModel) -> dict[str, Tensor]:

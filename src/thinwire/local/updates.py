@@ -28,7 +28,7 @@ from thinwire.exchange.digest import DIGEST_EVERY
 from thinwire.exchange.synchronizer import NO_TRAFFIC, Ranks
 from thinwire.local import saving
 from thinwire.local.averager import Averager, OwnScale
-from thinwire.local.averaging import Averaging, PendingAveraging
+from thinwire.local.averaging import Averaging, OneAveraging
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, LocalSGD, fragments_of
 from thinwire.local.interval import Timetable
 from thinwire.local.joiners import JoinerState, receive_state
@@ -165,9 +165,14 @@ class LocalUpdates:
         check.instance("config", config, (LocalSGD, AdaptiveLocalSGD))
         self._member = member = member_of(members)
         if member is not None:
-            node_size = None if config.node_size == 1 else config.node_size
-            given = {"process_group": process_group, "timeout": timeout, "node_size": node_size}
-            _require_alone(member, mesh, streams=streams, **given)
+            _require_alone(
+                member,
+                mesh,
+                streams=streams,
+                process_group=process_group,
+                timeout=timeout,
+                node_size=None if config.node_size == 1 else config.node_size,
+            )
         self._ranks = Ranks(
             process_group,
             timeout=timeout,
@@ -349,7 +354,7 @@ class LocalUpdates:
         return self._member is not None and self._member.left
 
     @property
-    def pending(self) -> PendingAveraging | None:
+    def pending(self) -> OneAveraging | None:
         """Averaging in flight, or None."""
         return None if self._averager is None else self._averager.pending
 
@@ -401,11 +406,11 @@ class LocalUpdates:
         """
         averager = open_averager(self)
         self._steps.finish()
-        group, averager.all_flush = averager.group, not self.config.by_time
-        averager.flushing = True
+        group = averager.group
+        averager.all_flush, averager.flushing = False, True
         try:
             with own_deadlines():
-                while not averager.all_flush:
+                while self.config.by_time and not averager.all_flush:
                     self._follow(averager.end_round)
                     if self.left:
                         return
@@ -580,9 +585,12 @@ def _warn_of_evaluation(model: nn.Module, _: object) -> None:
 
 def _facts(config: LocalConfig, of_gradients: Compression | None) -> dict[str, Any]:
     """Return the settings that must be equal on all ranks, by name."""
-    settings = asdict(replace(config, state_device=None))
-    facts: dict[str, Any] = {"wire": WIRE_VERSION, "config": type(config).__name__}
-    facts |= {"compression": type(config.compression).__name__, "settings": settings}
+    facts = {
+        "wire": WIRE_VERSION,
+        "config": type(config).__name__,
+        "compression": type(config.compression).__name__,
+        "settings": asdict(replace(config, state_device=None)),
+    }
     return facts | ({} if of_gradients is None else {tag_of(of_gradients): asdict(of_gradients)})
 
 
