@@ -415,12 +415,17 @@ def check(known: Iterable[Gap], others: Iterable[Gap]) -> list[str]:
     return text
 
 
+def local_strategy(interval: int, bits: int) -> tw.DistributedStrategy:
+    """Return local updates with an interval and bits; 32 are no compression."""
+    compression = tw.Quantized(bits) if bits < 32 else None
+    return tw.DistributedStrategy(localsgd=tw.LocalSGD(interval, compression=compression))
+
+
 def _planned_gap(point: Gap) -> LossGap:
     """Return the gap that `thinwire plan` expects of the settings of a run."""
     cell = point.cell
-    compression = {"quantized": {"value_bits": cell.bits}} if cell.bits < 32 else None
-    own = {"k_steps": cell.interval, "compression": compression}
-    return loss_gap("localsgd", {"localsgd": own}, cell.optimizer, point.numel, cell.workers)
+    strategy = local_strategy(cell.interval, cell.bits)
+    return loss_gap("localsgd", strategy, cell.optimizer, point.numel, cell.workers)
 
 
 def left_out(found: Iterable[Gap]) -> list[str]:

@@ -44,6 +44,7 @@ from benchmarks.gaps import (
     fit_table,
     gaps,
     left_out,
+    local_strategy,
     measured,
     regret,
 )
@@ -241,10 +242,9 @@ def prediction(size: str, intervals: Sequence[int], bits: Sequence[int]) -> list
     rows: list[list[object]] = []
     for interval in intervals:
         for value_bits in bits:
-            quantized = {"quantized": {"value_bits": value_bits}} if value_bits < 32 else None
-            document = {"localsgd": {"k_steps": interval, "compression": quantized}}
+            strategy = local_strategy(interval, value_bits)
             for workers in (2, 4, 8):
-                gap = loss_gap("muon-local", document, "muon", numel, workers)
+                gap = loss_gap("muon-local", strategy, "muon", numel, workers)
                 numbers = [law("muon", numel, workers), gap.low, gap.mid, gap.high]
                 shown = (f"{100 * part:+.2f} %" for part in numbers)
                 rows.append([interval, value_bits, workers, *shown])

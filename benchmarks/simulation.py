@@ -127,7 +127,7 @@ class Method:
         found: Rounds = []
         if large and self.compression is not None:
             layout, exchange = self.compression.layout(large), self.compression.exchange
-            first, row_bytes = messages(layout, exchange, sources)
+            first, row_bytes, _ = messages(layout, exchange, sources)
             found = [[Deal(first)], [Gather(row_bytes)]] if first else [[Gather(row_bytes)]]
         if words:
             found = found or [[]]

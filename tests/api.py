@@ -76,7 +76,7 @@ _NAMES = {
     ),
     "thinwire.layout.shares": "split_plan whole_split fragments_partition=contiguous",
     "thinwire.layout.traffic": (
-        "GATHER chosen_split first_split messages streams_between travels_checksummed"
+        "Messages GATHER chosen_split first_split messages streams_between travels_checksummed"
     ),
     "thinwire.local": "updates work=steps",
     "thinwire.local.averager": "Averager",

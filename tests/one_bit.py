@@ -20,8 +20,8 @@ class OneBit(api.Compression):
 
     min_numel: int = 1
 
-    def sent_bytes(self, step: int, shapes: api.Shapes, sources: int = 2, source: int = 0) -> int:
-        return (sources - 1) * (8 + sum(4 + -(-shape.numel() // 8) for shape in shapes))
+    def messages(self, step: int, shapes: api.Shapes, sources: int) -> api.Messages:
+        return api.Messages((), 8 + sum(4 + -(-shape.numel() // 8) for shape in shapes))
 
     def send(self, context: api.Context, folded: api.Computed, kept: api.Kept) -> api.Sending:
         message = torch.cat([packed(folded[name].view(-1)) for name in folded])

@@ -147,8 +147,8 @@ def test_ranks_of_a_machine_average_first_where_probe_saw_them(file: Path, tmp_p
     far = on_machines(file, "aaaabbbb", 1, tmp_path / "far.json")
     (by_near, alone), (by_far, still_alone) = (
         [
-            api.cost_of({"dgc": options}, "", probe.work, probe.network).step_s
-            for options in ({}, {"node_size": 1})
+            api.cost_of(tw.DistributedStrategy(dgc=dgc), "", probe.work, probe.network).step_s
+            for dgc in (tw.DGC(value_bits=32), tw.DGC(value_bits=32, node_size=1))
         ]
         for probe in map(api.Probe.read, (near, far))
     )

@@ -38,6 +38,7 @@ from thinwire.compress.protocol import (
     OtherRanks,
     Sending,
     Shapes,
+    check_messages,
 )
 from thinwire.compress.sparse_change import send_largest
 from thinwire.core.feedback import compile_loops
@@ -45,7 +46,7 @@ from thinwire.core.gradients import ClipByNorm, clipped
 from thinwire.core.norms import norms_over_shards
 from thinwire.core.tensors import named_dtype, state_dtype, stored_dtype
 from thinwire.layout.message import VALUE_BITS, Layout
-from thinwire.layout.traffic import EXCHANGES, first_split
+from thinwire.layout.traffic import first_split
 from thinwire.schedules import sparsity_at
 
 _CHANGE = (
@@ -106,6 +107,7 @@ class DGC(Compression):
     accumulates: ClassVar[bool] = True
     has_checksums: ClassVar[bool] = True
     reports_finite: ClassVar[bool] = True
+    passes = 10
     meanings: ClassVar[Mapping[str, str]] = {
         **Compression.meanings,
         "localsgd": _CHANGE,
@@ -120,25 +122,20 @@ class DGC(Compression):
         check.set_fields(self, check.integer, "rampup_step", "min_numel", at_least=1)
         if self.node_size is not None:
             check.set_fields(self, check.integer, "node_size", at_least=1)
-        check.instance(
-            "sparsity", self.sparsity, (tuple, list), advice="write a single fraction as (0.999,)"
+        advice = "write a single fraction as (0.999,)"
+        levels = check.sequence(
+            check.real, "sparsity", self.sparsity, advice=advice, at_least=0, below=1
         )
-        if not self.sparsity:
+        if not levels:
             raise ValueError(
                 "sparsity must hold at least one fraction in [0, 1), got an empty sequence"
             )
-        levels = [
-            check.real(f"sparsity[{i}], the fraction that is not sent,", level, at_least=0, below=1)
-            for i, level in enumerate(self.sparsity)
-        ]
-        object.__setattr__(self, "sparsity", tuple(levels))
+        object.__setattr__(self, "sparsity", levels)
         if self.local_grad_clip_norm is not None:
             check.set_fields(self, check.real, "local_grad_clip_norm", above=0)
-        check.set_fields(self, check.integer, "value_bits")
-        check.one_of("value_bits", self.value_bits, VALUE_BITS)
         object.__setattr__(self, "state_dtype", named_dtype("state_dtype", self.state_dtype))
         check.instance("exchange", self.exchange, str)
-        check.one_of("exchange", self.exchange, EXCHANGES)
+        check_messages(self, VALUE_BITS)
 
     def compresses(self, param: Tensor) -> bool:
         """Return True if this tensor is ever compressed; others always travel densely."""

@@ -45,7 +45,7 @@ from thinwire.compress.protocol import (
 )
 from thinwire.core.checksum import checked_mean_
 from thinwire.layout.message import factor_numels
-from thinwire.layout.traffic import TWO_ROUND_BUCKETS, ring_bytes
+from thinwire.layout.traffic import TWO_ROUND_BUCKETS, Messages
 
 _UNSUITED = ("Adam", "AdamW", "Muon")
 _TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -116,9 +116,10 @@ class LowRank(Compression):
         """Return the update after the dense ones."""
         return 1 + self.begin_step
 
-    def sent_bytes(self, step: int, shapes: Shapes, sources: int = 2, source: int = 0) -> int:
+    def messages(self, step: int, shapes: Shapes, sources: int) -> Messages:
         """Return the bytes of both factors, which have no headers."""
-        return round(ring_bytes(sources, 4 * sum(sum(factor_numels(s, self.rank)) for s in shapes)))
+        factors = [factor_numels(shape, self.rank) for shape in shapes]
+        return Messages((), 0, tuple(4 * sum(numels) for numels in zip(*factors, strict=True)))
 
     def message_text(self, step: int, shapes: Shapes) -> str:
         """Describe the factors."""

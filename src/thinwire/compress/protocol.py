@@ -17,13 +17,14 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from thinwire import _validate as check
 from thinwire._wording import warn_user
 from thinwire.core.checksum import opened_rows, with_checksum
 from thinwire.core.feedback import Proposal, top_k
 from thinwire.core.tensors import state_dtype
 from thinwire.errors import PayloadCorrupt
 from thinwire.layout.message import Layout, WholeLayout
-from thinwire.layout.traffic import BUCKETS, GATHER, messages
+from thinwire.layout.traffic import BUCKETS, EXCHANGES, GATHER, Messages, messages
 from thinwire.wire.whole import spans
 
 Entries = tuple[Tensor, Tensor]
@@ -243,6 +244,8 @@ class Compression(ABC):
     """Meanings beside other fields of a strategy that compresses gradients so."""
     has_checksums: ClassVar[bool] = False
     """True if its messages have checksums; else the exchange adds 8 bytes to each gathered one."""
+    passes: ClassVar[int] = 12
+    """Passes over the memory of a tensor that compression takes, about, for a plan."""
     reports_finite: ClassVar[bool] = False
     """True if what arrives says whether all numbers were finite; else the exchange looks first."""
 
@@ -282,12 +285,16 @@ class Compression(ABC):
 
     def layout(self, step: int, numels: Sequence[int]) -> Layout | WholeLayout:
         """Return the layout of the message of tensors of these sizes at a step."""
-        raise NotImplementedError(f"{type(self).__name__} must define layout or sent_bytes")
+        raise NotImplementedError(f"{type(self).__name__} must define layout or messages")
+
+    def messages(self, step: int, shapes: Shapes, sources: int) -> Messages:
+        """Return the lengths of what each of `sources` sends of these tensors at a step."""
+        layout = self.layout(step, [shape.numel() for shape in shapes])
+        return messages(layout, self.exchange, sources)
 
     def sent_bytes(self, step: int, shapes: Shapes, sources: int = 2, source: int = 0) -> int:
         """Return the bytes that `source` sends of these tensors at a step: headers, each copy."""
-        layout = self.layout(step, [shape.numel() for shape in shapes])
-        return messages(layout, self.exchange, sources).sent(source, sources)
+        return self.messages(step, shapes, sources).sent(source, sources)
 
     @property
     def node_size(self) -> int | None:
@@ -345,6 +352,13 @@ class Compression(ABC):
         `folded` has the sums that this rank has to send, in the same order on all ranks; `kept` is
         read only. Residuals may be on another device; there messages and what arrived are kept too.
         """
+
+
+def check_messages(config: Any, value_bits: Sequence[int]) -> None:
+    """Raise an error for bits of a value that are not allowed, and for an unknown exchange."""
+    check.set_fields(config, check.integer, "value_bits")
+    check.one_of("value_bits", config.value_bits, value_bits)
+    check.one_of("exchange", config.exchange, EXCHANGES)
 
 
 def combined(sendings: Sequence[Sending]) -> Bucket:

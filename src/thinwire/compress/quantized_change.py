@@ -19,12 +19,13 @@ from thinwire.compress.protocol import (
     Kept,
     Sending,
     buffer_for,
+    check_messages,
 )
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels.reference import divided_
 from thinwire.layout.message import WHOLE_BITS, WholeLayout
 from thinwire.layout.shares import Piece, SplitLayout
-from thinwire.layout.traffic import EXCHANGES, chosen_split
+from thinwire.layout.traffic import chosen_split
 from thinwire.wire.message import pack_whole, unpack_whole
 from thinwire.wire.whole import WholeReader, spans
 
@@ -67,17 +68,16 @@ class Quantized(Compression):
     exchange: Literal["auto", "gather", "split"] = "auto"
 
     has_checksums: ClassVar[bool] = True
+    passes = 16
 
     def __post_init__(self) -> None:
-        check.set_fields(self, check.integer, "value_bits")
         if self.value_bits == _NARROWEST_PLAIN:
             raise ValueError(
                 f"value_bits={self.value_bits} does not compress, since a change already has "
                 f"{self.value_bits} bits per entry: use compression=None, or one of "
                 f"{list(WHOLE_BITS)}"
             )
-        check.one_of("value_bits", self.value_bits, WHOLE_BITS)
-        check.one_of("exchange", self.exchange, EXCHANGES)
+        check_messages(self, WHOLE_BITS)
         check.set_fields(self, check.real, "decay", at_least=0, at_most=1)
 
     def layout(self, step: int, numels: Sequence[int]) -> WholeLayout:

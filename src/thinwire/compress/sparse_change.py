@@ -8,10 +8,17 @@ from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.compress.entries import ArrivedEntries, Proposed, send_entries
-from thinwire.compress.protocol import RESIDUAL, Compression, Computed, Context, Kept, Sending
+from thinwire.compress.protocol import (
+    RESIDUAL,
+    Compression,
+    Computed,
+    Context,
+    Kept,
+    Sending,
+    check_messages,
+)
 from thinwire.core.feedback import compile_loops
 from thinwire.layout.message import VALUE_BITS, Layout, count_sent
-from thinwire.layout.traffic import EXCHANGES
 
 
 @check.by_name
@@ -52,16 +59,15 @@ class Sparse(Compression):
     exchange: Literal["auto", "gather", "split"] = "auto"
 
     has_checksums: ClassVar[bool] = True
+    passes = 14
 
     def __post_init__(self) -> None:
         named = "sparsity, the fraction that is not sent,"
         sparsity = check.real(named, self.sparsity, at_least=0, below=1)
         object.__setattr__(self, "sparsity", sparsity)
-        check.set_fields(self, check.integer, "value_bits")
-        check.one_of("value_bits", self.value_bits, VALUE_BITS)
+        check_messages(self, VALUE_BITS)
         check.set_fields(self, check.real, "decay", at_least=0, at_most=1)
         check.one_of("mean_over", self.mean_over, ("senders", "all"))
-        check.one_of("exchange", self.exchange, EXCHANGES)
 
     def loops(self, params: Sequence[Tensor]) -> Callable[[], None]:
         return lambda: compile_loops(params)

@@ -60,17 +60,14 @@ class Messages(NamedTuple):
     """Bytes for each owner of sums; empty if messages are gathered."""
     to_all: int
     """Bytes for all others; sources pass them on in a ring."""
+    sums: tuple[int, ...] = ()
+    """Bytes of each all-reduce; one follows another."""
 
     def sent(self, source: int, sources: int) -> int:
         """Return the bytes that a source sends, each copy. Its own part does not count."""
-        return sum(self.to_owners) - self._own(source) + (sources - 1) * self.to_all
-
-    def received(self, source: int, sources: int) -> int:
-        """Return the bytes that it receives from the others."""
-        return (sources - 1) * (self._own(source) + self.to_all)
-
-    def _own(self, source: int) -> int:
-        return self.to_owners[source] if self.to_owners else 0
+        own = self.to_owners[source] if self.to_owners else 0
+        summed = round(ring_bytes(sources, sum(self.sums)))
+        return sum(self.to_owners) - own + (sources - 1) * self.to_all + summed
 
 
 def messages(layout: Layout | WholeLayout, exchange: str, sources: int) -> Messages:

@@ -39,6 +39,7 @@ def _seconds(_type: object, tokens: Sequence[Token]) -> float:
         raise ValueError(f"{typed!r} is not a number of seconds{meant}") from None
 
 
+Names = Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")]
 Seconds = Annotated[float, Parameter(converter=_seconds)]
 """A number of seconds, without a unit."""
 Count = Annotated[int, Parameter(converter=_whole_number)]

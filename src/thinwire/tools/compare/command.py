@@ -9,7 +9,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from thinwire.tools.app import Count, Seconds
+from thinwire.tools.app import Count, Names, Seconds
 from thinwire.tools.compare.page import BEST, write
 from thinwire.tools.compare.record import Results
 from thinwire.tools.compare.settings import Settings
@@ -44,9 +44,7 @@ def compare(
     down: str | None = None,
     loss: str = "0%",
     congestion: str | None = None,
-    strategies: Annotated[
-        tuple[str, ...] | None, Parameter(consume_multiple=True, negative="")
-    ] = None,
+    strategies: Names | None = None,
     steps: Count | None = None,
     seconds: Seconds | None = None,
     model: str = "transformer",

@@ -81,22 +81,28 @@ def _recipe_of_file(word: str) -> Recipe:
     )
 
 
+def compression_of(strategy: "DistributedStrategy") -> Any:
+    """Return the config that compresses gradients, or changes of local updates; or None."""
+    return strategy.gradient_compression or getattr(strategy.local, "compression", None)
+
+
+_NEAREST = {"DGC": "dgc", "LowRank": "low-rank", "Sparse": "sparse-local"}
+"""Built-in strategies by the class of their compression."""
+
+
 def _rates(strategy: "DistributedStrategy") -> Mapping[str, float]:
-    """Return the rates of the built-in strategy that sends the same data, but for LAMB and LARS."""
+    """Return the rates of the built-in strategy that sends the same data, or those of dense; but
+    for LAMB and LARS.
+    """
     if strategy.lamb is not None:
         return _LAMB_RATES
     if strategy.lars is not None:
         return _LARS_RATES
-    compression = None if strategy.local is None else strategy.local.compression
-    bits = getattr(compression, "value_bits", None)
-    nearest = {None: "dense", 1: "muon-local"}.get(bits, "quantized-local")
-    if strategy.dgc is not None:
-        nearest = "dgc"
-    elif strategy.low_rank is not None:
-        nearest = "low-rank"
-    elif hasattr(compression, "sparsity"):
-        nearest = "sparse-local"
-    return STRATEGIES[nearest].rates
+    compression = compression_of(strategy)
+    kind = type(compression).__name__
+    if kind == "Quantized":
+        return STRATEGIES["muon-local" if compression.value_bits == 1 else "quantized-local"].rates
+    return STRATEGIES[_NEAREST.get(kind, "dense")].rates
 
 
 _RING = "formula of a ring all-reduce, 2(W-1)/W times the message"

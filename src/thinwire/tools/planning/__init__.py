@@ -1,1 +1,1 @@
-"""`thinwire plan`: predict the cost of a training step on a network, without torch."""
+"""`thinwire plan`: predict the cost of a training step on a network."""

@@ -16,7 +16,7 @@ from cyclopts import Parameter
 from thinwire._launched import launched_rank
 from thinwire._version import __version__
 from thinwire.errors import ThinwireError
-from thinwire.tools.app import Count, Seconds
+from thinwire.tools.app import Count, Names, Seconds
 from thinwire.tools.compare.strategies import strategy_text
 from thinwire.tools.doctor.pairs import Line, mbit_s
 from thinwire.tools.network.netns import parse_loss
@@ -150,6 +150,7 @@ def plan(  # noqa: D417 - the other arguments are described once, at thinwire.pl
     down: str | None = None,
     loss: str | None = None,
     shard: Count = 1,
+    strategies: Names | None = None,
     out: Path | None = None,
     html: Path | None = None,
     all_rows: Annotated[bool, Parameter(name="--all", negative="")] = False,

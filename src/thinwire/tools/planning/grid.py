@@ -1,15 +1,15 @@
 """Settings that a plan compares."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from thinwire.layout.traffic import GATHER, SPLIT
-from thinwire.tools.compare.strategies import STRATEGIES
 from thinwire.tools.run.config import Recipe
 
-Document = Mapping[str, Any]
-Candidate = tuple[str, Recipe, Document | None]
-"""Name, recipe and document of a setting."""
+if TYPE_CHECKING:
+    from thinwire.local.config import LocalSGD
+    from thinwire.strategy.distributed_strategy import DistributedStrategy
 
 _RAMP_STEPS = 100
 """Warm-up steps of methods that ramp up."""
@@ -26,67 +26,86 @@ _SPARSE_MUON = ((0.9, 1), (0.95, 1), (0.97, 2))
 _BITS = (1, 2, 4, 8)
 
 
-def candidates(workers: int) -> Iterator[Candidate]:
-    """Every strategy as `thinwire compare` has it, local ones followed by other settings."""
+@dataclass(frozen=True)
+class Candidate:
+    """Setting of a strategy, by its name."""
+
+    name: str
+    recipe: Recipe
+    strategy: "DistributedStrategy"
+
+    @property
+    def hook(self) -> str:
+        """Hook of torch, if it is one."""
+        return str(self.recipe.options.get("hook", ""))
+
+
+def candidates(workers: int, recipes: Iterable[Recipe]) -> Iterator[Candidate]:
+    """Yield strategies as `thinwire compare` has them, its own local ones with other settings."""
+    from thinwire.strategy.distributed_strategy import DistributedStrategy
+
     # no density is below the measured ones: with their loss it would win by that assumption
-    for name, recipe in STRATEGIES.items():
-        if name in LEFT_OUT:
-            continue
-        base = recipe.document(_RAMP_STEPS)
-        yield name, recipe, base
-        if base is not None and "localsgd" in base:
-            for words, document in _local(base["localsgd"], workers, recipe.optimizer):
-                if document != base:
-                    yield f"{name} {words}", recipe, document
+    for recipe in recipes:
+        base = DistributedStrategy.from_dict(recipe.document(_RAMP_STEPS) or {})
+        planned = (base.gradient_compression, base.localsgd)
+        others = [field for field, config in base.on.items() if config not in planned]
+        if others:
+            raise ValueError(
+                f"strategies={recipe.file or recipe.name!r}: a plan cannot predict "
+                f"{', '.join(others)}; remove it"
+            )
+        name = recipe.name.replace(" ", "_")  # what follows a space is a setting
+        yield Candidate(name, recipe, base)
+        if base.localsgd is not None and recipe.file is None:
+            for words, local in _local(base.localsgd, workers, recipe.optimizer):
+                if local != base.localsgd:
+                    yield Candidate(f"{name} {words}", recipe, replace(base, localsgd=local))
 
 
 def _local(
-    own: Mapping[str, Any], workers: int, optimizer: str | None
-) -> Iterator[tuple[str, Document]]:
-    for words, compression in _compressions(own.get("compression"), workers, optimizer):
-        changed = own if compression is None else {**own, "compression": compression}
+    own: "LocalSGD", workers: int, optimizer: str | None
+) -> Iterator[tuple[str, "LocalSGD"]]:
+    for words, change in _changes(own.compression, workers, optimizer):
         for k_steps in _INTERVALS:
             for fragments in _FRAGMENTS:
                 distance = k_steps // fragments
                 for delay in sorted({0, distance // 4}):
-                    name, own_steps = f"k{k_steps}", {"k_steps": k_steps}
-                    if delay:
-                        name, own_steps = f"{name} d{delay}", {**own_steps, "delay": delay}
-                    if fragments > 1:
-                        name = f"{name} f{fragments}"
-                        own_steps = {**own_steps, "fragments": fragments}
-                    yield f"{name}{words}", {"localsgd": {**changed, **own_steps}}
+                    name = f"k{k_steps}" + f" d{delay}" * (delay > 0)
+                    name += f" f{fragments}" * (fragments > 1) + words
+                    yield (
+                        name,
+                        replace(
+                            own,
+                            k_steps=k_steps,
+                            fragments=fragments,
+                            delay=delay,
+                            compression=change,
+                        ),
+                    )
 
 
-def _compressions(
-    base: Mapping[str, Any] | None, workers: int, optimizer: str | None
-) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
-    """Return label and content of each compression; the base comes first."""
-    yield "", None
+def _changes(base: Any, workers: int, optimizer: str | None) -> Iterator[tuple[str, Any]]:
+    """Return label and config of each compression; the base comes first."""
+    from thinwire.compress.sparse_change import Sparse
+
+    yield "", base
     if base is None:
         return
-    ((tag, own),) = base.items()
-    choices: list[tuple[str, dict[str, float]]] = [
+    choices: list[tuple[str, dict[str, Any]]] = [
         (f" {_density(sparsity)} b{bits}", {"sparsity": sparsity, "value_bits": bits})
         for sparsity in _SPARSITIES
         for bits in _SPARSE_BITS
     ]
-    if tag == "quantized":
+    if not isinstance(base, Sparse):
         choices = [(f" b{bits}", {"value_bits": bits}) for bits in _BITS]
+    ways = ("", GATHER, SPLIT) if workers > 2 else ("",)
     for words, choice in choices:
-        for word, more in _exchanges(workers):
-            made = {**own, **choice, **more}
-            if made != own:
-                yield f"{words}{word}", {tag: made}
+        for way in ways:
+            made = replace(base, **choice, **({"exchange": way} if way else {}))
+            if made != base:
+                yield f"{words} {way}".rstrip(), made
     for sparsity, bits in _SPARSE_MUON if optimizer == "muon" else ():
-        sparse = {"sparsity": sparsity, "value_bits": bits, "decay": 0.9, "mean_over": "all"}
-        yield f" {_density(sparsity)} b{bits}", {"sparse": sparse}
-
-
-def _exchanges(workers: int) -> Iterator[tuple[str, Mapping[str, str]]]:
-    yield "", {}
-    for way in (GATHER, SPLIT) if workers > 2 else ():
-        yield f" {way}", {"exchange": way}
+        yield f" {_density(sparsity)} b{bits}", Sparse(sparsity, bits, 0.9, "all")
 
 
 def _density(sparsity: float) -> str:

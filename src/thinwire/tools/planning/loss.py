@@ -2,7 +2,13 @@
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from thinwire.tools.compare.strategies import compression_of
+
+if TYPE_CHECKING:
+    from thinwire.local.config import LocalSGD
+    from thinwire.strategy.distributed_strategy import DistributedStrategy
 
 _LAW = {"muon": (0.465, -0.198), "adamw": (0.413, -0.165)}
 """Coefficient and exponent of beta(N) = c N^e, by inner optimizer."""
@@ -29,6 +35,8 @@ _GRADIENTS = {
     "fp16": {2: -0.006, 4: 0.002},
 }
 """Gaps by workers, from the same runs; below 0.01 they are chance."""
+_NEVER_RUN = 0.0, 0.25, 1.5
+"""Gap of a compression of gradients without runs: none, low-rank's, and twice DGC's."""
 _CHANCE = 0.01
 _MOST_WORKERS, _INTERVALS, _FEW = 16, (4, 32), 4
 MEASURED: Mapping[tuple[str, float, int], tuple[int, int]] = {
@@ -39,6 +47,8 @@ MEASURED: Mapping[tuple[str, float, int], tuple[int, int]] = {
 }
 """Shortest and longest measured interval, by inner optimizer, share of the entries and bits: with
 three seeds of one setting."""
+_CHANGES = ("NoneType", "Quantized", "Sparse")
+"""Compressions of changes with runs, by their classes."""
 _DOUBT, _BEYOND = 2.5, 1.5
 """Ratio of high to mid and of mid to low; docs/law.md says how it was chosen and checked. It counts
 once more for a setting without runs, and `_BEYOND` for a longer interval or more workers.
@@ -71,27 +81,37 @@ def law(optimizer: str, numel: int, workers: int) -> float:
 
 
 def loss_gap(
-    method: str, document: Mapping[str, Any], optimizer: str | None, numel: int, workers: int
+    method: str,
+    strategy: "DistributedStrategy",
+    optimizer: str | None,
+    numel: int,
+    workers: int,
 ) -> LossGap:
-    """Return the gap of a strategy of `thinwire compare` with these settings."""
-    if "localsgd" in document:
-        return _of_local(document["localsgd"], optimizer or "adamw", numel, workers)
-    if method == "dense":
+    """Return the gap of a strategy; `method` is a name of `thinwire compare` or a hook of torch."""
+    if strategy.localsgd is not None:
+        change = compression_of(strategy)
+        return _of_local(strategy.localsgd, change, optimizer or "adamw", numel, workers)
+    if method in _GRADIENTS:
+        return _of_gradients(method, workers)
+    if strategy.gradient_compression is None:
         # no run had so large a batch: as far off as the law goes on between them
         off = law("adamw", numel, max(workers, _MOST_WORKERS)) - law("adamw", numel, _MOST_WORKERS)
         return LossGap(0.0 - off, 0.0, off, "by definition", _too_many(workers, _MOST_WORKERS))
-    return _of_gradients(method, workers)
+    return LossGap(*_NEVER_RUN, "no run with these settings", "this compression of gradients")
 
 
 def _too_many(workers: int, most: int) -> str:
     return f"{workers} workers, more than {most}" if workers > most else ""
 
 
-def _of_local(own: Mapping[str, Any], optimizer: str, numel: int, workers: int) -> LossGap:
-    factor = local_factor(own, optimizer)
+def _of_local(local: "LocalSGD", change: Any, optimizer: str, numel: int, workers: int) -> LossGap:
+    # a change without compression has the density of all entries in float32
+    unsent = change.unsent_share(change.settled_step) if change else 0.0
+    density = round(1 - unsent, 6), getattr(change, "value_bits", 32)
+    factor = _factor(local, change, density, optimizer)
     mid = law(optimizer, numel, workers) * factor
     coefficient, power = _LAW[optimizer]
-    outside = unmeasured(own, optimizer, workers)
+    outside = _unmeasured(local, change, density, optimizer, workers)
     doubt = _DOUBT * prod(outside.values())
     return LossGap(
         mid / doubt,
@@ -104,47 +124,51 @@ def _of_local(own: Mapping[str, Any], optimizer: str, numel: int, workers: int) 
     )
 
 
-def unmeasured(own: Mapping[str, Any], optimizer: str, workers: int) -> dict[str, float]:
+def _unmeasured(
+    local: "LocalSGD", change: Any, density: tuple[float, int], optimizer: str, workers: int
+) -> dict[str, float]:
     """Name the settings of local updates outside of what the law was fitted to, each with the
     factor by which it widens the interval.
     """
-    values: Mapping[str, Any] = next(iter((own.get("compression") or {}).values()), {})
-    bits, share = values.get("value_bits", 32), round(1 - values.get("sparsity", 0.0), 6)
-    key, k_steps, way = (optimizer, share, bits), own["k_steps"], values.get("exchange", "auto")
+    (share, bits), key, kind = density, (optimizer, *density), type(change).__name__
+    k_steps, way = local.k_steps, getattr(change, "exchange", "auto")
     shortest, longest = MEASURED.get(key, _INTERVALS)
+    never_run, text = kind not in _CHANGES, f"{bits} bits" + f" of {share:.0%}" * (share < 1)
     found = [
         (_too_many(workers, _MOST_WORKERS), workers > _MOST_WORKERS, _BEYOND),
         (f"an interval of {k_steps} steps", not shortest <= k_steps <= longest, _BEYOND),
-        (f"{bits} bits" + f" of {share:.0%}" * (share < 1), key not in MEASURED, _DOUBT),
-        (f"a delay of {own.get('delay')}", own.get("delay", 0) > 0, _DOUBT),
-        (f"{own.get('fragments')} fragments", own.get("fragments", 1) > 1, _DOUBT),
+        (kind if never_run else text, never_run or key not in MEASURED, _DOUBT),
+        (f"a delay of {local.delay}", local.delay > 0, _DOUBT),
+        (f"{local.fragments} fragments", local.fragments > 1, _DOUBT),
         (f"exchange={way}", way == "split", _DOUBT),
     ]
     return {words: factor for words, outside, factor in found if outside}
 
 
-def local_factor(own: Mapping[str, Any], optimizer: str) -> float:
+def _factor(local: "LocalSGD", change: Any, density: tuple[float, int], optimizer: str) -> float:
     """Return the factor of interval, bits and delay on the gap of the law."""
-    values: Mapping[str, Any] = next(iter((own.get("compression") or {}).values()), {})
-    factor = _OWN[optimizer] * (own["k_steps"] / _STEPS) ** _BY_STEPS
-    share, bits = round(1 - values.get("sparsity", 0.0), 6), values.get("value_bits", 32)
-    if optimizer == "muon" and values.get("mean_over") == "all":
-        factor *= _BY_SHARE.get((share, bits), _BY_SHARE[0.03, 2])
-    elif "sparsity" in values:
+    factor = _OWN[optimizer] * (local.k_steps / _STEPS) ** _BY_STEPS
+    if type(change).__name__ not in _CHANGES:
+        factor *= max(_BY_SHARE.values())
+    elif optimizer == "muon" and getattr(change, "mean_over", "") == "all":
+        factor *= _BY_SHARE.get(density, _BY_SHARE[0.03, 2])
+    elif hasattr(change, "sparsity"):
         factor *= _SPARSE
     else:
-        factor *= _BY_BITS.get(values.get("value_bits", 32), 1.0)
-    factor *= _SPLIT if values.get("exchange") == "split" else 1
-    factor *= _OUTER if own.get("outer_momentum", 0.0) > _LITTLE_MOMENTUM else 1
-    return float(factor * (1 + _LATE * own.get("delay", 0) / own["k_steps"]))
+        factor *= _BY_BITS.get(density[1], 1.0)
+    factor *= _SPLIT if getattr(change, "exchange", "") == "split" else 1
+    factor *= _OUTER if local.outer_momentum > _LITTLE_MOMENTUM else 1
+    return float(factor * (1 + _LATE * local.delay / local.k_steps))
 
 
-def rate_factor(own: Mapping[str, Any], optimizer: str | None, workers: int) -> float | None:
+def rate_factor(
+    strategy: "DistributedStrategy", optimizer: str | None, workers: int
+) -> float | None:
     """Return the best learning rate over dense Muon's with few workers; None if not measured."""
     # Source: docs/law.md: 2 (0.14 M parameters), 4 and 8 workers (0.87 M), 4 to 32 steps, one bit
-    if "localsgd" not in own or optimizer != "muon":
+    if strategy.localsgd is None or optimizer != "muon":
         return None
-    many = own["localsgd"]["k_steps"] >= _INTERVALS[1] and workers > 2
+    many = strategy.localsgd.k_steps >= _INTERVALS[1] and workers > 2
     return 2.0 if many or workers > _FEW else 1.0
 
 

@@ -1,23 +1,21 @@
 """Cost of a step under each method: compute, bytes sent and memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, log2, prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from thinwire.layout.message import HEADER_BYTES, Layout, WholeLayout, factor_numels
-from thinwire.layout.traffic import (
-    AGREEING_DELAY,
-    BUCKETS,
-    TWO_ROUND_BUCKETS,
-    messages,
-    ring_bytes,
-    travels_checksummed,
-)
+from thinwire.layout.message import HEADER_BYTES, factor_numels
+from thinwire.layout.traffic import AGREEING_DELAY, ring_bytes, travels_checksummed
+from thinwire.tools.compare.strategies import compression_of
 from thinwire.tools.planning.network import Network
-from thinwire.tools.planning.work import Workload
+from thinwire.tools.planning.work import Shape, Workload
 from thinwire.tools.run.config import PASS_S
+
+if TYPE_CHECKING:
+    from thinwire.local.config import LocalSGD
+    from thinwire.strategy.distributed_strategy import DistributedStrategy
 
 _VOTE_BYTES = 256
 """Of an agreement between two ranks, with what gloo and TCP add."""
@@ -31,6 +29,8 @@ _PROCESS_BYTES = 2**25
 """What a process has beside tensors: buffers of gloo, threads, what the allocator keeps."""
 BRIEF = ("update", "exchange")
 """Parts of memory that are needed for a while, one after another."""
+_MEAN_PASSES = 6
+"""Passes over the numbers of a change that is averaged without compression."""
 _MOST_OWNERS = 64
 """Largest number of ranks whose shares are counted one by one; beyond it they are extrapolated."""
 
@@ -59,14 +59,12 @@ class _Bucket:
     bytes: float
 
 
-def cost_of(document: Mapping[str, Any], hook: str, work: Workload, network: Network) -> Cost:
-    """Return the cost of a strategy."""
-    if "localsgd" in document:
-        return _local(document["localsgd"], work, network)
-    if "dgc" in document:
-        return _dgc(document["dgc"], work, network)
-    if "low_rank" in document:
-        return _low_rank(document["low_rank"], work, network)
+def cost_of(strategy: "DistributedStrategy", hook: str, work: Workload, network: Network) -> Cost:
+    """Return the cost of a strategy, or of a hook of torch."""
+    if strategy.localsgd is not None:
+        return _local(strategy.localsgd, compression_of(strategy), work, network)
+    if strategy.gradient_compression is not None:
+        return _compressed(strategy.gradient_compression, work, network)
     if hook == "powersgd":
         return _powersgd(work, network)
     if hook == "fp16":
@@ -93,7 +91,7 @@ def _overlapped(
     buckets: Sequence[_Bucket],
     after_s: float,
     memory: tuple[int, int],
-    sent: float = 0.0,
+    sent: float,
 ) -> Cost:
     """Return the cost of a step whose buckets share one wire with the backward pass."""
     # begin(j) = max(free(j - 1), ready(j) + encode(1..j), end(i)), where i is the one before which
@@ -131,81 +129,112 @@ def _reduced(work: Workload, network: Network, *, width: float, passes: float) -
 
 def _powersgd(work: Workload, network: Network) -> Cost:
     """Return the cost of torch's PowerSGD hook, rank 2: one bucket, so after the backward pass."""
-    rank, left, right, rest, kept = 2, 0, 0, 0, 0
-    for shape in work.shapes:
-        numel = prod(shape)
-        rows, columns = factor_numels(shape, rank)
-        if len(shape) > 1 and (rows + columns) * 2 < numel:
-            left, right, kept = left + rows, right + columns, kept + numel
-        else:
-            rest += numel
-    sent = work.width * (left + right + rest)
-    wire_s = sum(network.all_reduce_s(work.width * n) for n in (left, right, rest) if n)
-    encode_s = _passes(work, kept, 9)
-    bucket = _Bucket(work.step_s, encode_s, wire_s, wire_s, ring_bytes(network.ranks, sent))
-    return _overlapped(work, [bucket], 0.0, (4 * (kept + right), 8 * kept))
+    kept = [s for s in work.shapes if len(s) > 1 and 2 * sum(factor_numels(s, 2)) < prod(s)]
+    left, right = (sum(factor_numels(shape, 2)[side] for shape in kept) for side in (0, 1))
+    numel = sum(map(prod, kept))
+    words = left, right, sum(work.numels) - numel
+    sent = _Sent(sums=tuple(work.width * count for count in words if count))
+    wire_s = sent.seconds(network)
+    bucket = _Bucket(work.step_s, _passes(work, numel, 9), wire_s, wire_s, sent.by_rank(network))
+    return _overlapped(work, [bucket], 0.0, (4 * (numel + right), 8 * numel), 0.0)
 
 
-def _low_rank(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
-    rank, least = own.get("rank", 2), own.get("min_numel", 16384)
-    buckets, kept, rest, all_right = [], 0, 0, 0
-    for ready_s, shapes in work.buckets(*TWO_ROUND_BUCKETS):
-        large = [shape for shape in shapes if len(shape) > 1 and prod(shape) >= least]
-        numel = sum(map(prod, large))
-        factors = [factor_numels(shape, rank) for shape in large]
-        left, right = (4 * sum(pair[i] for pair in factors) for i in (0, 1))
-        rest += sum(map(prod, shapes)) - numel
-        kept += numel
-        all_right += right
-        if left:
-            sent = ring_bytes(network.ranks, left + right)
-            taken_s = network.transfer_s(ring_bytes(network.ranks, left))
-            encode_s = _passes(work, numel, 12)
-            buckets.append(_Bucket(ready_s, encode_s, network.all_reduce_s(left), taken_s, sent))
-    # the right factors need the left ones of all, and leave together
-    right_s = network.all_reduce_s(all_right) if all_right else 0.0
-    rest_of_it, after_s = _end_of_step(4 * rest, work, network, None, network)
-    memory = 4 * kept, 4 * work.numel  # the means lie beside the gradients
-    sent = _vote_bytes(network)
-    return _overlapped(work, [*buckets, *rest_of_it], right_s + after_s, memory, sent)
+@dataclass(frozen=True)
+class _Sent:
+    """Bytes that one rank sends: an all-to-all to owners, then a ring; or sums."""
+
+    first_bytes: float = 0
+    """Bytes to all owners together; 0 if messages are gathered."""
+    row_bytes: float = 0
+    """Bytes that each rank forwards for every other rank."""
+    sums: tuple[float, ...] = ()
+    """Bytes of each all-reduce; one follows another."""
+
+    def seconds(self, network: Network, parts: int = 1, idle_s: float = 0.0) -> float:
+        """Return the seconds of one of `parts` equal parts."""
+        found = sum(network.all_reduce_s(nbytes / parts, idle_s) for nbytes in self.sums)
+        if self.first_bytes:
+            found += network.all_to_all_s(self.first_bytes / parts, idle_s)
+            idle_s = 0.0
+        if self.row_bytes:
+            found += network.all_gather_s(self.row_bytes / parts, idle_s)
+        return found
+
+    def by_rank(self, network: Network) -> float:
+        """Return the bytes that a rank sends, each copy."""
+        summed, copies = sum(self.sums), network.ranks - 1
+        if network.relay:
+            return self.first_bytes + self.row_bytes + summed
+        return self.first_bytes + copies * self.row_bytes + ring_bytes(network.ranks, summed)
+
+    def with_dense(self, nbytes: int, ranks: int) -> "_Sent":
+        """Return the same beside a dense sum, which is gathered if it is small."""
+        if travels_checksummed(nbytes, ranks):
+            return replace(self, row_bytes=self.row_bytes + nbytes)
+        return replace(self, sums=(*self.sums, nbytes))
+
+    def received(self, ranks: int) -> float:
+        """Return the bytes of all messages and means, with a rank's own."""
+        return self.first_bytes + ranks * self.row_bytes + sum(self.sums)
 
 
-def _dgc(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
-    sparsity, bits = own.get("sparsity", 0.999), own.get("value_bits", 32)
-    if not isinstance(sparsity, float):
-        sparsity = sparsity[-1]
-    least = own.get("min_numel", 16384)
-    node, sources = _nodes(own, network)
-    buckets, kept, rest = [], 0, 0
-    for ready_s, shapes in work.buckets(*BUCKETS):
-        large = [n for n in map(prod, shapes) if n >= least]
-        rest += sum(map(prod, shapes)) - sum(large)
-        kept += sum(large)
-        if not large:
+@lru_cache(maxsize=4096)  # strategies share messages
+def _sent(config: Any, shapes: Sequence[Shape], ranks: int) -> _Sent:
+    """Return what a rank sends of compressed tensors once the messages have their final length."""
+    import torch
+
+    few, step = min(ranks, _MOST_OWNERS), config.settled_step
+    first, row_bytes, sums = config.messages(step, [*map(torch.Size, shapes)], few)
+    if not first:
+        return _Sent(0, row_bytes, sums)
+    # entries count for the source that moves most, whole tensors for the first one
+    busiest = max(first) if few > 2 and config.unsent_share(step) else first[0]
+    dealt = sum(first) - busiest
+    if few == ranks:
+        return _Sent(dealt, row_bytes)
+    # for more ranks equal shares of what a few owners have, each message with its header
+    share = HEADER_BYTES + (row_bytes - HEADER_BYTES) * few / ranks
+    return _Sent(dealt + (ranks - few) * HEADER_BYTES, share)
+
+
+@lru_cache(maxsize=4096)
+def _split(config: Any, shapes: Sequence[Shape]) -> tuple[tuple[Shape, ...], int, int]:
+    """Return the tensors that are compressed, their numbers, and those of all others."""
+    import torch
+
+    taken = tuple(s for s in shapes if config.compresses(torch.empty(s, device="meta")))
+    numel = sum(map(prod, taken))
+    return taken, numel, sum(map(prod, shapes)) - numel
+
+
+def _compressed(config: Any, work: Workload, network: Network) -> Cost:
+    """Return the cost of a step whose gradients are compressed."""
+    node, sources = _nodes(config.node_size, network)
+    buckets, kept, rest, later = [], 0, 0, 0.0
+    for ready_s, shapes in work.buckets(*config.buckets):
+        taken, numel, others = _split(config, tuple(shapes))
+        kept, rest = kept + numel, rest + others
+        if not taken:
             continue
-        exchange = own.get("exchange", "auto")
-        dealt = _dealt(_layout_of(tuple(large), sparsity, bits), exchange, sources.ranks)
-        encode_s = _passes(work, sum(large), 10)
-        wire_s, nbytes = dealt.seconds(sources), dealt.sent(sources)
-        taken_s = sources.transfer_s(nbytes)
-        if node is not None:
-            # the mean of the gradients first, and in the end what came from other nodes
-            passed_on = sources.ranks * (dealt.row_bytes + dealt.first_bytes / sources.ranks)
-            inside_s = node.all_reduce_s(4 * sum(large)) + node.broadcast_s(passed_on)
-            wire_s, taken_s = wire_s + inside_s, taken_s + inside_s
-            nbytes += ring_bytes(node.ranks, 4 * sum(large)) + passed_on
-        buckets.append(_Bucket(ready_s, encode_s, wire_s, taken_s, nbytes))
-    rest_of_it, after_s = _end_of_step(4 * rest, work, network, node, sources)
+        sent = _sent(config, taken, sources.ranks)
+        later += sum(sent.sums[1:])
+        encode_s = _passes(work, numel, config.passes)
+        inside = _inside(node, 4 * numel, sent.received(sources.ranks))
+        buckets.append(_bucket(ready_s, encode_s, sent, inside, sources))
+    if rest:  # after the backward pass
+        dense = _Sent().with_dense(4 * rest, sources.ranks)
+        inside = _inside(node, 4 * rest, 4 * rest)
+        buckets.append(_bucket(work.step_s, 0.0, dense, inside, sources))
+    # sums after the first need those of all, and leave together
+    later_s = sources.all_reduce_s(later) if later else 0.0
     # the means, and what will be kept if all agree
-    memory = 4 * kept, 4 * (work.numel + kept)
-    return _overlapped(work, [*buckets, *rest_of_it], after_s, memory, _vote_bytes(network))
+    memory = 4 * kept, 4 * (work.numel + (kept if config.accumulates else 0))
+    return _overlapped(work, buckets, later_s + _vote_s(network), memory, _vote_bytes(network))
 
 
-def _nodes(
-    own: Mapping[str, Any], network: Network, *, by_itself: bool = True
-) -> tuple[Network | None, Network]:
+def _nodes(node_size: int | None, network: Network) -> tuple[Network | None, Network]:
     """Return the network inside a node, None without nodes, and the network between sources."""
-    node_size = own.get("node_size") or (network.node_size if by_itself else 1)
+    node_size = node_size or network.node_size
     if node_size == 1:
         return None, network
     inside = network.node
@@ -214,69 +243,26 @@ def _nodes(
     return inside, replace(network, ranks=network.ranks // node_size, node=None)
 
 
-@dataclass(frozen=True)
-class _Dealt:
-    """One rank's part in an exchange: an all-to-all to owners, then a ring."""
-
-    first_bytes: float
-    """Bytes to all owners together; 0 if messages are gathered."""
-    row_bytes: float
-    """Bytes that each rank forwards for every other rank."""
-
-    def seconds(self, network: Network, parts: int = 1, idle_s: float = 0.0) -> float:
-        """Return the seconds of one of `parts` equal parts."""
-        return _dealt_s(self.first_bytes / parts, self.row_bytes / parts, network, idle_s)
-
-    def sent(self, network: Network) -> float:
-        """Return the bytes that a rank sends."""
-        return self.first_bytes + (1 if network.relay else network.ranks - 1) * self.row_bytes
+def _inside(node: Network | None, nbytes: int, passed_on: float) -> tuple[float, float]:
+    """Return seconds and bytes in a node: the mean first, in the end what came from others."""
+    if node is None:
+        return 0.0, 0.0
+    inside_s = node.all_reduce_s(nbytes) + node.broadcast_s(passed_on)
+    return inside_s, ring_bytes(node.ranks, nbytes) + passed_on
 
 
-@lru_cache(maxsize=4096)  # strategies share messages
-def _dealt_s(first_bytes: float, row_bytes: float, network: Network, idle_s: float) -> float:
-    first_s = network.all_to_all_s(first_bytes, idle_s) if first_bytes else 0.0
-    return first_s + network.all_gather_s(row_bytes, 0.0 if first_bytes else idle_s)
-
-
-_layout_of = lru_cache(maxsize=1024)(Layout.of)
-
-
-@lru_cache(maxsize=1024)
-def _dealt(layout: Layout | WholeLayout, exchange: str, ranks: int) -> _Dealt:
-    few = min(ranks, _MOST_OWNERS)
-    first, row_bytes = messages(layout, exchange, few)
-    if not first:
-        return _Dealt(0, row_bytes)
-    # entries count for the source that moves most, whole tensors for the first one
-    busiest = first[0] if few == 2 or isinstance(layout, WholeLayout) else max(first)
-    dealt = sum(first) - busiest
-    if few == ranks:
-        return _Dealt(dealt, row_bytes)
-    # for more ranks equal shares of what a few owners have, each message with its header
-    share = HEADER_BYTES + (row_bytes - HEADER_BYTES) * few / ranks
-    return _Dealt(dealt + (ranks - few) * HEADER_BYTES, share)
-
-
-def _end_of_step(
-    dense_bytes: float, work: Workload, network: Network, node: Network | None, sources: Network
-) -> tuple[list[_Bucket], float]:
-    """Return the cost of dense tensors after the backward pass, and seconds of the vote."""
-    if network.ranks == 1:
-        return [], 0.0
-    found = []
-    if dense_bytes:
-        if travels_checksummed(round(dense_bytes), sources.ranks):
-            sent = (sources.ranks - 1) * dense_bytes
-            wire_s = sources.all_gather_s(dense_bytes)
-        else:
-            sent, wire_s = ring_bytes(sources.ranks, dense_bytes), sources.all_reduce_s(dense_bytes)
-        taken_s = sources.transfer_s(sent)
-        if node is not None:
-            inside_s = node.all_reduce_s(dense_bytes) + node.broadcast_s(dense_bytes)
-            wire_s, taken_s = wire_s + inside_s, taken_s + inside_s
-            sent += ring_bytes(node.ranks, dense_bytes) + dense_bytes
-        found.append(_Bucket(work.step_s, 0.0, wire_s, taken_s, sent))
-    return found, _vote_s(network)
+def _bucket(
+    ready_s: float, encode_s: float, sent: _Sent, inside: tuple[float, float], sources: Network
+) -> _Bucket:
+    """Return the cost of messages, and of their first sum, with seconds and bytes in a node."""
+    begun, (inside_s, inside_bytes) = replace(sent, sums=sent.sums[:1]), inside
+    return _Bucket(
+        ready_s,
+        encode_s,
+        begun.seconds(sources) + inside_s,
+        sources.transfer_s(begun.by_rank(sources)) + inside_s,
+        sent.by_rank(sources) + inside_bytes,
+    )
 
 
 def _vote_bytes(network: Network) -> float:
@@ -288,14 +274,21 @@ def _vote_s(network: Network) -> float:
     return network.all_to_all_s(_vote_bytes(network))
 
 
-def _local(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
+def _local(own: "LocalSGD", config: Any, work: Workload, network: Network) -> Cost:
     """Return the cost of local steps with one averaging, hidden by `delay` steps."""
-    k, fragments, delay = own["k_steps"], own.get("fragments", 1), own.get("delay", 0)
-    compression = own.get("compression") or {}
-    node, sources = _nodes(own, network, by_itself=bool(compression))
-    wire_s, nbytes, passes, kept, brief = _change(
-        compression, work, sources, fragments, k / fragments * work.step_s
-    )
+    k, fragments, delay = own.k_steps, own.fragments, own.delay
+    node, sources = _nodes(own.node_size or (1 if config is None else None), network)
+    sent, passes, kept, brief = _Sent(sums=(4 * work.numel,)), _MEAN_PASSES, 1, 0
+    if config is not None:
+        taken, _, rest = _split(config, work.shapes)
+        sent = _sent(config, taken, sources.ranks) if taken else _Sent()
+        sent = sent.with_dense(4 * rest, sources.ranks) if rest else sent
+        passes, kept = config.passes, 2
+        # entries are chosen from the whole change, and so is a sum made
+        brief = 4 * work.numel if sent.sums or config.unsent_share(config.settled_step) else 0
+    wire_s = sent.seconds(sources, fragments, k / fragments * work.step_s)
+    nbytes, held = sent.by_rank(sources), sent.received(sources.ranks) + brief
+    held += sent.row_bytes + sum(sent.sums)  # and its own message
     if node is not None:  # the mean over a node, and what its first rank passes on
         whole = 4 * work.numel / fragments
         wire_s += node.all_reduce_s(whole) + node.broadcast_s(nbytes / fragments)
@@ -304,35 +297,9 @@ def _local(own: Mapping[str, Any], work: Workload, network: Network) -> Cost:
     exposed_s = max(0.0, wire_s - (delay - 2 * agreeing) * work.step_s)
     exposed_s += 2 * max(0.0, _vote_s(network) - agreeing * work.step_s)
     round_s = fragments * (exposed_s + _passes(work, work.numel / fragments, passes))
-    sent = nbytes + fragments * _vote_bytes(network)
-    kept += 1 if own.get("outer_momentum") else 0
-    brief += 4 * work.numel if delay else 0  # steps go on beside what was measured
+    voted = nbytes + fragments * _vote_bytes(network)
+    kept += 1 if own.outer_momentum else 0
+    held += 4 * work.numel if delay else 0  # steps go on beside what was measured
     return Cost(
-        work.step_s + round_s / k, sent / k, 4 * kept * work.numel, round(brief / fragments)
+        work.step_s + round_s / k, voted / k, 4 * kept * work.numel, round(held / fragments)
     )
-
-
-def _change(
-    compression: Mapping[str, Any], work: Workload, network: Network, fragments: int, idle_s: float
-) -> tuple[float, float, int, int, float]:
-    """Return seconds per fragment, bytes of a change, passes over it, words kept per number, and
-    bytes needed for a while.
-    """
-    if "quantized" in compression or "sparse" in compression:
-        ((tag, own),) = compression.items()
-        if tag == "quantized":
-            layout: Layout | WholeLayout = WholeLayout(work.numels, own.get("value_bits", 4))
-            passes, whole = 16, 0
-        else:  # entries are chosen from the whole change
-            layout = _layout_of(work.numels, own["sparsity"], own.get("value_bits", 2))
-            passes, whole = 14, 4 * work.numel
-        dealt = _dealt(layout, own.get("exchange", "auto"), network.ranks)
-        # a rank has its own message and all others
-        held = dealt.first_bytes + (network.ranks + 1) * dealt.row_bytes + whole
-        seconds = dealt.seconds(network, fragments, idle_s)
-        return seconds, dealt.sent(network), passes, 2, held
-    nbytes = 4 * work.numel
-    wire_s = network.all_reduce_s(nbytes / fragments, idle_s)
-    # what is sent, and the mean
-    sent_bytes = nbytes if network.relay else ring_bytes(network.ranks, nbytes)
-    return wire_s, sent_bytes, 6, 1, 2 * nbytes

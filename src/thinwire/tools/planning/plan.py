@@ -2,15 +2,15 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from math import isfinite, isqrt
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thinwire.layout.traffic import GATHER, streams_between
-from thinwire.tools.compare.strategies import STRATEGIES
+from thinwire.tools.compare.strategies import STRATEGIES, choose, compression_of
 from thinwire.tools.network.netns import Link
-from thinwire.tools.planning.grid import Candidate, candidates
+from thinwire.tools.planning.grid import LEFT_OUT, Candidate, candidates
 from thinwire.tools.planning.loss import MOST_STEPS, loss_gap, rate_factor, steps_to_dense_loss
 from thinwire.tools.planning.methods import BRIEF, cost_of, memory_of
 from thinwire.tools.planning.network import Network, filled_bit_s
@@ -23,6 +23,9 @@ from thinwire.tools.run.config import (
     require_sites,
     require_task,
 )
+
+if TYPE_CHECKING:
+    from thinwire.strategy.distributed_strategy import DistributedStrategy
 
 _FASTEST_BIT_S, _UNLIMITED_BIT_S = 4e11, 2e10
 """Fastest allowed line, and the rate assumed for none and loopback."""
@@ -38,15 +41,9 @@ _FAST_STEP_S = 2e-8
 """Seconds a parameter below which a step is taken for a GPU's."""
 _WORTH = 1.05
 """Smallest speed-up over dense at which a strategy is recommended, at the pessimistic end."""
-_CLASSES = {
-    "localsgd": "LocalSGD",
-    "dgc": "DGC",
-    "low_rank": "LowRank",
-    "quantized": "Quantized",
-    "sparse": "Sparse",
-}
 Interval = tuple[float, float, float]
 _POSITIONAL = ("LocalSGD", "Quantized")
+"""Configs whose first value is written without its name."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +75,8 @@ class Row:
         bytes_inside_site: Bytes that a rank sends to the others that shard the model with it.
         lr_factor: Best learning rate over that of dense Muon with up to four workers, as measured
             for local Muon; None for others.
+        python: The config in Python, of names of thinwire; for a hook of torch the code that adds
+            it.
     """
 
     name: str
@@ -97,6 +96,7 @@ class Row:
     reaches_dense_loss: bool = True
     bytes_inside_site: float = 0.0
     lr_factor: float | None = None
+    python: str = ""
 
     @property
     def strategy(self) -> str:
@@ -108,17 +108,9 @@ class Row:
         """Speed-up to dense's loss, 1 / `time_to_dense_loss`, with two digits; or "never"."""
         return _times(self.time_to_dense_loss) if self.reaches_dense_loss else "never"
 
-    @property
-    def python(self) -> str:
-        """The config in Python, of names of thinwire; for a hook of torch the code that adds it."""
-        if self.document is None:
-            return STRATEGIES[self.strategy].code or ""
-        ((tag, own),) = self.document.items() or [("", {})]
-        return _call(tag, own) if tag else "DistributedStrategy()"
-
     def to_dict(self) -> dict[str, Any]:
         """Return the row as JSON data, without the document."""
-        own = ["document", "optimizer", "reaches_dense_loss"]
+        own = ["document", "optimizer", "python", "reaches_dense_loss"]
         if not self.bytes_inside_site:  # models are whole
             own.append("bytes_inside_site")
         shown = {key: value for key, value in vars(self).items() if key not in own}
@@ -190,6 +182,7 @@ def plan(
     down: str | None = None,
     loss: str | None = None,
     shard: int = 1,
+    strategies: Sequence[str] | None = None,
 ) -> Plan:
     """Predict a training step of every strategy on a network and recommend one.
 
@@ -223,6 +216,8 @@ def plan(
             of a line, by the default number of streams.
         shard: Number of ranks of a site, among which FSDP shards the model. They share the site's
             link; with a probe, each has its own.
+        strategies: Names of `thinwire compare` and strategy files to predict beside dense; all
+            names by default.
 
     Returns:
         The strategies, best first.
@@ -238,6 +233,7 @@ def plan(
         )
     if step_seconds is not None:
         _require_seconds(step_seconds)
+    recipes = _chosen(strategies)
     if probe is not None:
         lines = {"params": params, "link": link, "latency": latency, "up": up, "down": down}
         _require_unmeasured(probe, **lines, loss=loss)
@@ -270,21 +266,14 @@ def plan(
     most_bit_s = filled_bit_s(line.latency_s, lost, streams)
     bit_s, down_bit_s = min(line.bit_s, most_bit_s), min(line.down, most_bit_s)
     network = replace(line, bit_s=bit_s, down_bit_s=down_bit_s)
-    offered = [
-        (name, recipe, document)
-        for name, recipe, document in candidates(network.ranks)
-        if recipe.optimizer != "muon" or work.muon_numel != 0
-        # on a sharded model dense is HSDP
-        if shard == 1 or name == "dense" or (document is not None and "low_rank" not in document)
-    ]
     # progress is against dense with the same optimizer, so time is too
     dense_s = {
-        optimizer: _step_seconds({}, "dense", works, work.numel, optimizer, shard, network)[1]
-        for optimizer in {recipe.optimizer for _, recipe, _ in offered}
+        one.recipe.optimizer: _step_seconds(one, works, work.numel, shard, network)[1]
+        for one in candidates(network.ranks, (STRATEGIES["dense"], STRATEGIES["dense-muon"]))
     }
     rows = [
-        _row(name, recipe, document, work, works, shard, way, dense_s[recipe.optimizer])
-        for name, recipe, document, way in _by_every_way(offered, network)
+        _row(one, work, works, shard, way, dense_s[one.recipe.optimizer])
+        for one, way in _offered(recipes, work, shard, network)
     ]
     rows.sort(
         key=lambda r: (not r.reaches_dense_loss, r.time_at_worst, r.bytes_per_step, len(r.name))
@@ -307,20 +296,34 @@ def plan(
     return Plan(recommended, reason, tuple(rows), about, model)
 
 
-def _by_every_way(
-    offered: Sequence[Candidate], network: Network
-) -> Iterator[tuple[*Candidate, Network]]:
-    """Yield all settings, and those of a relay where directions differ, as at home."""
+def _chosen(strategies: Sequence[str] | None) -> list[Recipe]:
+    """Return the recipes of these strategies, and dense first."""
+    if strategies is None:
+        return [recipe for recipe in STRATEGIES.values() if recipe.name not in LEFT_OUT]
+    dense = STRATEGIES["dense"]
+    return [dense, *(recipe for recipe in choose(strategies) if recipe is not dense)]
+
+
+def _offered(
+    recipes: Sequence[Recipe], work: Workload, shard: int, network: Network
+) -> Iterator[tuple[Candidate, Network]]:
+    """Yield what the model can train with, and a relay too where directions differ, as at home."""
     home = network.bit_s != network.down and network.ranks > 2
     relay = replace(network, relay=True)
-    for name, recipe, document in offered:
-        yield name, recipe, document, network
-        local = (document or {}).get("localsgd")
-        if home and local is not None:
-            values: Mapping[str, Any] = next(iter((local.get("compression") or {}).values()), {})
-            # the host passes on whole messages, and sums are gathered
-            if not values or values.get("exchange") == GATHER:
-                yield f"{name} {RELAY}", recipe, document, relay
+    for one in candidates(network.ranks, recipes):
+        strategy = one.strategy
+        if one.recipe.optimizer == "muon" and work.muon_numel == 0:
+            continue
+        # on a sharded model dense is HSDP; changes are compressed shard by shard
+        if shard > 1 and (
+            one.hook or not getattr(strategy.gradient_compression, "elementwise", True)
+        ):
+            continue
+        yield one, network
+        # the host passes on whole messages, and sums are gathered
+        whole = getattr(compression_of(strategy), "exchange", GATHER) == GATHER
+        if home and whole and strategy.localsgd is not None:
+            yield replace(one, name=f"{one.name} {RELAY}"), relay
 
 
 def _between_sites(network: Network, shard: int, *, shared: bool) -> Network:
@@ -444,13 +447,7 @@ def _sizes(numel: int) -> Iterator[int]:
 
 
 def _step_seconds(
-    own: Mapping[str, Any],
-    method: str,
-    works: Sequence[Workload],
-    numel: int,
-    optimizer: str | None,
-    shard: int,
-    network: Network,
+    one: Candidate, works: Sequence[Workload], numel: int, shard: int, network: Network
 ) -> Interval:
     """Return the seconds of a step: low, mid and high."""
     # A larger model can be faster: its buckets begin earlier, or its tensors are large enough to be
@@ -459,8 +456,8 @@ def _step_seconds(
     # until they part, hence none takes less than a smaller one, nor less on a slower network.
     found = []
     for work in works:
-        part = work.sharded(shard).by(optimizer)
-        mid = cost_of(own, method, part, network).step_s
+        part = work.sharded(shard).by(one.recipe.optimizer)
+        mid = cost_of(one.strategy, one.hook, part, network).step_s
         # compute within 10 %, the rest within 20 %
         doubt = _DOUBT * part.step_s + _DOUBT_ON_TOP * (mid - part.step_s)
         found.append((work.numel, (mid - doubt, mid, mid + doubt)))
@@ -477,26 +474,24 @@ def _step_seconds(
 
 
 def _row(
-    name: str,
-    recipe: Recipe,
-    document: Mapping[str, Any] | None,
+    one: Candidate,
     work: Workload,
     works: Sequence[Workload],
     shard: int,
     network: Network,
     dense_s: float,
 ) -> Row:
-    optimizer, own = recipe.optimizer, document or {}
+    optimizer, strategy = one.recipe.optimizer, one.strategy
     part = work.sharded(shard).by(optimizer)
-    cost = cost_of(own, recipe.name, part, network)
+    cost = cost_of(strategy, one.hook, part, network)
     memory = memory_of(cost, part, optimizer)
     brief = {key: memory[key] for key in BRIEF}
-    gap = loss_gap(recipe.name, own, optimizer, work.numel, network.ranks)
+    gap = loss_gap(one.hook or one.recipe.name, strategy, optimizer, work.numel, network.ranks)
     steps = steps_to_dense_loss(gap.mid, work.numel)
     reaches, most_steps = steps <= MOST_STEPS, steps_to_dense_loss(gap.high, work.numel)
-    seconds = _step_seconds(own, recipe.name, works, work.numel, optimizer, shard, network)
+    seconds = _step_seconds(one, works, work.numel, shard, network)
     return Row(
-        name,
+        one.name,
         seconds,
         cost.bytes,
         sum(memory.values()) - sum(brief.values()) + max(brief.values()),
@@ -508,22 +503,32 @@ def _row(
         not gap.unmeasured,
         seconds[1] / dense_s * steps if reaches else steps,
         seconds[2] / dense_s * most_steps,
-        document,
+        None if one.hook else strategy.to_dict(),
         OPTIMIZERS.get(optimizer or ""),
         reaches,
         work.bytes_inside(optimizer, shard),
-        rate_factor(own, optimizer, network.ranks),
+        rate_factor(strategy, optimizer, network.ranks),
+        one.recipe.code or _python(strategy),
     )
 
 
-def _call(tag: str, own: Mapping[str, Any]) -> str:
-    """Return a config of a strategy file in Python."""
-    name, words = _CLASSES[tag], list[str]()
-    for key, value in own.items():
-        text = repr(tuple(value) if isinstance(value, list) else value)
-        if isinstance(value, Mapping):
-            text = ", ".join(_call(*item) for item in value.items())
-        words.append(text if name in _POSITIONAL and not words else f"{key}={text}")
+def _python(strategy: "DistributedStrategy") -> str:
+    calls = {name: _call(config) for name, config in strategy.on.items()}
+    if len(calls) == 1:
+        return calls.popitem()[1]
+    return f"DistributedStrategy({', '.join(f'{name}={call}' for name, call in calls.items())})"
+
+
+def _call(config: Any) -> str:
+    """Return a config in Python, without its defaults."""
+    name, words = type(config).__name__, list[str]()
+    for field in sorted(fields(config), key=lambda field: bool(field.kw_only)):
+        value = getattr(config, field.name)
+        text = _call(value) if is_dataclass(value) else repr(value)
+        if name in _POSITIONAL and not words:
+            words.append(text)
+        elif value != field.default:
+            words.append(f"{field.name}={text}")
     return f"{name}({', '.join(words)})"
 
 
