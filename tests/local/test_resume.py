@@ -60,7 +60,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         good = sync.state_dict()
         bad_shape = {**good, "anchors": {**good["anchors"], "0.weight": torch.zeros(2)}}
         for state, text in [
-            (foreign, "errors, 0.weight has shape"),
+            (foreign, "residuals, 0.weight has shape"),
             ({**good, "more": 1}, "unknown .'more'"),
             ({}, "missing"),
             (bad_shape, r"anchors, 0.weight has shape \(2,\) in it and \(9, 5\) here"),

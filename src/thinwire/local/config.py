@@ -38,9 +38,8 @@ class _Common:
             raise ValueError("outer_nesterov needs an outer_momentum above 0, got outer_momentum=0")
         if self.compression is not None:
             advice = "write None or one of these"
-            check.instance(
-                "compression", self.compression, tuple(COMPRESSIONS.values()), advice=advice
-            )
+            kinds = tuple(kind for kind in COMPRESSIONS.values() if not kind.accumulates)
+            check.instance("compression", self.compression, kinds, advice=advice)
         check.set_fields(self, check.integer, "fragments", at_least=1)
         if self.fragments > k_steps:
             raise ValueError(

@@ -17,7 +17,7 @@ from thinwire._names import named_parameters
 from thinwire._wording import warn_user
 from thinwire.comm import Regrouped, long_waits_logged, own_deadlines
 from thinwire.comm.private import forget_ended
-from thinwire.compress import COMPRESSIONS, tag_of
+from thinwire.compress import tag_of
 from thinwire.compress.protocol import Compression, report_coverage
 from thinwire.core.arithmetic import arithmetic
 from thinwire.core.norms import grad_norm
@@ -182,13 +182,11 @@ class LocalUpdates:
             streams=streams,
             between_sites=True,
         )
-        if compression is not None:
-            check.instance("compression", compression, tuple(COMPRESSIONS.values()))
-            if config.compression is not None:
-                raise ValueError(
-                    f"{tag_of(compression)} and compression={config.compression} both set the "
-                    "compression of averagings: give only one"
-                )
+        if compression is not None and config.compression is not None:
+            raise ValueError(
+                f"{tag_of(compression)} and compression={config.compression} both set the "
+                "compression of averagings: give only one"
+            )
         self._of_gradients = compression
         self._changes = config.compression or compression
         optimizer = given_optimizer(optimizer, model)

@@ -160,7 +160,7 @@ def _rule(first: str, second: str) -> Rule:
     method, other = methods[0], second if methods[0] == first else first
     if (meaning := METHODS[method].get(other)) is not None:
         return Rule((first, second), meaning)
-    reason = f"{method} compresses gradients, but local updates exchange changes of the parameters"
+    reason = f"{method} compresses gradients, but local updates exchange changes"
     given = "LowRank(...)" if method == "low_rank" else "..."
     kind = "LocalSGD" if other == "localsgd" else "AdaptiveLocalSGD"
     return Rule((first, second), reason, f"write {other}={kind}(..., compression={given})")
@@ -189,8 +189,8 @@ _OPENING = """# Combining fields
 *Printed from the rules table of the code (`make docs`); the tests walk through the same table.*
 
 A [strategy](notes/strategy.md) has {fields} fields, hence {pairs} pairs. {working} of them work
-together, {conflicting} conflict. No field is switched off silently: a conflicting pair raises a
-`StrategyError` when the strategy is made. The error lists all conflicts, with what to change.
+together, {conflicting} conflict. A conflicting pair raises a `StrategyError` that lists all
+conflicts, with what to change.
 
 """
 _ORDER = """
@@ -207,14 +207,12 @@ order of a step:
 
 """
 _CLOSING = """
-Two more conflicts lie inside the fields. `dgc` together with a `compression` in `localsgd` or
-`adaptive_localsgd`: both set the compression of the change; use one of them. `dgc` with
-`state_dtype="bfloat16"` under either of them: the residual of an averaging has the dtype of its
-anchor; omit `state_dtype`.
+Two more conflicts lie inside the fields. `dgc` beside a `compression` of `localsgd` or
+`adaptive_localsgd`: both set the compression of the change. `dgc` with `state_dtype="bfloat16"`
+beside either: the residual of an averaging has the dtype of its anchor.
 
-`prepare` checks everything that depends on the model, the optimizer or the number of ranks, on all
-ranks and before it changes anything: patterns that match nothing, an optimizer that LARS or LAMB
-cannot replace, a number of ranks that is not a multiple of the stages.
+`prepare` checks what depends on the model, the optimizer or the number of ranks, on all ranks and
+before it changes anything.
 """
 
 
@@ -236,13 +234,17 @@ def _matrix() -> Iterator[str]:
         yield f"| **{first}** | {' | '.join(cells)} |\n"
 
 
+_LIKE = {"adaptive_localsgd": "localsgd", "low_rank": "dgc", "compression": "dgc"}
+
+
 def _meanings() -> Iterator[str]:
     yield "| pair | together |\n|---|---|\n"
     for rule in RULES:
         text = rule.meaning if rule.works else f"**conflict**: {rule.meaning}; {rule.remedy}"
-        if rule.pair[1] == "adaptive_localsgd" and rule.pair[0] != "localsgd":
-            same = rule_of(rule.pair[0], "localsgd").meaning
-            text = text.replace(same, "as with `localsgd`")
+        for one, like in _LIKE.items():
+            if rule.works and rule.pair[1] == one:
+                same = rule_of(rule.pair[0], like).meaning
+                text = text.replace(same, f"as with `{like}`")
         yield f"| {' and '.join(f'`{name}`' for name in rule.pair)} | {text} |\n"
 
 
