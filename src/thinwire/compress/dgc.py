@@ -104,6 +104,15 @@ class DGC(Compression):
     node_size: int | None = None
     exchange: str = "auto"
 
+    free: ClassVar[Sequence[str]] = (
+        "rampup_begin_step",
+        "rampup_step",
+        "sparsity",
+        "local_grad_clip_norm",
+        "value_bits",
+        "node_size",
+        "exchange",
+    )
     accumulates: ClassVar[bool] = True
     has_checksums: ClassVar[bool] = True
     reports_finite: ClassVar[bool] = True

@@ -79,6 +79,7 @@ class LowRank(Compression):
     min_numel: int = 16384
 
     kinds: ClassVar[Mapping[str, OtherRanks]] = {RESIDUAL: "mean_zero", "factor": "first"}
+    free: ClassVar[Sequence[str]] = ("begin_step",)
     buckets: ClassVar[tuple[int, int]] = TWO_ROUND_BUCKETS
     elementwise: ClassVar[bool] = False
     reports_finite: ClassVar[bool] = True

@@ -221,6 +221,8 @@ class Compression(ABC):
     __dataclass_fields__: ClassVar[dict[str, Any]]
     kinds: ClassVar[Mapping[str, OtherRanks]] = {RESIDUAL: "mean_zero"}
     """Kinds of state, each with the rule for another number of ranks."""
+    free: ClassVar[Sequence[str]] = ("*",)
+    """Settings on which no state depends: a run that loads may have others."""
     buckets: ClassVar[tuple[int, int]] = BUCKETS
     """Gradient bytes of the first bucket of an update and of the others."""
     accumulates: ClassVar[bool] = False

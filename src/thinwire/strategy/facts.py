@@ -17,27 +17,26 @@ from thinwire.optim.common import CommonOptimizer
 from thinwire.strategy.documents import from_dict, to_dict
 from thinwire.strategy.fields import Fields
 
-_FREE_NAMES = (
+_FREE = (
     # of a loss scale the presence is compared, of a merge its gradients
     "amp.dtype amp.loss_scale amp.loss_scale.* gradient_merge gradient_merge.* "
     "recompute recompute.* pipeline.micro_batches pipeline.schedule lars.* lamb.* "
-    "dgc.rampup_begin_step dgc.rampup_step dgc.sparsity dgc.local_grad_clip_norm dgc.value_bits "
-    "dgc.node_size dgc.exchange low_rank.begin_step *localsgd.k_steps *localsgd.init_k_steps "
-    "*localsgd.max_k_steps *localsgd.begin_step *localsgd.outer_lr *localsgd.outer_nesterov "
-    "*localsgd.node_size"
+    "*localsgd.k_steps *localsgd.init_k_steps *localsgd.max_k_steps *localsgd.begin_step "
+    "*localsgd.outer_lr *localsgd.outer_nesterov *localsgd.node_size"
 )
 
 
 def _free() -> Iterator[str]:
     """Yield settings on which no state depends, by dotted name. Every new setting is compared
-    until it is listed here.
+    until it is listed here, or by its compression.
     """
-    yield from _FREE_NAMES.split()
+    yield from _FREE.split()
     for tag, kind in COMPRESSIONS.items():
+        names = [f"{tag}.{key}" for key in kind.free]
         if len(kind.kinds) == 1:  # these can load each other's state
-            for key in (tag, f"{tag}.*", *(entry.name for entry in fields(kind))):
-                yield f"*localsgd.compression.{key}"
-                yield f"compression.{key}"
+            names += [tag, *(entry.name for entry in fields(kind))]
+        for where in ("", "compression.", "*localsgd.compression."):
+            yield from (where + name for name in names)
 
 
 _IN_GROUPS = {
