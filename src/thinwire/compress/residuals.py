@@ -14,6 +14,7 @@ from thinwire.compress.protocol import (
     Context,
     Entries,
     Kept,
+    Sending,
 )
 from thinwire.core.feedback import Proposal, commit_list_, in_chunks, propose_list, rounding_seed
 from thinwire.core.tensors import state_dtype
@@ -23,6 +24,18 @@ Grads = Mapping[str, Tensor]
 """This rank's own gradients by name, unscaled and not divided by the number of ranks."""
 Received = Mapping[str, Arrived]
 Leave = Callable[[str], None]
+
+
+class Dense(Compression):
+    """Compresses nothing."""
+
+    def compresses(self, param: Tensor) -> bool:
+        """See `Compression`."""
+        return False
+
+    def send(self, context: Context, folded: Computed, kept: Kept) -> Sending:
+        """See `Compression`."""
+        raise NotImplementedError("all tensors travel densely")
 
 
 class Residuals:

@@ -25,7 +25,7 @@ from thinwire.compress.protocol import (
     Sending,
     send_checked,
 )
-from thinwire.compress.residuals import Folded, Grads, Received, Residuals
+from thinwire.compress.residuals import Dense, Folded, Grads, Received, Residuals
 from thinwire.core.tensors import narrowed, sparse_rows, with_own_storage
 from thinwire.errors import PayloadCorrupt, ThinwireError
 from thinwire.exchange.agreement import Answers, Participants, StepDecision, verdict_of
@@ -65,7 +65,7 @@ class Compressed:
 
     def __init__(
         self,
-        accumulation: Residuals | None,
+        accumulation: Residuals,
         params: Mapping[str, Tensor],
         sources: Sources,
         *,
@@ -80,8 +80,7 @@ class Compressed:
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return the state that only this rank, or its node, holds: live, by kind and name."""
         found: dict[str, dict[str, Tensor]] = {}
-        if (at := self._accumulation) is None:
-            return found
+        at = self._accumulation
         for name, param in self._params.items():
             method = at.method(name)
             if method.compresses(param) and not param.is_complex():
@@ -109,13 +108,12 @@ class Compressed:
         A gradient that is row-sparse on any rank travels densely.
         """
         at, taken, rest = self._accumulation, dict[Compression, dict[str, Tensor]](), {}
-        if at is not None:
-            context = replace(context, update=at.position(context.step))
+        context = replace(context, update=at.position(context.step))
         for name, grad in {**grads, **means}.items():
+            method = at.method(name)
             able = name not in row_sparse and not grad.is_sparse and grad.is_floating_point()
-            method = at.method(name) if at is not None and able else None
-            begun = method is not None and context.update >= method.last_dense_step
-            if method is not None and begun and method.compresses(self._params[name]):
+            begun = context.update >= method.last_dense_step
+            if able and begun and method.compresses(self._params[name]):
                 taken.setdefault(method, {})[name] = grad
             else:
                 rest[name] = grad.to_dense() if grad.is_sparse else grad
@@ -128,7 +126,6 @@ class Compressed:
         # zeros in place of numbers that no message can hold: all ranks will drop the step
         bad = [] if method.reports_finite else not_finite(grads)
         sent = {n: torch.zeros_like(grad) if n in bad else grad for n, grad in grads.items()}
-        assert self._accumulation is not None, "something is compressed"
         folded = Folded(sent, self._accumulation, method, context, self._keys, keep=False)
         arrived = yield from send_checked(method, context, folded, folded.kept)
         arrived.finite = {**arrived.finite, **dict.fromkeys(bad, False)}
@@ -143,17 +140,15 @@ class Compressed:
 
         The gradients are unchanged since they were sent; `row_sparse` ones travelled densely.
         """
-        at, updated = self._accumulation, set[str]()
-        if at is not None:
-            self._make_momentum_common_(received)
+        self._make_momentum_common_(received)
 
-            def leave_(name: str) -> None:
-                got = received[name]
-                assert isinstance(got, ArrivedEntries), "momentum is kept beside entries only"
-                folded = self._taken(name, grads, got)
-                got.leave_(name, folded, folded.kept)
+        def leave_(name: str) -> None:
+            got = received[name]
+            assert isinstance(got, ArrivedEntries), "momentum is kept beside entries only"
+            folded = self._taken(name, grads, got)
+            got.leave_(name, folded, folded.kept)
 
-            updated.update(at.step_(received, row_sparse, leave_))
+        updated = set(self._accumulation.step_(received, row_sparse, leave_))
         rest = [name for name in grads if name not in updated]
         # the means reuse buffers of gradients that nothing else refers to
         owned = with_own_storage(grads) if rest else ()
@@ -186,7 +181,6 @@ class Compressed:
         return got.take_(name, folded, folded.kept, into)
 
     def _taken(self, name: str, grads: Grads, got: Arrived) -> Folded:
-        assert self._accumulation is not None, "something is compressed"
         at, own = self._accumulation, {name: got.node_means.get(name, grads[name])}
         return Folded(own, at, at.method(name), got.context, self._keys, keep=True)
 
@@ -219,7 +213,7 @@ class GradientExchange(Synchronizer):
         self,
         group: Group,
         params: Mapping[str, Tensor],
-        accumulation: Residuals | None = None,
+        accumulation: Residuals,
         *,
         sources: Sources | None = None,
         check_dense: bool = True,
@@ -227,7 +221,7 @@ class GradientExchange(Synchronizer):
         rides: bool = False,
     ) -> None:
         group = participants.job or group
-        self.rides = rides and accumulation is None and group.size > 1
+        self.rides = rides and group.size > 1
         """True if the facts of ranks ride on the last bucket of a steady step."""
         self.presence = Presence()
         sources = group if sources is None else sources
@@ -253,7 +247,7 @@ class GradientExchange(Synchronizer):
             self.add_check(extra)
         self.presence.names_of_parts = participants.names_of_stages
 
-    def restart(self, params: Mapping[str, Tensor], accumulation: Residuals | None) -> None:
+    def restart(self, params: Mapping[str, Tensor], accumulation: Residuals) -> None:
         """Continue with other parameters, or another order; learn steady gradients again."""
         self.compressed = Compressed(
             accumulation, params, self.sources, check_dense=self._check_dense
@@ -642,9 +636,8 @@ def gradients_of(
     `momentum`: accumulation with the momentum of an SGD. All ranks must have compared the settings.
     `sources`: None to look for nodes among the ranks, by one comparison of their size.
     """
-    accumulation = None
+    accumulation = momentum or Residuals(compression or Dense(), params)
     if compression is not None:
-        accumulation = momentum or Residuals(compression, params)
         check_finite = True
         if sources is None:
             sources = agreed_sources(group, compression.node_size)

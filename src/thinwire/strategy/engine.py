@@ -31,7 +31,7 @@ from thinwire.strategy.model_files import load_model_file
 from thinwire.strategy.parts import Parts
 from thinwire.strategy.publishing import EnginePublisher, Where
 from thinwire.strategy.saving import BackgroundSave
-from thinwire.strategy.updates import steps_of
+from thinwire.strategy.updates import Steps
 
 _log = logging.getLogger("thinwire")
 
@@ -56,9 +56,8 @@ class Engine:
     on every rank and leaves parameters and state as before the update.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._steps = steps_of(parts)
+    def __init__(self, parts: Parts, steps: Steps) -> None:
+        self._parts, self._steps = parts, steps
         self.extra: Any = None
         """The argument `extra` of `save`, after `load`; None before it, or if none was given."""
         self._following: Following | None = None

@@ -71,6 +71,7 @@ from thinwire.strategy.requirements import (
     warn_of_optimizer,
 )
 from thinwire.strategy.saving import mark_states
+from thinwire.strategy.updates import EveryStep, LocalStep, Steps
 from thinwire.wire.message import WIRE_VERSION
 
 _log = logging.getLogger("thinwire")
@@ -119,8 +120,7 @@ def _prepared(setup: Setup) -> Engine:
         else:
             gather_stages_(model, split, group)
             record_stage_split(model, [model])
-        _assemble(setup, parts, undo.enter_context(ExitStack()))
-        engine = Engine(parts)
+        engine = Engine(parts, _assembled(setup, parts, undo.enter_context(ExitStack())))
         undo.pop_all()
     kind, on = kinds_of(setup.optimizer), ", ".join(setup.strategy.on) or "no field"
     took_s = time.perf_counter() - begin_s
@@ -288,8 +288,8 @@ def _planned_for(setup: Setup, stage: nn.Module, params: dict[str, Parameter]) -
     )
 
 
-def _assemble(setup: Setup, parts: Parts, undo: ExitStack) -> None:
-    """Make the other parts. Changes the model from here on; `undo` undoes it."""
+def _assembled(setup: Setup, parts: Parts, undo: ExitStack) -> Steps:
+    """Make the other parts, and return the steps. Changes the model from here on; `undo` undoes it."""
     strategy, model, optimizer = setup.strategy, setup.model, setup.optimizer
     parts.undo = undo
     for single in all_of(optimizer):
@@ -317,12 +317,19 @@ def _assemble(setup: Setup, parts: Parts, undo: ExitStack) -> None:
     parts.clip = take_clip_(optimizer, setup.grad_clip, undo, stages=stages, shards=setup.shards)
     peers = setup.member.group if setup.member else setup.replica_ranks()
     parts.buffers = MovingBuffers(parts.model, peers)
-    _exchange(setup, parts)
+    if parts.sync is None:
+        steps: Steps = _every_step(setup, parts)
+    else:
+        parts.limit = _limit(parts.compression, Shards(parts.params), setup)
+        parts.compression = None
+        parts.replica = Replica(optimizer, None, parts.model, parts.params, averaged=True)
+        steps = LocalStep(parts, parts.sync)
     for single in all_of(optimizer):
         if isinstance(single, CommonOptimizer):
             single.call_params({p: name for name, p in named_parameters(model)})
     parts.facts = checkpoint_facts(strategy, model, optimizer)
     mark_states(parts)
+    return steps
 
 
 def _scaler(setup: Setup) -> LossScaler | None:
@@ -339,15 +346,12 @@ def _scaler(setup: Setup) -> LossScaler | None:
     return LossScaler(amp.loss_scale, setup.grid.stage_group)
 
 
-def _exchange(setup: Setup, parts: Parts) -> None:
-    """Make the exchange of gradients and what goes with it; local updates have their own."""
+def _every_step(setup: Setup, parts: Parts) -> EveryStep:
+    """Make the exchange of gradients and what goes with it."""
     sites, params, optimizer = setup.sites, Shards(parts.params), setup.optimizer
     compression, parts.compression = parts.compression, None
-    if parts.sync is not None or sites is not None:  # a compressor sees single shards
+    if sites is not None:  # a compression sees single shards
         parts.limit = _limit(compression, params, setup)
-    if parts.sync is not None:
-        parts.replica = Replica(optimizer, None, parts.model, parts.params, averaged=True)
-        return
     whole, clip = compression, parts.clip
     if compression is not None and parts.limit is not None:
         compression = replace(compression, local_grad_clip_norm=None)
@@ -395,6 +399,7 @@ def _exchange(setup: Setup, parts: Parts) -> None:
             parts.params, gradients, bucket_bytes=bucket_bytes, first_bytes=first_bytes
         )
         parts.undo.callback(parts.overlap.remove)
+    return EveryStep(parts, gradients)
 
 
 def _limit(config: Any, params: Shards, setup: Setup) -> Limit | None:

@@ -364,9 +364,4 @@ class LocalStep(Microsteps):
         self.forget_merged()
 
 
-def steps_of(parts: Parts) -> EveryStep | LocalStep:
-    """Return the steps of an engine."""
-    if parts.sync is not None:
-        return LocalStep(parts, parts.sync)
-    assert parts.gradients is not None, "exchanged in each step"
-    return EveryStep(parts, parts.gradients)
+Steps = EveryStep | LocalStep
