@@ -25,9 +25,6 @@ class Stack(nn.Module):
         self.double()
 
 
-NAMES = [name for name, _ in Stack().named_parameters()]
-
-
 # ---- over ranks
 
 
@@ -37,37 +34,6 @@ def set_gradients(model: nn.Module, step: int, rank: int) -> None:
     for p in model.parameters():
         noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
         p.grad = (0.3 * p.detach() + noise).to(p.dtype)
-
-
-def turns(rank: int, size: int, config: Any, steps: int) -> list[tuple[list[str], dict[str, Any]]]:
-    """Per averaging whose anchors moved, and their values."""
-    model = Stack()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
-    with tw.local_sgd(model, optimizer, config) as sync:
-        for step in range(1, steps + 1):
-            before = sync.state_dict()["anchors"]
-            set_gradients(model, step, rank)
-            optimizer.step()
-            if sync.synced:
-                moved = [
-                    n
-                    for n, p in model.named_parameters()
-                    if not torch.equal(before[n], p.detach())
-                    and torch.equal(sync.state_dict()["anchors"][n], p.detach())
-                ]
-                values = {n: p.detach().numpy().copy() for n, p in model.named_parameters()}
-                found.append((moved, {n: values[n] for n in moved}))
-    return found
-
-
-def test_in_a_period_every_parameter_is_averaged_once(ranks: Pool) -> None:
-    config = tw.LocalSGD(6, begin_step=0, fragments=3)
-    answers = ranks.run(turns, config, 18, size=2)
-    parts = [moved for moved, _ in answers[0]]
-    assert parts == parts[:3] * 3 and [name for part in parts[:3] for name in part] == NAMES
-    for (moved, mine), (_, theirs) in zip(*answers, strict=True):
-        assert all(mine[name].tobytes() == theirs[name].tobytes() for name in moved)
 
 
 ALL_IN_TIME = {

@@ -276,50 +276,6 @@ def test_interval_1_with_sgd_is_synchronous(ranks: Pool, momentum: float, nester
     assert max(ranks.run(synchronous, momentum, nesterov, size=4)) < 1e-12
 
 
-def net() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 1))
-
-
-def many_steps(rank: int, size: int, config: Any, steps: int) -> list[tuple[bool, str, float]]:
-    model = net()
-    optimizer = tw.optim.Adam(model.named_parameters(), lr=0.01)
-    torch.manual_seed(100 + rank)
-    found = []
-    with tw.local_sgd(model, optimizer, config) as sync:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            loss = (model(torch.randn(8, 5)) - rank).square().mean()
-            loss.backward()
-            sync.observe(loss)
-            optimizer.step()
-            found.append((sync.synced, digest(model), sync.stats()["applied_share"]))
-    return [*found, (True, digest(model), 0.0)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "config",
-    [
-        tw.LocalSGD(7),
-        tw.LocalSGD(6, outer_lr=0.7, outer_momentum=0.9, outer_nesterov=True),
-        tw.LocalSGD(5, compression=tw.Sparse(0.9)),
-        tw.AdaptiveLocalSGD(4, begin_step=3, average_state=True),
-        tw.LocalSGD(3, compression=tw.Sparse(0.8, exchange="split")),
-        tw.LocalSGD(3, compression=tw.Quantized(1)),
-        tw.LocalSGD(3, compression=tw.Quantized(4, decay=0.9, exchange="split")),
-    ],
-    ids=["plain", "outer", "sparse", "adaptive", "shares", "one bit", "dealt bits"],
-)
-def test_ranks_are_bit_identical_after_every_averaging_alone(ranks: Pool, config: Any) -> None:
-    steps = 500 if config == tw.LocalSGD(7) else 150
-    found = ranks.run(many_steps, config, steps, size=4)
-    for step, views in enumerate(zip(*found, strict=True)):
-        flags, digests, shares = zip(*views, strict=True)
-        assert len(set(flags)) == len(set(shares)) == 1
-        assert len(set(digests)) == (1 if flags[0] else 4), step
-
-
 def adapt(
     rank: int, size: int, curve: list[float], rates: list[float], config: Any
 ) -> tuple[list[int], list[int]]:

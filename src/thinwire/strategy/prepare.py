@@ -289,7 +289,7 @@ def _planned_for(setup: Setup, stage: nn.Module, params: dict[str, Parameter]) -
 
 
 def _assembled(setup: Setup, parts: Parts, undo: ExitStack) -> Steps:
-    """Make the other parts, and return the steps. Changes the model from here on; `undo` undoes it."""
+    """Make the other parts, and the steps. Changes the model from here on; `undo` undoes it."""
     strategy, model, optimizer = setup.strategy, setup.model, setup.optimizer
     parts.undo = undo
     for single in all_of(optimizer):
