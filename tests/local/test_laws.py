@@ -276,6 +276,11 @@ def test_interval_1_with_sgd_is_synchronous(ranks: Pool, momentum: float, nester
     assert max(ranks.run(synchronous, momentum, nesterov, size=4)) < 1e-12
 
 
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 1))
+
+
 def adapt(
     rank: int, size: int, curve: list[float], rates: list[float], config: Any
 ) -> tuple[list[int], list[int]]:
