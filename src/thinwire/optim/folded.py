@@ -15,7 +15,7 @@ from thinwire.compress.residuals import Leave, Received, Residuals
 from thinwire.core.feedback import in_chunks, rounding_seed, step_along_list_, store_
 from thinwire.core.gradients import Clip, ClipByNorm, centralized, clipped, decayed
 from thinwire.core.sharded import shard_of
-from thinwire.core.tensors import narrowed, state_dtype
+from thinwire.core.tensors import narrowed, state_dtype, widened
 from thinwire.optim.common import CommonOptimizer
 
 
@@ -156,14 +156,10 @@ class FoldedSGD(Residuals):
         grad = self._decayed(name, grad)
         buffer.mul_(m).add_(grad)
         update = grad.add(buffer, alpha=m) if nesterov else buffer
-        rate = float(self._group(name)["lr"])
-        if param.dtype == buffer.dtype:
-            param.add_(update, alpha=-rate)
-        else:
-            param.copy_(param.to(buffer.dtype).add_(update, alpha=-rate))
-        if buffer is not stored:
-            seed = rounding_seed(arrived.context.step, self._keys[name])
-            store_(stored.view(-1), buffer.view(-1), seed)
+        with widened([param]) as (work,):
+            work.add_(update, alpha=-float(self._group(name)["lr"]))
+        seed = rounding_seed(arrived.context.step, self._keys[name])
+        store_(stored.view(-1), buffer.view(-1), seed)
 
     def _sends(self, name: str) -> bool:
         return self.method(name).compresses(shard_of(self.params[name]))

@@ -7,7 +7,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,18 +45,14 @@ F = TypeVar("F", bound=Fields)
 
 def to_dict(strategy: Fields) -> dict[str, Any]:
     """Return plain values only, without those that are None."""
-    tags = {name: _tag(Fields, name, config) for name, config in strategy.on.items()}
-    return {
-        name: _plain(config) if tags[name] is None else {tags[name]: _plain(config)}
-        for name, config in strategy.on.items()
-    }
+    return _plain(strategy)
 
 
 def _plain(config: Any) -> dict[str, Any]:
     document: dict[str, Any] = {}
     for name, value, tag in _entries(config):
-        if tag is not None:
-            document[name] = {tag: _plain(value)}
+        if is_dataclass(value):
+            document[name] = _plain(value) if tag is None else {tag: _plain(value)}
         elif value is not None:
             document[name] = list(value) if isinstance(value, tuple) else value
     return document
@@ -64,14 +60,11 @@ def _plain(config: Any) -> dict[str, Any]:
 
 def _entries(config: Any) -> Iterator[tuple[str, Any, str | None]]:
     """Return keys, values and tags; positional keys first."""
+    kind = Fields if isinstance(config, Fields) else type(config)
     for field in sorted(fields(config), key=lambda field: bool(field.kw_only)):
-        value = getattr(config, field.name)
-        yield field.name, value, _tag(type(config), field.name, value)
-
-
-def _tag(kind: type, name: str, value: Any) -> str | None:
-    tags = _TAGGED.get((kind, name), {})
-    return next((tag for tag, known in tags.items() if isinstance(value, known)), None)
+        value, tags = getattr(config, field.name), _TAGGED.get((kind, field.name), {})
+        tag = next((tag for tag, known in tags.items() if isinstance(value, known)), None)
+        yield field.name, value, tag
 
 
 def from_dict(
@@ -187,13 +180,9 @@ def text_of(strategy: Fields) -> str:
         "# A training strategy of thinwire. `thinwire explain FILE` says what a step will do.",
         "",
     ]
-    for name, config in on.items():
-        lines += _comment(about.get(name, ""), 0)
-        if (tag := _tag(Fields, name, config)) is not None:
-            lines += [f"{name}:", f"  {tag}:{'' if _plain(config) else ' {}'}"]
-        else:
-            lines += [f"{name}:{'' if _plain(config) else ' {}'}"]
-        lines += [*_lines(config, 1 if tag is None else 2), ""]
+    for name, value, tag in _entries(strategy):
+        if value is not None:
+            lines += [*_comment(about.get(name, ""), 0), *_lines_of(name, value, tag, 0), ""]
     off = [name for name in CONFIGS if name not in on]
     lines += [] if on else ["{}", ""]
     lines += ["# Off:"] if off else []
@@ -201,18 +190,20 @@ def text_of(strategy: Fields) -> str:
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def _lines(config: Any, depth: int) -> Iterator[str]:
-    """Return the lines of one config's mapping."""
-    about, indent = attribute_lines(type(config)), "  " * depth
-    for name, value, tag in _entries(config):
-        yield from _comment(about.get(name, ""), depth)
-        if tag is not None:
-            yield from (f"{indent}{name}:", f"{indent}  {tag}:")
-            yield from _lines(value, depth + 2)
-        else:
-            yield (
-                f"{indent}# {name}: null" if value is None else f"{indent}{name}: {_inline(value)}"
-            )
+def _lines_of(name: str, value: Any, tag: str | None, depth: int) -> Iterator[str]:
+    """Return the lines of one key, with those of its config below it."""
+    indent = "  " * depth
+    if not is_dataclass(value):
+        yield f"{indent}# {name}: null" if value is None else f"{indent}{name}: {_inline(value)}"
+        return
+    if tag is not None:
+        yield f"{indent}{name}:"
+        name, depth = tag, depth + 1
+    yield f"{'  ' * depth}{name}:{'' if _plain(value) else ' {}'}"
+    about = attribute_lines(type(value))
+    for key, below, its_tag in _entries(value):
+        yield from _comment(about.get(key, ""), depth + 1)
+        yield from _lines_of(key, below, its_tag, depth + 1)
 
 
 def _inline(value: Any) -> str:
