@@ -138,6 +138,19 @@ def test_codes_come_with_their_scales_from_the_first_rank_that_has_them() -> Non
     assert same(equal, {"a": {**first, "scale": torch.tensor(3.0)}})
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(1, 2), (None, 1.0), ([1.0], [1.0, 2.0]), (torch.tensor(1), torch.tensor(2)), ({"a": 1}, {})],
+)
+def test_strict_values_without_a_mean_must_be_equal(one: Any, other: Any) -> None:
+    state = {"w": torch.ones(2), "n": torch.tensor([3, 4]), "x": [one]}
+    assert same(combine([state, state], {"*": "strict"}), state)
+    came = combine([state, {**state, "w": torch.zeros(2)}], {"*": "strict"})
+    assert same(came["w"], torch.full((2,), 0.5))
+    with pytest.raises(CheckpointError, match=r"2 ranks, x.* have no mean"):
+        combine([state, {**state, "x": [other]}], {"*": "strict"})
+
+
 def test_sequences() -> None:
     assert combine([[1.0, (2.0, "a")], [3.0, (4.0, "b")]]) == [2.0, (3.0, "a")]
     assert combine([{"a": [1.0]}, {"a": [2.0, 3.0]}]) == {"a": [1.0]}

@@ -14,6 +14,7 @@ counts):
   For pending state.
 - `whole`: as `mean`, but a dict with tensors of ints or bools that differ between ranks comes from
   the first rank that has one: codes mean nothing with another rank's scales.
+- `strict`: as `mean`, but values that have no mean must be equal on all ranks.
 - `first`: the value of the first rank that has one; of a dict, list or tuple all of it. The default
   of ints, bools, str, bytes and other tensors.
 - `min`, `max`: element by element, of ints too; of bools `min` is all and `max` is any.
@@ -26,7 +27,7 @@ rank beyond the old ones starts new streams, derived from those of old rank r mo
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, Literal
 
 import torch
@@ -34,12 +35,13 @@ from torch import Tensor
 
 from thinwire.checkpoint.random_state import derived, is_random_state
 from thinwire.checkpoint.tensor_file import bytes_of, digest
-from thinwire.checkpoint.tree import TensorRef, with_tensors
+from thinwire.checkpoint.tree import STORED, TensorRef
+from thinwire.core.tree import Path, equal, joined, leaves, mapped
 from thinwire.errors import CheckpointError
 
-Rule = Literal["mean", "mean_zero", "whole", "first", "min", "max"]
+Rule = Literal["mean", "mean_zero", "whole", "first", "strict", "min", "max"]
 Rules = Mapping[str, Rule] | None
-_MEANS = ("mean", "mean_zero", "whole")
+_MEANS = ("mean", "mean_zero", "whole", "strict")
 _ONLY_STORAGE = {getattr(torch, name, None) for name in ("float4_e2m1fn_x2", "float8_e8m0fnu")}
 Read = Callable[[Any], Tensor]
 
@@ -61,52 +63,52 @@ def combine(
     for a leaf that stands for one, so that not all tensors are in memory at once. Values that do
     not fit together are `CheckpointError`, which names the path.
     """
-    return _Combiner(rules or {}, rank, read).node("", list(states))
+    return _Combiner(rules or {}, rank, read).node((), list(states))
 
 
 class _Combiner:
     def __init__(self, rules: Mapping[str, Rule], rank: int, read: Read) -> None:
         self.rules, self.rank, self.read = rules, rank, read
+        self._own = partial(mapped, read, kinds=STORED)
 
-    def node(self, path: str, nodes: list[Any]) -> Any:
+    def node(self, path: Path, nodes: list[Any]) -> Any:
         """Combine one node. `nodes` has an entry for every old rank, None if it has no value."""
         present = [node for node in nodes if node is not None]
-        first = present[0] if present else None
-        matching = (r for pattern, r in self.rules.items() if fnmatchcase(path, pattern))
+        name = "/".join(map(str, path))
+        matching = (r for pattern, r in self.rules.items() if fnmatchcase(name, pattern))
         rule = next(matching, "mean")
         coded = [node for node in present if rule == "whole" and _codes(node)]
-        if first is None or rule == "first" or len({*map(self._code_digest, coded)}) > 1:
-            return with_tensors(coded[0] if coded else first, self.read)
+        if not present or rule == "first" or len({*map(self._code_digest, coded)}) > 1:
+            return self._own(next(iter(coded or present), None))
         if all(is_random_state(node) for node in present):
-            state = with_tensors(present[self.rank % len(present)], self.read)
+            state = self._own(present[self.rank % len(present)])
             return state if self.rank < len(present) else derived(state, self.rank)
-        if all(isinstance(node, Mapping) for node in present):
-            keys = dict.fromkeys(key for node in present for key in node)
-            return {
-                key: self.node(_joined(path, key), [entry_of(node, key) for node in nodes])
-                for key in keys
-            }
-        for kind in (list, tuple):
-            if all(isinstance(node, kind) for node in present):
-                if any(len(node) != len(first) for node in present):
-                    return with_tensors(first, self.read)
-                columns = ([entry_of(node, i) for node in nodes] for i in range(len(first)))
-                return kind(self.node(_joined(path, i), column) for i, column in enumerate(columns))
+        inner = joined(self.node, path, nodes)
+        if inner is not None:
+            return inner
+        if rule == "strict" and not all(map(_is_mean, nodes)):
+            first, *others = map(self._own, nodes)
+            if not all(equal(first, other) for other in others):
+                raise CheckpointError(
+                    f"the states of {len(nodes)} ranks, {', '.join(map(str, path))}, differ in "
+                    "more than floating-point values, so they have no mean: resume with the number "
+                    "of ranks that saved them"
+                )
         zeros = len(nodes) - len(present) if rule == "mean_zero" else 0
-        return self._leaf(path, rule, present, zeros=zeros)
+        return self._leaf(name, rule, present, zeros=zeros)
 
     def _code_digest(self, node: Any) -> tuple[Any, ...]:
         return tuple((c.dtype, tuple(c.shape), digest(self.read(c))) for c in _codes(node))
 
     def _leaf(self, path: str, rule: str, present: list[Any], *, zeros: int) -> Any:
-        if all(isinstance(value, Tensor | TensorRef) for value in present):
+        if all(isinstance(value, STORED) for value in present):
             return self._tensor(path, rule, present, zeros)
         if all(isinstance(value, int | float) and not isinstance(value, bool) for value in present):
             return _number(rule, present, zeros)
         if rule in ("min", "max") and all(isinstance(value, bool) for value in present):
             return (all if rule == "min" else any)(present)
         _require_one(path, present, {type(value).__name__ for value in present})
-        return present[0]
+        return self._own(present[0])
 
     def _tensor(self, path: str, rule: str, leaves: list[Any], zeros: int) -> Tensor:
         looks = {f"{leaf.dtype} of shape {tuple(leaf.shape)}" for leaf in leaves}
@@ -161,21 +163,10 @@ def _has_mean(dtype: torch.dtype) -> bool:
     return (dtype.is_floating_point or dtype.is_complex) and dtype not in _ONLY_STORAGE
 
 
+def _is_mean(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, STORED) and _has_mean(value.dtype))
+
+
 def _codes(node: Any) -> list[Any]:
     """Return the tensors of a tree that have no mean; one without a dimension is a count."""
-    if isinstance(node, Mapping | list | tuple):
-        entries = node.values() if isinstance(node, Mapping) else node
-        return [leaf for entry in entries for leaf in _codes(entry)]
-    is_code = isinstance(node, Tensor | TensorRef) and node.shape and not _has_mean(node.dtype)
-    return [node] if is_code else []
-
-
-def entry_of(node: Any, key: Any) -> Any:
-    """Return an entry of a dict, list or tuple; None if there is none."""
-    if isinstance(node, list | tuple):
-        return node[key] if key < len(node) else None
-    return node.get(key) if isinstance(node, Mapping) else None
-
-
-def _joined(path: str, key: object) -> str:
-    return f"{path}/{key}" if path else str(key)
+    return [leaf for leaf in leaves(node, STORED) if leaf.shape and not _has_mean(leaf.dtype)]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire._files import replacing
 from thinwire._wording import listed, warn_user
-from thinwire.checkpoint.combine import combine, entry_of
+from thinwire.checkpoint.combine import combine
 from thinwire.checkpoint.files import sync_directory, write_pieces
 from thinwire.checkpoint.loading import CheckpointReader
 from thinwire.checkpoint.manifest import MANIFEST, found, found_at
@@ -218,7 +218,7 @@ def _names(
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the tensor's name for each key of the file, and the keys that have no tensor."""
     by_key = stage.manifest.plain_facts.get("state_dict")
-    frozen = entry_of(stage.trees[0], "frozen")
+    frozen = stage.trees[0].get("frozen")
     if frozen is not None:
         lacking = listed(list(frozen["digests"]), 3)
         raise CheckpointError(

@@ -22,8 +22,9 @@ from thinwire.checkpoint.manifest import (
 )
 from thinwire.checkpoint.shards import Sharding
 from thinwire.checkpoint.tensor_file import TensorReader, damage_of
-from thinwire.checkpoint.tree import UNREADABLE, decoded, parsed_table, with_tensors
+from thinwire.checkpoint.tree import UNREADABLE, TensorRef, decoded, parsed_table
 from thinwire.comm import Group, by_rank
+from thinwire.core.tree import mapped
 from thinwire.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -87,7 +88,7 @@ class CheckpointReader:
         """Return the state for this rank, its own or the combined one. Call `verify` first."""
         with TensorReader(self.path) as reader:
             if self._is_own:
-                return with_tensors(self.trees[0], reader.read)
+                return mapped(reader.read, self.trees[0], TensorRef)
             if self._sharding is None:
                 return combine(self.trees, rules, rank=self._position, read=reader.read)
             replicas: dict[int, list[Any]] = {}

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.checkpoint.tree import with_tensors
+from thinwire.core.tree import mapped
 
 _KIND = "thinwire.random_state"
 
@@ -46,7 +46,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     if not is_random_state(state):
         raise TypeError(f"state must come from random_state(), got {type(state).__name__}")
     random.setstate(state["python"])
-    words = with_tensors(state["numpy"], lambda t: t.cpu().numpy().view(f"u{t.itemsize}"))
+    words = mapped(lambda t: t.cpu().numpy().view(f"u{t.itemsize}"), state["numpy"])
     np.random.set_state(words)
     torch.set_rng_state(state["torch"].cpu())
     here = torch.cuda.device_count() if state["cuda"] else 0
@@ -85,10 +85,6 @@ def _cuda_state(seed: int, like: Tensor) -> Tensor:
     return torch.frombuffer(bytearray(seed.to_bytes(8, "little") + bytes(8)), dtype=torch.uint8)
 
 
-def _from_numpy(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _from_numpy(entry) for key, entry in value.items()}
-    if not isinstance(value, np.ndarray):
-        return value
+def _from_numpy(state: Any) -> Any:
     # torch 2.13 pickles tensors of unsigned 32-bit words but cannot read them back
-    return torch.from_numpy(value.view(f"i{value.itemsize}").copy())
+    return mapped(lambda a: torch.from_numpy(a.view(f"i{a.itemsize}").copy()), state, np.ndarray)

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.checkpoint.combine import entry_of
-
-Path = tuple[Any, ...]
+from thinwire.core.tree import Path, joined
 
 
 def rows_of(shape: Sequence[int], shards: int, shard: int) -> range:
@@ -36,38 +34,30 @@ class Sharding:
         """Return the tree of this shard, from those of all shards of another sharding."""
         # plain values, and tensors that are no rows of a parameter, come from the first shard that
         # has them; rows that a shard lacks and others have are zeros
-        return self._node((), list(trees), trees[0])
 
-    def _node(self, path: Path, nodes: list[Any], tree: Any) -> Any:
-        present = [node for node in nodes if node is not None]
-        first = present[0] if present else None
-        if all(isinstance(node, Mapping) for node in present) and present:
-            keys = dict.fromkeys(key for node in present for key in node)
-            return {
-                key: self._node((*path, key), [entry_of(node, key) for node in nodes], tree)
-                for key in keys
-            }
-        if isinstance(first, list | tuple):
-            return type(first)(
-                self._node((*path, at), [entry_of(node, at) for node in nodes], tree)
-                for at in range(len(first))
-            )
-        if not isinstance(first, Tensor):
-            return first
-        name = self.owner(tree, path)
-        if name is None:
-            return first
-        shape = self.shapes[name]
-        lengths = [len(rows_of(shape, len(nodes), shard)) for shard in range(len(nodes))]
-        # none, such as the residual of a shard that was too small to be compressed, is zeros
-        parts = [
-            first.new_zeros(length, *shape[1:]) if node is None else node
-            for length, node in zip(lengths, nodes, strict=True)
-        ]
-        if [part.shape for part in parts] != [(length, *shape[1:]) for length in lengths]:
-            return first
-        rows = rows_of(shape, self.shards, self.shard)
-        return torch.cat(parts)[rows.start : rows.stop].clone()
+        def node(path: Path, nodes: list[Any]) -> Any:
+            inner = joined(node, path, nodes)
+            if inner is not None:
+                return inner
+            first = next((node for node in nodes if node is not None), None)
+            name = self.owner(trees[0], path) if isinstance(first, Tensor) else None
+            if first is None or name is None:
+                return first
+            shape = self.shapes[name]
+            shapes = [
+                (len(rows_of(shape, len(nodes), shard)), *shape[1:]) for shard in range(len(nodes))
+            ]
+            # none, such as the residual of a shard that was too small to be compressed, is zeros
+            parts = [
+                first.new_zeros(wanted) if node is None else node
+                for wanted, node in zip(shapes, nodes, strict=True)
+            ]
+            if [part.shape for part in parts] != shapes:
+                return first
+            rows = rows_of(shape, self.shards, self.shard)
+            return torch.cat(parts)[rows.start : rows.stop].clone()
+
+        return node((), list(trees))
 
 
 def words(path: Path) -> Iterator[str]:

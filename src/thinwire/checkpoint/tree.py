@@ -33,6 +33,10 @@ class TensorRef:
     shape: tuple[int, ...]
 
 
+STORED = Tensor | TensorRef
+"""Leaves that are tensors, or stand for one of a file."""
+
+
 def table_entry(tensor: Tensor, rank: int, name: str) -> list[Any]:
     """Return a tensor's entry in the table of a rank's file, for `parsed_table`."""
     return [rank, name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
@@ -61,7 +65,10 @@ def encoded(tree: Any, tensors: dict[str, Tensor] | None, path: str = "") -> Any
     if isinstance(tree, Tensor):
         return {"tensor": _registered(tree, tensors, path)}
     if isinstance(tree, Mapping):
-        items = [(_key(k, path), encoded(v, tensors, f"{path}/{k}")) for k, v in tree.items()]
+        items = [
+            (plain_key(k, f"state{path}"), encoded(v, tensors, f"{path}/{k}"))
+            for k, v in tree.items()
+        ]
         if all(isinstance(key, str) for key, _ in items):
             return {"dict": dict(items)}
         return {"items": [list(item) for item in items]}
@@ -137,18 +144,10 @@ def _pairs(content: list[Any], leaf: Callable[[str], Any]) -> Iterator[tuple[int
         yield pair[0], decoded(pair[1], leaf)
 
 
-def _key(key: object, path: str) -> int | str:
+def plain_key(key: object, path: str) -> int | str:
+    """Return a key as a plain str or int; raise `TypeError` that names the path of its dict."""
     if isinstance(key, bool) or not isinstance(key, int | str):
         raise TypeError(
-            f"state{path} has the key {key!r} of type {type(key).__name__}; keys are str or int"
+            f"{path} has the key {key!r} of type {type(key).__name__}; keys are str or int"
         )
     return int(key) if isinstance(key, int) else str.__str__(key)
-
-
-def with_tensors(tree: Any, read: Callable[[Any], Tensor]) -> Any:
-    """Return the tree with `read(leaf)` in place of each tensor or reference to one."""
-    if isinstance(tree, Mapping):
-        return {key: with_tensors(value, read) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(with_tensors(value, read) for value in tree)
-    return read(tree) if isinstance(tree, Tensor | TensorRef) else tree

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.core.checksum import flat_bytes
+from thinwire.core.tree import leaves
+
 PROVENANCE = "provenance"
 """Key of the provenance in a state."""
 
@@ -64,12 +67,8 @@ class Provenance:
 
 def checksum_of(tree: Any) -> int:
     """Return the sum of the CRC-32 of all tensors in a tree, in any order: 63 bits."""
-    if isinstance(tree, Tensor):
-        flat = tree.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return zlib.crc32(flat.numpy().data)
-    if isinstance(tree, Mapping):
-        tree = [value for key, value in tree.items() if key != PROVENANCE]
-    return sum(map(checksum_of, tree)) % (1 << 63) if isinstance(tree, list | tuple) else 0
+    contents = (flat_bytes(tensor.cpu()).numpy() for tensor in leaves(without_provenance(tree)))
+    return sum(zlib.crc32(content.data) for content in contents) % (1 << 63)
 
 
 def without_provenance(tree: Any) -> Any:

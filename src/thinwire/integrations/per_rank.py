@@ -9,10 +9,9 @@ from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.checkpoint import on_all_ranks, read_rank_file, write_rank_file
+from thinwire.checkpoint import combine, on_all_ranks, read_rank_file, write_rank_file
 from thinwire.checkpoint.manifest import found_at
 from thinwire.comm import Group
 from thinwire.core.provenance import without_provenance
@@ -174,9 +173,10 @@ class PerRankState(_BesideCheckpoint):
                 states.append(state)
                 if rank == group.rank:
                     self._in_use = file
-            several = len(states) > 1
-            where = f"{len(states)} ranks"
-            own.append(_mean(without_provenance(states), where) if several else states[0])
+            if len(states) > 1:  # bytes sent are those of the first rank
+                bare = without_provenance(states)
+                states = [combine(bare, {"traffic": "first", "*/traffic": "first", "*": "strict"})]
+            own.append(states[0])
 
         on_all_ranks(group, "reading the states of all ranks", read)
         self._stateful.load_state_dict(own[0])
@@ -208,33 +208,6 @@ def _read(file: Path, sha256: str) -> tuple[Any, Path]:
         with suppress(CheckpointCorrupt):  # then the error is about `file`
             return read_rank_file(_before(file), sha256), _before(file)
         raise
-
-
-def _mean(values: Sequence[Any], where: str) -> Any:
-    """Return the common value, with floating-point tensors and numbers averaged."""
-    first = values[0]
-    if all(isinstance(v, float) for v in values):
-        same = all(v == first for v in values)
-        return first if same else sum(values) / len(values)
-    if all(isinstance(v, Mapping) and v.keys() == first.keys() for v in values):
-        averaged = [key for key in first if key != "traffic"]
-        means = {key: _mean([v[key] for v in values], f"{where}, {key}") for key in averaged}
-        return {**first, **means}
-    if all(isinstance(v, list | tuple) and len(v) == len(first) for v in values):
-        return type(first)(
-            _mean(entries, f"{where}[{i}]") for i, entries in enumerate(zip(*values, strict=True))
-        )
-    if all(isinstance(v, Tensor) and v.shape == first.shape for v in values):
-        if first.is_floating_point():
-            return torch.stack([v.double() for v in values]).mean(0).to(first.dtype)
-        if all(torch.equal(v, first) for v in values):
-            return first
-    elif not any(isinstance(v, Tensor) for v in values) and all(v == first for v in values):
-        return first
-    raise ValueError(
-        f"the states of {where} differ in more than floating-point values, so they have no mean: "
-        "resume with the number of ranks that saved them"
-    )
 
 
 class EngineState(_BesideCheckpoint):

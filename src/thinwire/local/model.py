@@ -24,6 +24,7 @@ from thinwire.comm.replicate import make_models_equal_, overwrite_
 from thinwire.core.checksum import flat_bytes
 from thinwire.core.several import SeveralOptimizers, all_of, combined, kinds_of
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
+from thinwire.core.tree import leaves
 from thinwire.exchange.agreement import Answers, Report, Vote
 
 
@@ -203,7 +204,7 @@ def _is_copy(theirs: Tensor, ours: Tensor) -> bool:
 def _copied(params: Iterable[Tensor], value: Any) -> list[tuple[Tensor, Tensor]]:
     """Return parameters with their copies, a tensor each or flat; [] if a tensor holds others."""
     left, pairs = list(params), list[tuple[Tensor, Tensor]]()
-    for tensor in _tensors_in(value):
+    for tensor in leaves(value, depth=4):  # attributes may hold themselves
         theirs, at = shard_of(tensor).detach(), 0
         while left and at < theirs.numel():
             ours = shard_of(left[0]).detach()
@@ -219,14 +220,6 @@ def _copied(params: Iterable[Tensor], value: Any) -> list[tuple[Tensor, Tensor]]
         if not at or (at < theirs.numel() and theirs[at:].any()):
             return []
     return pairs
-
-
-def _tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple) and depth:
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors_in(item, depth - 1)
 
 
 def _check_kinds(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -14,6 +14,7 @@ from torch.distributed import Work
 from thinwire.comm.nodes import Grid
 from thinwire.core.checksum import bit_sums
 from thinwire.core.tensors import called, require_loss
+from thinwire.core.tree import leaves, mapped
 from thinwire.pipeline.split import Pipeline
 
 _PLAIN = (type(None), bool, int, float, str)
@@ -58,13 +59,6 @@ def unpack(layout: Any, tensors: list[Tensor]) -> Any:
     return entries if kind == "list" else tuple(entries)
 
 
-def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors inside tuples, lists and mappings, in order."""
-    found: list[Tensor] = []
-    mapped(found.append, value)
-    return found
-
-
 def describe(value: Any) -> Any:
     """Return shapes and types for JSON, equal if one schedule can run both values."""
     if isinstance(value, Tensor):
@@ -79,7 +73,7 @@ def describe(value: Any) -> Any:
 def content(value: Any) -> str:
     """Return a digest of both ends of every tensor, which distinguishes mini-batches."""
     digest = hashlib.blake2b(digest_size=8)
-    for tensor in tensors_of(value):
+    for tensor in leaves(value):
         flat = tensor.detach().reshape(-1)
         for end in (flat[:_SAMPLE], flat[-_SAMPLE:]):
             digest.update(end.resolve_conj().contiguous().cpu().view(torch.uint8).numpy().tobytes())
@@ -88,7 +82,7 @@ def content(value: Any) -> str:
 
 def micro_batches(inputs: Any, targets: Any, count: int) -> list[tuple[Any, Any]]:
     """Cut a mini-batch along the first dimension of its tensors."""
-    sizes = sorted({tensor.shape[0] for tensor in tensors_of(inputs) if tensor.ndim})
+    sizes = sorted({tensor.shape[0] for tensor in leaves(inputs) if tensor.ndim})
     if len(sizes) != 1:
         found = f"of first dimensions {sizes}"
         found = found if sizes else "without a tensor that has a first dimension"
@@ -103,7 +97,7 @@ def micro_batches(inputs: Any, targets: Any, count: int) -> list[tuple[Any, Any]
             "the batch size a multiple of it and drop a smaller last batch (drop_last=True), or "
             "change micro_batches"
         )
-    for tensor in tensors_of(targets):
+    for tensor in leaves(targets):
         if tensor.ndim and tensor.shape[0] % batch:
             raise ValueError(
                 f"targets have a first dimension of {tensor.shape[0]}, which is not a multiple of "
@@ -114,19 +108,6 @@ def micro_batches(inputs: Any, targets: Any, count: int) -> list[tuple[Any, Any]
 
 def _part(value: Any, index: int, count: int) -> Any:
     return mapped(lambda t: t.tensor_split(count)[index] if t.ndim else t, value)
-
-
-def mapped(change: Callable[[Tensor], object], value: Any) -> Any:
-    """Return the value with every tensor changed; mappings become dicts."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: mapped(change, entry) for key, entry in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(change, entry) for entry in value))
-    if isinstance(value, tuple | list):
-        return type(value)(mapped(change, entry) for entry in value)
-    return value
 
 
 @dataclass(frozen=True, slots=True)

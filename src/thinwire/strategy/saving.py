@@ -18,12 +18,12 @@ from thinwire._names import named_buffers, named_parameters, non_persistent_buff
 from thinwire._wording import listed, warn_user
 from thinwire.checkpoint import random_state, set_random_state
 from thinwire.checkpoint.combine import Rule
-from thinwire.checkpoint.tree import with_tensors
 from thinwire.comm import Group, rank_and_size_in
 from thinwire.compress import kinds_of_state
 from thinwire.core.provenance import PROVENANCE, Provenance, checksum_of, without_provenance
 from thinwire.core.several import all_of, kinds_of
 from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
+from thinwire.core.tree import leaves, mapped
 from thinwire.exchange.synchronizer import COUNTED
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.saving import in_order, remembered
@@ -129,8 +129,7 @@ def saved(
 
 def _without_kept(state: Mapping[Any, Any], exchange: Mapping[str, Any]) -> dict[Any, Any]:
     """Return an optimizer's state without the tensors that the exchange saves."""
-    kinds = [kept.values() for kept in exchange.values() if isinstance(kept, Mapping)]
-    kept = {id(tensor) for tensors in kinds for tensor in tensors}
+    kept = set(map(id, leaves(exchange)))
     return {
         key: {kind: value for kind, value in entries.items() if id(value) not in kept}
         if isinstance(entries, Mapping)
@@ -476,7 +475,7 @@ def _held(
     tree: Any, to_save: Callable[[Tensor], Tensor] = torch.clone, *, sharded: bool = False
 ) -> Any:
     """Return the same tree with tensors, or this rank's part of them, as `to_save` returns them."""
-    return with_tensors(tree, lambda t: to_save((t if sharded else shard_of(t)).detach()))
+    return mapped(lambda t: to_save((t if sharded else shard_of(t)).detach()), tree)
 
 
 class BackgroundSave:

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from thinwire._names import plain_names
+from thinwire.checkpoint.tree import plain_key
 from thinwire.core.several import all_of
+from thinwire.core.tree import equal, leaves
 
 
 def plain(value: Any, path: str = "extra", *, objects: bool = True) -> Any:
@@ -29,7 +31,7 @@ def plain(value: Any, path: str = "extra", *, objects: bool = True) -> Any:
         return value
     if isinstance(value, Mapping):
         return {
-            _key(key, path): plain(entry, f"{path}[{key!r}]", objects=objects)
+            plain_key(key, path): plain(entry, f"{path}[{key!r}]", objects=objects)
             for key, entry in value.items()
         }
     if isinstance(value, list | tuple):
@@ -47,14 +49,6 @@ def plain(value: Any, path: str = "extra", *, objects: bool = True) -> Any:
         "str, bytes, tensors, dicts, lists and tuples of "
         f"these{', and objects with a state_dict' if objects else ''}: {advice}"
     )
-
-
-def _key(key: object, path: str) -> int | str:
-    if isinstance(key, bool) or not isinstance(key, int | str):
-        raise TypeError(
-            f"{path} has the key {key!r} of type {type(key).__name__}; keys are str or int"
-        )
-    return key
 
 
 def saved_modules(model: nn.Module) -> dict[str, Any]:
@@ -135,7 +129,7 @@ class Matched(NamedTuple):
 
 def saved_schedulers(optimizer: torch.optim.Optimizer, extra: Any = None) -> list[dict[str, Any]]:
     """Return the states of the living schedulers of `optimizer`, without those inside others."""
-    kept = set(map(id, _objects(extra)))
+    kept = set(map(id, leaves(extra, object)))
     return [
         {"kind": type(one).__name__, "of": of, "state": _state(one), "in_extra": id(one) in kept}
         for of, single in enumerate(all_of(optimizer))
@@ -207,22 +201,7 @@ def _state(scheduler: LRScheduler) -> Any:
 def _equal_settings(state: Mapping[str, Any], scheduler: LRScheduler) -> int:
     """Return the number of equal settings."""
     now = scheduler.state_dict()
-    return sum(key in now and _equal(value, now[key]) for key, value in state.items())
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a.cpu(), b.cpu())
-    return bool(a == b)
-
-
-def _objects(extra: Any) -> list[Any]:
-    """Return the leaves of the tree."""
-    if isinstance(extra, Mapping):
-        return [leaf for value in extra.values() for leaf in _objects(value)]
-    if isinstance(extra, list | tuple):
-        return [leaf for value in extra for leaf in _objects(value)]
-    return [extra]
+    return sum(key in now and equal(value, now[key]) for key, value in state.items())
 
 
 def schedulers_of(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
