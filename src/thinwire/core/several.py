@@ -1,7 +1,7 @@
 """Several optimizers that train one model, combined into one."""
 
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,10 +64,15 @@ class SeveralOptimizers(torch.optim.Optimizer):
             )
         for optimizer, rest in zip(self.optimizers, own, strict=True):
             own = [groups.pop(0) for _ in optimizer.param_groups]
-            keys = [key for group in own for key in group["params"]]
+            keys = params_in(own)
             state = {key: state_dict["state"][key] for key in keys if key in state_dict["state"]}
             state |= rest["state"]
             optimizer.load_state_dict({**rest, "state": state, "param_groups": own})
+
+
+def params_in(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Return the parameters of all groups, or their keys in a state."""
+    return [param for group in groups for param in group["params"]]
 
 
 def all_of(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
@@ -94,7 +99,7 @@ def combined(optimizers: Any, names: Mapping[Tensor, str]) -> Any:
             )
     owners: dict[Tensor, int] = {}
     for index, opt in enumerate(listed):
-        for param in [p for group in opt.param_groups for p in group["params"]]:
+        for param in params_in(opt.param_groups):
             if (first := owners.setdefault(param, index)) != index:
                 name = names.get(param, f"of shape {tuple(param.shape)}")
                 raise ValueError(

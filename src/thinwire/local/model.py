@@ -22,7 +22,7 @@ from thinwire.comm import Group
 from thinwire.comm.ddp import living
 from thinwire.comm.replicate import make_models_equal_, overwrite_
 from thinwire.core.checksum import flat_bytes
-from thinwire.core.several import SeveralOptimizers, all_of, combined, kinds_of
+from thinwire.core.several import SeveralOptimizers, all_of, combined, kinds_of, params_in
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
 from thinwire.core.tree import leaves
 from thinwire.exchange.agreement import Answers, Report, Vote
@@ -251,7 +251,7 @@ def _layout(model: nn.Module, *, every: bool = False) -> Iterator[tuple[str, str
 def require_own_params(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise for an optimizer of other parameters than the model's."""
     known = set(map(id, model.parameters()))
-    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+    foreign = [p for p in params_in(optimizer.param_groups) if id(p) not in known]
     if foreign:
         raise ValueError(
             f"optimizer holds {len(foreign)} parameters that are not in model, the first of shape "
@@ -264,7 +264,7 @@ def warn_of_others(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, own_state: bool = False
 ) -> None:
     """Warn of parameters in no group, and of an optimizer that derives them from its state."""
-    own = {id(p) for g in optimizer.param_groups for p in g["params"]}
+    own = set(map(id, params_in(optimizer.param_groups)))
     left = [n for n, p in named_parameters(model) if p.requires_grad and id(p) not in own]
     if left:
         warn_user(

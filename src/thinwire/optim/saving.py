@@ -12,6 +12,7 @@ from torch import Tensor
 from thinwire import _validate as check
 from thinwire._names import plain_name
 from thinwire.core.gradients import L1Decay, L2Decay, Regularizer
+from thinwire.core.several import params_in
 from thinwire.core.sharded import is_sharded, shard_of
 from thinwire.core.tensors import state_dtype
 
@@ -90,9 +91,8 @@ def _position(saved: Mapping[str, Any], has_schedule: bool) -> int:
 
 def _require_shapes(groups: list[dict[str, Any]], state: Mapping[Any, Any], optimizer: Any) -> None:
     """Raise if a shape does not fit, which can reveal another order where there are no names."""
-    keys = (key for group in groups for key in group["params"])
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    for key, param in zip(keys, params, strict=False):  # torch checks the lengths
+    pairs = zip(params_in(groups), params_in(optimizer.param_groups), strict=False)
+    for key, param in pairs:  # torch checks the lengths
         for name in _LIKE_THE_PARAMETER.split():
             value = state.get(key, {}).get(name)
             if not isinstance(value, Tensor):

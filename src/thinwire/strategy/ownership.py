@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from thinwire._names import named_buffers, named_parameters
 from thinwire.comm import Group
 from thinwire.comm.replicate import make_models_equal_
-from thinwire.core.several import all_of
+from thinwire.core.several import all_of, params_in
 from thinwire.errors import StrategyError
 from thinwire.optim.saving import refill_, remembered
 
@@ -248,7 +248,7 @@ def holds_one_stage(
     split: StageSplit | None, optimizer: torch.optim.Optimizer, names: dict[Parameter, str]
 ) -> bool:
     """Return True if a pipeline left the optimizer with the parameters of one stage."""
-    held = {names.get(p, "") for group in optimizer.param_groups for p in group["params"]}
+    held = {names.get(p, "") for p in params_in(optimizer.param_groups)}
     return split is not None and bool(held) and any(held <= stage for stage in split)
 
 

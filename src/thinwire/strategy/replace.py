@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from thinwire.compress import tag_of
 from thinwire.compress.protocol import Compression
-from thinwire.core.several import all_of
+from thinwire.core.several import all_of, params_in
 from thinwire.core.tensors import state_dtype
 from thinwire.errors import StrategyError
 from thinwire.optim import SGD, Adam, AdamW, Lamb, Lars, LazyAdam
@@ -275,7 +275,7 @@ def _made(
         # the user's own keys, which no optimizer reads
         made.update({k: v for k, v in before.items() if k not in known and k not in made})
     saved = new.state_dict()
-    everything = [param for group in new.param_groups for param in group["params"]]
+    everything = params_of(new)
     saved["position"] = shared.position
     saved["state"] = {
         i: entries
@@ -461,7 +461,7 @@ def _settings_of(optimizer: torch.optim.Optimizer) -> _Settings:
         rates = [parse_rate("lr of a parameter group", group["lr"]) for group in groups]
         default = parse_rate("lr", optimizer.defaults["lr"])
         lr = default if default in rates else rates[0]
-        params = [param for group in groups for param in group["params"]]
+        params = params_in(groups)
         records = {p: ParamRecord(i, 0, None, False) for i, p in enumerate(params)}
         common = CommonSettings(lr, None, None, None, None, order=params, records=records)
         own_lr = [rate != lr for rate in rates]

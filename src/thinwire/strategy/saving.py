@@ -21,7 +21,7 @@ from thinwire.checkpoint.combine import Rule
 from thinwire.comm import Group, rank_and_size_in
 from thinwire.compress import kinds_of_state
 from thinwire.core.provenance import PROVENANCE, Provenance, checksum_of, without_provenance
-from thinwire.core.several import all_of, kinds_of
+from thinwire.core.several import all_of, kinds_of, params_in
 from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
 from thinwire.core.tree import leaves, mapped
 from thinwire.exchange.synchronizer import COUNTED
@@ -362,9 +362,7 @@ def _load_optimizer(state: Mapping[str, Any], parts: Parts, keep: Collection[str
     saved_groups, groups = state["optimizer"]["param_groups"], parts.optimizer.param_groups
     kept = [{key: group[key] for key in keep if key in group} for group in groups]
     ordered = in_order(saved_groups, state["optimizer_names"], _names(parts))
-    keys = (key for group in ordered for key in group["params"])
-    params_in_order = (param for group in groups for param in group["params"])
-    owners = dict(zip(keys, params_in_order, strict=False))
+    owners = dict(zip(params_in(ordered), params_in(groups), strict=False))
     entries = {  # other keys are the optimizer's own
         key: _as_sharded(values, owners[key]) if key in owners else values
         for key, values in state["optimizer"]["state"].items()
