@@ -98,7 +98,8 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     local = tensor.detach().resolve_neg()
     if local.is_complex():
         local = torch.view_as_real(local.resolve_conj())
-    flat = local.reshape(-1).contiguous().view(torch.uint8)  # a column stays strided
+    # a column stays strided, and a single entry keeps its stride
+    flat = local.reshape(-1).contiguous().as_strided((local.numel(),), (1,)).view(torch.uint8)
     return flat if flat.storage_offset() % 8 == 0 else flat.clone()
 
 

@@ -102,6 +102,7 @@ class LazyAdam(CommonOptimizer):
 def ftrl_(
     param: Tensor,
     grad: Tensor,
+    _step: int,
     accumulator: Tensor,
     linear: Tensor,
     *,
@@ -200,17 +201,15 @@ class Ftrl(CommonOptimizer):
             )
 
     def _update_group(self, group: dict[str, Any], pairs: Sequence[ParamGrad], rate: float) -> None:
-        q, l1, l2 = group["lr_power"], group["l1"], group["l2"]
-
-        def update_(param: Tensor, grad: Tensor, _step: int, **state: Tensor) -> None:
-            ftrl_(param, grad, **state, lr=rate, lr_power=q, l1=l1, l2=l2)
-
+        update_ = partial(
+            ftrl_, lr=rate, lr_power=group["lr_power"], l1=group["l1"], l2=group["l2"]
+        )
         starts = {"accumulator": group["initial_accumulator"], "linear": 0.0}
         update_rows_(self, pairs, starts, update_)
 
 
 def proximal_adagrad_(
-    param: Tensor, grad: Tensor, accumulator: Tensor, *, lr: float, l1: float, l2: float
+    param: Tensor, grad: Tensor, _step: int, accumulator: Tensor, *, lr: float, l1: float, l2: float
 ) -> None:
     """Update two tensors of one shape and type in place, as `ProximalAdagrad`."""
     accumulator.addcmul_(grad, grad)
@@ -286,11 +285,7 @@ class ProximalAdagrad(CommonOptimizer):
             check.real(key, values[key], at_least=0)
 
     def _update_group(self, group: dict[str, Any], pairs: Sequence[ParamGrad], rate: float) -> None:
-        l1, l2 = group["l1"], group["l2"]
-
-        def update_(param: Tensor, grad: Tensor, _step: int, **state: Tensor) -> None:
-            proximal_adagrad_(param, grad, **state, lr=rate, l1=l1, l2=l2)
-
+        update_ = partial(proximal_adagrad_, lr=rate, l1=group["l1"], l2=group["l2"])
         update_rows_(self, pairs, {"accumulator": group["initial_accumulator"]}, update_)
 
 

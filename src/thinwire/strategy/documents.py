@@ -43,16 +43,12 @@ _MOST_UNKNOWN = 5
 F = TypeVar("F", bound=Fields)
 
 
-def to_dict(strategy: Fields) -> dict[str, Any]:
-    """Return plain values only, without those that are None."""
-    return _plain(strategy)
-
-
-def _plain(config: Any) -> dict[str, Any]:
+def to_dict(config: Any) -> dict[str, Any]:
+    """Return plain values only, of a strategy or a config in it, without those that are None."""
     document: dict[str, Any] = {}
     for name, value, tag in _entries(config):
         if is_dataclass(value):
-            document[name] = _plain(value) if tag is None else {tag: _plain(value)}
+            document[name] = to_dict(value) if tag is None else {tag: to_dict(value)}
         elif value is not None:
             document[name] = list(value) if isinstance(value, tuple) else value
     return document
@@ -199,7 +195,7 @@ def _lines_of(name: str, value: Any, tag: str | None, depth: int) -> Iterator[st
     if tag is not None:
         yield f"{indent}{name}:"
         name, depth = tag, depth + 1
-    yield f"{'  ' * depth}{name}:{'' if _plain(value) else ' {}'}"
+    yield f"{'  ' * depth}{name}:{'' if to_dict(value) else ' {}'}"
     about = attribute_lines(type(value))
     for key, below, its_tag in _entries(value):
         yield from _comment(about.get(key, ""), depth + 1)

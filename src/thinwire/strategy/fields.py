@@ -45,9 +45,8 @@ class Fields:
         for name, config in CONFIGS.items():
             value = getattr(self, name)
             if value is not None:
-                kinds = (config,) if name != "compression" else tuple(COMPRESSIONS.values())
-                words = " or ".join(f"{name}={kind.__name__}(...)" for kind in kinds)
-                check.instance(name, value, kinds, advice=f"write {words}, or None for off")
+                kinds = tuple(COMPRESSIONS.values()) if name == "compression" else config
+                check.instance(name, value, kinds, advice="write None for off")
         conflicts = [
             f"{' and '.join(rule.pair)}: {rule.meaning}; {rule.remedy}"
             for rule in rules_between(self.on)

@@ -161,9 +161,7 @@ def _rule(first: str, second: str) -> Rule:
     if (meaning := METHODS[method].get(other)) is not None:
         return Rule((first, second), meaning)
     reason = f"{method} compresses gradients, but local updates exchange changes"
-    given = "LowRank(...)" if method == "low_rank" else "..."
-    kind = "LocalSGD" if other == "localsgd" else "AdaptiveLocalSGD"
-    return Rule((first, second), reason, f"write {other}={kind}(..., compression={given})")
+    return Rule((first, second), reason, f"write it as compression= of the config of {other}")
 
 
 RULES = tuple(_rule(*pair) for pair in combinations(FIELDS, 2))
