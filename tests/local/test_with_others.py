@@ -9,17 +9,9 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import thinwire as tw
 from tests.api import LocalUpdates
-from tests.local.test_laws import Bag, bag, set_gradients, sgd, values
+from tests.local.test_laws import bag, set_gradients, sgd, values
 from tests.ranks import Pool
 from thinwire.amp import LossScaler
-
-
-def test_two_compressions_are_refused() -> None:
-    model = Bag()
-    with pytest.raises(ValueError, match="give only one"):
-        LocalUpdates(
-            model, sgd(model), tw.LocalSGD(2, compression=tw.Sparse(0.9)), compression=tw.DGC()
-        )
 
 
 def other_layouts(rank: int, size: int) -> tuple[list[bytes], float]:

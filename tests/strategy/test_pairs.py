@@ -69,11 +69,6 @@ def test_every_pair_that_works_trains(pair: tuple[str, str], ranks: Pool) -> Non
     check_training(pair, ranks)
 
 
-@pytest.mark.parametrize("field", FIELDS)
-def test_every_field_alone_works(field: str, ranks: Pool) -> None:
-    check_training((field,), ranks)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fields", some_combinations(40), ids="-".join)
 def test_more_than_two_fields_work(fields: tuple[str, ...], ranks: Pool) -> None:

@@ -8,7 +8,6 @@ from thinwire.compress.low_rank import LowRank
 from thinwire.compress.protocol import Compression, OtherRanks
 from thinwire.compress.quantized_change import Quantized
 from thinwire.compress.sparse_change import Sparse
-from thinwire.layout.traffic import DENSE_BUCKETS
 
 __all__ = ["DGC", "LowRank", "Quantized", "Sparse", "locally_clipped"]
 
@@ -34,8 +33,3 @@ def tag_of(compression: object) -> str:
     """
     kind = compression if isinstance(compression, type) else type(compression)
     return next(tag for tag, known in COMPRESSIONS.items() if issubclass(kind, known))
-
-
-def buckets_of(compression: Compression | None) -> tuple[int, int]:
-    """Return the gradient bytes of the first bucket and of the others; None stands for dense."""
-    return DENSE_BUCKETS if compression is None else compression.buckets

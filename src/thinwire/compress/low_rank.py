@@ -112,11 +112,6 @@ class LowRank(Compression):
         """Return `begin_step`."""
         return self.begin_step
 
-    @property
-    def settled_step(self) -> int:
-        """Return the update after the dense ones."""
-        return 1 + self.begin_step
-
     def messages(self, step: int, shapes: Shapes, sources: int) -> Messages:
         """Return the bytes of both factors, which have no headers."""
         factors = [factor_numels(shape, self.rank) for shape in shapes]

@@ -229,6 +229,16 @@ class Compression(ABC):
     """True if momentum and decay of an SGD act on gradients before they are compressed."""
     elementwise: ClassVar[bool] = True
     """True if each entry is computed by itself, without products of matrices."""
+    exchange: str = GATHER
+    """Route of messages: "gather", "split" or "auto"."""
+    min_numel: int = 1
+    """Number of entries below which a tensor is never compressed."""
+    node_size: int | None = None
+    """Ranks of a node, which count as one source; None to look for nodes."""
+    local_grad_clip_norm: float | None = None
+    """Limit on a source's share of a compressed tensor, if any."""
+    decay: float = 1.0
+    """Factor of a residual in the next exchange, in [0, 1]."""
     meanings: ClassVar[Mapping[str, str]] = {
         "amp": "gradients are checked and unscaled before they are compressed, so what is kept "
         "holds unscaled values; a dropped step does not change it, nor a ramp",
@@ -255,16 +265,6 @@ class Compression(ABC):
         """Return True if this tensor, or its change, is ever compressed; others travel densely."""
         return param.numel() >= self.min_numel
 
-    @property
-    def exchange(self) -> str:
-        """Return the route of messages: "gather", "split" or "auto"."""
-        return GATHER
-
-    @property
-    def min_numel(self) -> int:
-        """Return the number of entries below which a tensor is never compressed."""
-        return 1
-
     def why_dense(self, param: Tensor) -> str | None:
         """Return the reason for which this tensor is never compressed, or None if it is."""
         if self.compresses(param):
@@ -283,7 +283,7 @@ class Compression(ABC):
     @property
     def settled_step(self) -> int:
         """Return the first update, from 1, whose gradient messages have their final length."""
-        return 1
+        return max(1, 1 + self.last_dense_step)
 
     def layout(self, step: int, numels: Sequence[int]) -> Layout | WholeLayout:
         """Return the layout of the message of tensors of these sizes at a step."""
@@ -299,24 +299,9 @@ class Compression(ABC):
         return self.messages(step, shapes, sources).sent(source, sources)
 
     @property
-    def node_size(self) -> int | None:
-        """Return the ranks of a node, which count as one source; None to look for nodes."""
-        return None
-
-    @property
-    def local_grad_clip_norm(self) -> float | None:
-        """Return the limit on a source's share of a compressed tensor, if any."""
-        return None
-
-    @property
     def last_dense_step(self) -> int:
         """Return the last step that is dense; timed rounds of local updates count from 0."""
         return -1
-
-    @property
-    def decay(self) -> float:
-        """Return the factor of a residual in the next exchange, in [0, 1]."""
-        return 1.0
 
     @property
     def conserves(self) -> bool:

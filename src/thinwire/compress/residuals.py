@@ -1,6 +1,7 @@
 """What is kept of gradients that are compressed, and gradients with it as they are sent."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from thinwire.compress.protocol import (
 from thinwire.core.feedback import Proposal, commit_list_, in_chunks, propose_list, rounding_seed
 from thinwire.core.tensors import state_dtype
 from thinwire.kernels.rules import Fold
+from thinwire.layout.traffic import DENSE_BUCKETS
 
 Grads = Mapping[str, Tensor]
 """This rank's own gradients by name, unscaled and not divided by the number of ranks."""
@@ -28,6 +30,8 @@ Leave = Callable[[str], None]
 
 class Dense(Compression):
     """Compresses nothing."""
+
+    buckets: ClassVar[tuple[int, int]] = DENSE_BUCKETS
 
     def compresses(self, param: Tensor) -> bool:
         """See `Compression`."""

@@ -72,7 +72,8 @@ class Compressed:
         check_dense: bool,
     ) -> None:
         self._accumulation, self._params, self._sources = accumulation, params, sources
-        self._keys = {name: key for key, name in enumerate(params)}
+        self.keys = {name: key for key, name in enumerate(params)}
+        """Position of each tensor in the model's order, which all ranks share."""
         self._check_dense, self._nodes_compared = check_dense, False
         # tensors whose momentum may differ between ranks, since they were compressed or loaded
         self._apart: frozenset[str] = frozenset()
@@ -126,7 +127,7 @@ class Compressed:
         # zeros in place of numbers that no message can hold: all ranks will drop the step
         bad = [] if method.reports_finite else not_finite(grads)
         sent = {n: torch.zeros_like(grad) if n in bad else grad for n, grad in grads.items()}
-        folded = Folded(sent, self._accumulation, method, context, self._keys, keep=False)
+        folded = Folded(sent, self._accumulation, method, context, self.keys, keep=False)
         arrived = yield from send_checked(method, context, folded, folded.kept)
         arrived.finite = {**arrived.finite, **dict.fromkeys(bad, False)}
         return arrived
@@ -182,7 +183,7 @@ class Compressed:
 
     def _taken(self, name: str, grads: Grads, got: Arrived) -> Folded:
         at, own = self._accumulation, {name: got.node_means.get(name, grads[name])}
-        return Folded(own, at, at.method(name), got.context, self._keys, keep=True)
+        return Folded(own, at, at.method(name), got.context, self.keys, keep=True)
 
     def _make_momentum_common_(self, received: Received) -> None:
         """Give all ranks the mean of each momentum that a dense mean is about to enter."""
@@ -229,8 +230,6 @@ class GradientExchange(Synchronizer):
         self._check_dense = check_dense
         self._launched: Round | DenseUpdate | None = None
         self.params: Mapping[str, Tensor] = {}
-        self.names: list[str] = []
-        self._positions: dict[str, int] = {}
         self._cut_for: frozenset[str] | None = None
         self._steady_buckets: list[tuple[int, list[str]]] = []
         self.buckets: Sequence[Sequence[str]] = ()
@@ -252,9 +251,8 @@ class GradientExchange(Synchronizer):
         self.compressed = Compressed(
             accumulation, params, self.sources, check_dense=self._check_dense
         )
-        self.params, self.names = params, list(params)
+        self.params = params
         self._layouts = {name: (p.shape, p.dtype) for name, p in params.items()}
-        self._positions = {name: position for position, name in enumerate(self.names)}
         self.presence.restart(params)
 
     def state_dict(self) -> dict[str, Any]:
@@ -326,7 +324,7 @@ class GradientExchange(Synchronizer):
             self._launched = self._begun(step)
         twice = self._launched.names & grads.keys()
         if twice:
-            name = min(twice, key=self._positions.__getitem__)
+            name = min(twice, key=self.compressed.keys.__getitem__)
             raise ThinwireError(
                 f"the gradient of {name} was exchanged twice without a step() between: when you "
                 "accumulate gradients, run all backward passes but the last under ddp.no_sync()"
@@ -411,7 +409,7 @@ class GradientExchange(Synchronizer):
                 self.presence.reset()  # the prediction was wrong: learn the pattern again
             return self._exchanged(step, grads, overflow=overflow)
         if isinstance(begun, DenseUpdate) and self._check_dense:
-            bad = begun.bad_mean(self._positions)
+            bad = begun.bad_mean(self.compressed.keys)
             if bad is not None:
                 return self._dropped_untold(begun, bad, grads)
         # both votes passed: the caller may change parameters now
@@ -565,7 +563,7 @@ class GradientExchange(Synchronizer):
             self.same.read(step)
         # report a problem here instead of raising: the other ranks wait for this one's vote
         try:
-            found = one_round.finish(unchanged, self._positions)
+            found = one_round.finish(unchanged, self.compressed.keys)
             if found.changed is not None and facts.get("user_error") is None:
                 facts["user_error"] = (
                     f"the gradient of {found.changed} changed between backward() and step(), after "
@@ -599,7 +597,7 @@ class GradientExchange(Synchronizer):
     def _buckets_of(self, grads: Collection[str]) -> list[tuple[int, list[str]]]:
         """Return the number and the names of each bucket that has gradients."""
         # the same order on all ranks, whatever the order of their dicts
-        others = sorted(set(grads).difference(*self.buckets), key=self._positions.__getitem__)
+        others = sorted(set(grads).difference(*self.buckets), key=self.compressed.keys.__getitem__)
         there = [
             (number, [n for n in names if n in grads])
             for number, names in enumerate([*self.buckets, others])

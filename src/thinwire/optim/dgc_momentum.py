@@ -361,7 +361,7 @@ class DGCMomentum(CommonOptimizer):
     def _joined(self) -> GradientExchange:
         """Return the exchange, after a comparison of the settings over the ranks if needed."""
         params = self._params_by_name
-        if self._exchange is None or self._exchange.names != list(params):
+        if self._exchange is None or [*self._exchange.params] != [*params]:
             require_shards(params, self._ranks.shards)
             self._ranks.compare(_facts_of(self, params), "comparing settings and parameters")
             self._exchange = self._restarted(params)

@@ -1,6 +1,6 @@
 """Checks that ride in an engine's agreements: remaining batches, and changed buffers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 
@@ -69,11 +69,6 @@ class Joining:
                 raise wrong_call_site(action, rank, answer)
         self.due = False
         return b"+" in answers
-
-    def idle(self, microstep: Callable[[], None]) -> None:
-        """Call `microstep` as often as the other ranks do, until no rank has a batch left."""
-        while not self.due or self.vote(active=False):
-            microstep()
 
 
 class MovingBuffers:

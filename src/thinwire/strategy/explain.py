@@ -13,7 +13,8 @@ from thinwire import _validate as check
 from thinwire._names import named_parameters
 from thinwire._wording import listed
 from thinwire.comm.nodes import job_ranks, node_size_of
-from thinwire.compress import buckets_of, tag_of
+from thinwire.compress import tag_of
+from thinwire.compress.residuals import Dense
 from thinwire.core.gradients import Clip
 from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, fragments_of
@@ -160,7 +161,8 @@ def _advice(strategy: Fields) -> Iterator[str]:
         if config is not None and config.k_steps == 1:
             yield f"{name}: k_steps=1 saves no communication"
     if local is None and pipeline is None:
-        first, others = (nbytes / 2**20 for nbytes in buckets_of(strategy.gradient_compression))
+        method = strategy.gradient_compression or Dense()
+        first, others = (nbytes / 2**20 for nbytes in method.buckets)
         size = f"{others:g} MiB" + (f" (the first of {first:g} MiB)" if first < others else "")
         yield (
             f"overlap: gradients are sent during the backward pass, in buckets of {size}, once "

@@ -18,8 +18,9 @@ from thinwire.amp import LossScaler
 from thinwire.comm import next_identity, require_agreement, sites_of
 from thinwire.comm.nodes import Grid, require_divisor
 from thinwire.comm.replicate import make_models_equal_
-from thinwire.compress import buckets_of, locally_clipped
+from thinwire.compress import locally_clipped
 from thinwire.compress.protocol import Limit, report_coverage
+from thinwire.compress.residuals import Dense
 from thinwire.core.arithmetic import arithmetic
 from thinwire.core.gradients import ClipByGlobalNorm
 from thinwire.core.norms import norm_of
@@ -394,7 +395,7 @@ def _every_step(setup: Setup, parts: Parts) -> EveryStep:
     # gradients of shards exist only after the model's own reduction
     whole_model = parts.runner is None and sites is None
     if whole_model and setup.replicas > 1 and not parts.find_unused:
-        first_bytes, bucket_bytes = buckets_of(whole)
+        first_bytes, bucket_bytes = (whole or Dense()).buckets
         parts.overlap = Overlap(
             parts.params, gradients, bucket_bytes=bucket_bytes, first_bytes=first_bytes
         )

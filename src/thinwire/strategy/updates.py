@@ -72,9 +72,8 @@ class EveryStep(Microsteps):
         """Return what this rank counts and measures, by names of `stats`."""
         counters, parts = self.counters(), self.parts
         found = {"sparsity": parts.unsent_share(self.step), "merge_steps": parts.merge_steps}
-        goodput = self.pace.goodput(self.step, int(counters["dropped_steps"]))
-        clipped = parts.clip.counts(parts.params.values())
-        return self.exchange.traffic() | found | goodput | counters | clipped
+        found |= self.pace.goodput(self.step, int(counters["dropped_steps"])) | counters
+        return self.exchange.traffic() | found | parts.clip.counts(parts.params.values())
 
     def refuse(self, problem: str, *, early: bool = False) -> NoReturn:
         """See `Microsteps`."""
@@ -292,17 +291,14 @@ class LocalStep(Microsteps):
     def idle(self) -> None:
         """See `EveryStep`."""
         assert self.joining is not None, "inside Engine.join"
-        self.joining.idle(self._idle)
-
-    def _idle(self) -> None:
-        if self._sync.config.by_time:
-            self._sync.end_round()
-            if self.joining is not None:
+        while not self.joining.due or self.joining.vote(active=False):
+            if self._sync.config.by_time:
+                self._sync.end_round()
                 self.joining.due = self._sync.synced
-            return
-        self.clear_grads()
-        with self._exchanging(early=False):
-            self._add_or_update({}, 1.0, overflow=False)
+                continue
+            self.clear_grads()
+            with self._exchanging(early=False):
+                self._add_or_update({}, 1.0, overflow=False)
 
     def end(self) -> None:
         """See `EveryStep`."""
