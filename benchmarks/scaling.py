@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.common import parser_for, save, surroundings
 from thinwire.layout.message import Layout, Slot, count_sent
 from thinwire.layout.shares import split_plan
-from thinwire.layout.traffic import GATHER, SPLIT, Messages, chosen_split, messages
+from thinwire.layout.traffic import GATHER, SPLIT, chosen_split, messages
 
 TENSORS = 160
 NODE_SIZE = 8
@@ -31,18 +31,17 @@ def _auto(layout: Layout, sources: int) -> str:
 def busiest(layout: Layout, sources: int, exchange: str) -> dict[str, int]:
     """Entries, each room for one, and bytes that the source which moves most sends and receives."""
     sizes = messages(layout, exchange, sources)
-    owner = sizes.to_owners.index(max(sizes.to_owners)) if sizes.to_owners else 0
-    if sizes.to_owners:
-        plan = split_plan(layout, sources)
-        first, second = ([_entries(part) for part in parts] for parts in (plan.first, plan.second))
-        entries = Messages(tuple(first), second[owner])
-        received = (sources - 1) * first[owner] + sum(second) - second[owner]
-    else:
-        entries = Messages((), _entries(layout))
-        received = entries.received(owner, sources)
+    if not sizes.to_owners:
+        copies = 2 * (sources - 1)
+        return {"entries": copies * _entries(layout), "bytes": copies * sizes.to_all}
+    owner = sizes.to_owners.index(max(sizes.to_owners))
+    plan = split_plan(layout, sources)
+    first, second = ([_entries(part) for part in parts] for parts in (plan.first, plan.second))
+    others = first[owner] + second[owner]
+    into = (sources - 1) * (sizes.to_owners[owner] + sizes.to_all)
     return {
-        "entries": entries.sent(owner, sources) + received,
-        "bytes": sizes.sent(owner, sources) + sizes.received(owner, sources),
+        "entries": sum(first) + sum(second) + (sources - 2) * others,
+        "bytes": sizes.sent(owner, sources) + into,
     }
 
 
