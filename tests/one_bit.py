@@ -1,7 +1,5 @@
-"""A method as a stranger would add it: signs with error feedback, this file and one export.
-
-Source: error feedback, Karimireddy et al., 2019, arXiv 1901.09847.
-"""
+"""A method as a stranger would add it: signs with error feedback (Karimireddy et al., 2019, arXiv
+1901.09847). This file and one export."""
 
 from dataclasses import dataclass
 

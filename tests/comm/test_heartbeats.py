@@ -12,8 +12,7 @@ from tests.api import HeartbeatThread
 from tests.processes import running
 
 HOST = """
-import time
-from torch.distributed import TCPStore
+import time; from torch.distributed import TCPStore
 store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 print(store.port, flush=True)
 time.sleep(600)

@@ -65,6 +65,7 @@ DGC = {
 }
 COMPRESSED = tw.DGC(rampup_begin_step=2, sparsity=(0.75,), min_numel=64)
 AMP = tw.AMP("bfloat16", tw.DynamicLossScale(init_loss_scale=2.0**10, scale_window=4))
+ONE_BIT = {"compression": OneBit()}
 ENGINES = {
     "dense": Case(fields={}),
     "dense, merged": Case(fields={}, merge=3),
@@ -79,7 +80,7 @@ ENGINES = {
     "low rank, adam": Case(
         fields={"low_rank": tw.LowRank(2, begin_step=2, min_numel=64)}, optimizer=adam
     ),
-    "one bit": Case(fields={"compression": OneBit()}),
+    "one bit": Case(fields=ONE_BIT),
     "quantized, adam": Case(fields={"compression": tw.Quantized(4)}, optimizer=adam),
     "sparse, split": Case(fields={"compression": tw.Sparse(0.75, exchange="split")}),
     "amp, merged": Case(fields={"amp": AMP}, merge=3),
@@ -96,6 +97,7 @@ SENDING: dict[str, Row] = {
     },
     "OwnStep, mesh": Row(OwnStep, Case(sharded=True), 4),
     "WithEngine, mesh": Row(WithEngine, Case(sharded=True), 4),
+    "WithEngine, one bit, mesh": Row(WithEngine, Case(sharded=True, fields=ONE_BIT), 4),
     **{
         f"WithEngine, {name}": Row(WithEngine, case, 4 if "nodes" in name else 2)
         for name, case in ENGINES.items()
