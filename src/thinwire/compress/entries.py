@@ -32,7 +32,7 @@ from thinwire.errors import PayloadCorrupt
 from thinwire.kernels.reference import divided_
 from thinwire.layout.message import Layout, Slot
 from thinwire.layout.shares import split_plan
-from thinwire.layout.traffic import GATHER, chosen_split
+from thinwire.layout.traffic import chosen_split
 from thinwire.wire.message import pack, pack_nonfinite, unpack
 
 _KEPT = 1 << 31
@@ -115,9 +115,8 @@ def send_entries(
     context: Context,
     proposed: Mapping[str, Proposed],
     arrived: ArrivedEntries,
-    *,
     value_bits: int,
-    exchange: str = GATHER,
+    exchange: str,
 ) -> Sending:
     """Send entries of several tensors in one message; read only."""
     layout = _layout(tuple(Slot(item.numel, item.k) for item in proposed.values()), value_bits)

@@ -266,8 +266,8 @@ class Compression(ABC):
         return param.numel() >= self.min_numel
 
     def why_dense(self, param: Tensor) -> str | None:
-        """Return the reason for which this tensor is never compressed, or None if it is."""
-        if self.compresses(param):
+        """Return the reason for which this gradient is never compressed, or None if it is."""
+        if self.compresses(param) and not param.is_complex():
             return None
         small = param.numel() < self.min_numel
         return f"below min_numel={self.min_numel}" if small else f"because of {param.dtype}"

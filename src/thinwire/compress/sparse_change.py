@@ -128,8 +128,4 @@ def send_largest(
     found = folded.largest(counts, kept)
     proposed = {name: Proposed(found[name], numels[name], k) for name, k in counts.items()}
     arrived = ArrivedEntries(context, folded.words, list(folded), over_senders=over_senders)
-    return (
-        yield from send_entries(
-            context, proposed, arrived, value_bits=value_bits, exchange=exchange
-        )
-    )
+    return (yield from send_entries(context, proposed, arrived, value_bits, exchange))
