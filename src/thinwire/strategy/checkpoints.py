@@ -140,8 +140,8 @@ def discard_pending(parts: Parts, *, alike: bool = True) -> None:
     """Discard pending state. `alike`: True if ranks have the same buffers now."""
     parts.buffers.forget(alike=alike)
     parts.merge.clear()
-    if parts.sync is not None:
-        parts.sync.start_anew()
+    if parts.local is not None:
+        parts.local.start_anew()
 
 
 def _shapes(facts: Mapping[str, Any]) -> dict[str, str]:

@@ -80,7 +80,7 @@ class Engine:
         """The local updates that `local_sgd` returns; None if every update is exchanged.
         `sync.step`, `sync.synced` and `sync.k_steps` are the same on all ranks.
         """
-        return self._parts.sync
+        return self._parts.local
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -53,7 +53,7 @@ class Following:
 
     def _step(self, which: int, closure: Callable[[], Any] | None) -> Any:
         parts = self._steps.parts
-        by_time = parts.sync is not None and parts.sync.config.by_time
+        by_time = parts.local is not None and parts.local.config.by_time
         marked = [remove_scaler_marks_(single) for single in self._optimizers]
         if any(marked):
             raise RuntimeError(SCALER)

@@ -108,9 +108,9 @@ class Parts:
     """Compression of gradients; None if the exchange compresses no tensor."""
     folds: bool = False
     """True if the compression keeps the optimizer's momentum."""
-    sync: LocalUpdates | None
+    local: LocalUpdates | None
     averager: Averager | None = None
-    """Averager of `sync`, once its block is entered."""
+    """Averager of `local`, once its block is entered."""
     member: Member | None
     scaler: LossScaler | None
     merge: GradientSum = field(default_factory=GradientSum)
@@ -160,8 +160,8 @@ class Parts:
 
     def load_exchange(self, state: Mapping[str, Any]) -> None:
         """Continue from `saved_exchange`. Everything is checked before anything changes."""
-        if self.sync is not None:
-            saving.load(state, open_averager(self.sync))
+        if self.local is not None:
+            saving.load(state, open_averager(self.local))
         if self.gradients is not None:
             self.gradients.load_state_dict(state)
 

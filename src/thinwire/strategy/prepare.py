@@ -167,7 +167,7 @@ def _compile_loops(setup: Setup, parts: Parts) -> None:
     for single in all_of(setup.optimizer):
         if isinstance(single, CommonOptimizer):
             single.compile_loops()
-    of_gradients = parts.compression if parts.sync is None else None
+    of_gradients = parts.compression if parts.local is None else None
     if of_gradients and (loops := of_gradients.loops([*Shards(parts.params).values()])):
         loops()
 
@@ -252,15 +252,15 @@ def _planned(setup: Setup) -> Parts:
 
 def _planned_for(setup: Setup, stage: nn.Module, params: dict[str, Parameter]) -> Parts:
     strategy, optimizer = setup.strategy, setup.optimizer
-    local = strategy.local
-    scaler, sync = _scaler(setup), None
-    if local is None:
+    config, local = strategy.local, None
+    scaler = _scaler(setup)
+    if config is None:
         warn_of_others(stage, optimizer)
     else:
-        sync = LocalUpdates(
+        local = LocalUpdates(
             stage,
             optimizer,
-            local,
+            config,
             process_group=setup.replica_group,
             compression=strategy.gradient_compression,
             scaler=scaler,
@@ -280,12 +280,12 @@ def _planned_for(setup: Setup, stage: nn.Module, params: dict[str, Parameter]) -
         group=setup.group,
         part=setup.part,
         compression=strategy.gradient_compression,
-        sync=sync,
+        local=local,
         member=setup.member,
         scaler=scaler,
         merge_steps=strategy._merge_steps,
         merge_avg=merge is None or merge.avg,
-        find_unused=setup.find_unused_parameters and sync is None,
+        find_unused=setup.find_unused_parameters and local is None,
     )
 
 
@@ -311,20 +311,20 @@ def _assembled(setup: Setup, parts: Parts, undo: ExitStack) -> Steps:
         parts.runner = PipelineRunner(
             parts.model, strategy.pipeline, grid, setup.loss_fn, dtype=dtype, scale=scale
         )
-    if parts.sync is not None:
-        parts.averager = enter(parts.sync, merge_steps=parts.merge_steps)
-        undo.callback(parts.sync.close)
+    if parts.local is not None:
+        parts.averager = enter(parts.local, merge_steps=parts.merge_steps)
+        undo.callback(parts.local.close)
     stages = None if grid is None or grid.stages == 1 else grid.peers
     parts.clip = take_clip_(optimizer, setup.grad_clip, undo, stages=stages, shards=setup.shards)
     peers = setup.member.group if setup.member else setup.replica_ranks()
     parts.buffers = MovingBuffers(parts.model, peers)
-    if parts.sync is None:
+    if parts.local is None:
         steps: Steps = _every_step(setup, parts)
     else:
         parts.limit = _limit(parts.compression, Shards(parts.params), setup)
         parts.compression = None
         parts.replica = Replica(optimizer, None, parts.model, parts.params, averaged=True)
-        steps = LocalStep(parts, parts.sync)
+        steps = LocalStep(parts, parts.local)
     for single in all_of(optimizer):
         if isinstance(single, CommonOptimizer):
             single.call_params({p: name for name, p in named_parameters(model)})

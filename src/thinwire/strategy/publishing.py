@@ -39,14 +39,14 @@ class EnginePublisher:
         how: Mapping[str, Any],
     ) -> None:
         self._parts, self._events, self._position = parts, events, position
-        self._every = check.integer("updates", updates, at_least=1) if parts.sync is None else 1
+        self._every = check.integer("updates", updates, at_least=1) if parts.local is None else 1
         self._where, self._settings = where, Settings(**how)
         if parts.runner is not None:
             raise RuntimeError(
                 "engine.publish does not work under pipeline, where each rank has a stage of the "
                 "model: save checkpoints, and export them"
             )
-        local = None if parts.sync is None else parts.sync.config
+        local = None if parts.local is None else parts.local.config
         self._one_bit = (
             local is not None
             and isinstance(local.compression, Quantized)

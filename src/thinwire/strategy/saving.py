@@ -157,7 +157,7 @@ def mark_states(parts: Parts) -> None:
         if problem and checksum_of(state["state"]):
             warn_user(f"thinwire: {problem}")
 
-    for single in all_of(parts.optimizer) if parts.folds or parts.sync else ():
+    for single in all_of(parts.optimizer) if parts.folds or parts.local else ():
         mark = single.register_state_dict_post_hook(lambda _, s: {**s, PROVENANCE: own.packed()})
         for handle in (mark, single.register_load_state_dict_pre_hook(compare)):
             parts.undo.callback(handle.remove)

@@ -233,9 +233,9 @@ class EveryStep(Microsteps):
 class LocalStep(Microsteps):
     """Updates on this rank alone, each of which counts towards the next averaging."""
 
-    def __init__(self, parts: Parts, sync: LocalUpdates) -> None:
+    def __init__(self, parts: Parts, local: LocalUpdates) -> None:
         super().__init__(parts)
-        self._sync, self._averager = sync, open_averager(sync)
+        self._local, self._averager = local, open_averager(local)
         self._tokens: int | None = None
         """Tokens of the present microstep."""
         # a loss scale has checked the gradients; clipping waits for other stages and shards
@@ -250,12 +250,12 @@ class LocalStep(Microsteps):
     @property
     def k_steps(self) -> int:
         """Updates between two averagings."""
-        return self._sync.k_steps
+        return self._local.k_steps
 
     @property
     def left(self) -> bool:
         """True if this member has left the run."""
-        return self._sync.left
+        return self._local.left
 
     @property
     def concludes(self) -> bool:
@@ -265,11 +265,11 @@ class LocalStep(Microsteps):
     @property
     def flush_compares_steps(self) -> bool:
         """See `EveryStep`. By time ranks make unequal numbers of steps."""
-        return not self._sync.config.by_time and self.parts.merge_steps > 1
+        return not self._local.config.by_time and self.parts.merge_steps > 1
 
     def position(self) -> int:
         """See `Microsteps`."""
-        return self._sync.step
+        return self._local.step
 
     def events(self) -> int:
         """See `EveryStep`."""
@@ -278,7 +278,7 @@ class LocalStep(Microsteps):
     def counts(self) -> dict[str, Any]:
         """See `EveryStep`."""
         clipped = self.parts.clip.counts(self.parts.params.values())
-        return counts(self._sync) | self.counters() | clipped
+        return counts(self._local) | self.counters() | clipped
 
     def refuse(self, problem: str, *, early: bool = False) -> NoReturn:
         """See `Microsteps`."""
@@ -292,9 +292,9 @@ class LocalStep(Microsteps):
         """See `EveryStep`."""
         assert self.joining is not None, "inside Engine.join"
         while not self.joining.due or self.joining.vote(active=False):
-            if self._sync.config.by_time:
-                self._sync.end_round()
-                self.joining.due = self._sync.synced
+            if self._local.config.by_time:
+                self._local.end_round()
+                self.joining.due = self._local.synced
                 continue
             self.clear_grads()
             with self._exchanging(early=False):
@@ -302,20 +302,20 @@ class LocalStep(Microsteps):
 
     def end(self) -> None:
         """See `EveryStep`."""
-        self._sync.flush()
+        self._local.flush()
 
     def _begin(self, tokens: int | None) -> None:
         if tokens is not None:
-            require_tokens(tokens, self._sync.config)
+            require_tokens(tokens, self._local.config)
         self._tokens = tokens
         if self.joining is not None and self.joining.due:
             self.joining.vote(active=True)
 
     def _observe(self, loss: Tensor | None) -> None:
         if loss is not None:
-            self._sync.observe(loss)
+            self._local.observe(loss)
         if self._tokens is not None:
-            count_tokens(self._sync, self._tokens)
+            count_tokens(self._local, self._tokens)
 
     @contextlib.contextmanager
     def _exchanging(self, *, early: bool) -> Iterator[None]:
@@ -327,7 +327,7 @@ class LocalStep(Microsteps):
         self, grads: dict[str, Tensor], *, overflow: bool, complete: bool = False
     ) -> StepDecision:
         """Run a local step, or skip it for an overflow of the ranks that share the loss scale."""
-        sync, scaler = self._sync, self.parts.scaler
+        local, scaler = self._local, self.parts.scaler
         if grads and scaler is not None:
             overflow = scaler.checks and scaler.agree(overflow)
             # first, since local updates may send the new scale to other ranks in this step
@@ -337,18 +337,18 @@ class LocalStep(Microsteps):
             self._uncounted["dropped_steps"] += 1
         if not grads or overflow or self._drops(grads):
             self.forget_merged()
-            sync.skip_step()  # it counts towards the next averaging
+            local.skip_step()  # it counts towards the next averaging
         else:
-            make_step(sync, partial(self._step_here, self._limited(grads)))
+            make_step(local, partial(self._step_here, self._limited(grads)))
         if self.joining is not None:
-            self.joining.due = sync.synced
+            self.joining.due = local.synced
         return StepDecision.APPLY
 
     def _drops(self, grads: Grads) -> bool:
         """Count this local step as dropped if a gradient is not finite, where ranks check that."""
         culprit = next(iter(not_finite(grads)), None) if self._drops_alone else None
         if culprit is not None:
-            self.exchange.drops.dropped_here(self._sync.step + 1, culprit)
+            self.exchange.drops.dropped_here(self._local.step + 1, culprit)
         elif self._drops_alone:
             self.exchange.drops.applied()
         return culprit is not None
