@@ -232,17 +232,18 @@ def test_a_fragment_counts_by_the_steps_since_it_was_averaged(ranks: Pool) -> No
             np.testing.assert_allclose(found[name], value, rtol=1e-9, atol=1e-9)
 
 
-def slow_and_fast_with_delay(rank: int, size: int, stop: bool) -> tuple[list[int], int, str]:
+def slow_and_fast_with_delay(
+    rank: int, size: int, stop: bool, momentum: float
+) -> tuple[list[int], int, str]:
     """A slow and a fast rank, with two fragments whose results arrive a quarter of a round later.
 
     With `stop` the block is left after the third averaging, with its result in flight, and
     another goes on from the state.
     """
     model, made, state = Bag(), [0], None
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    config = tw.LocalSGD(
-        64, begin_step=1, round_seconds=8.0, fragments=2, delay=16, compression=tw.Quantized(4)
-    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum)
+    how = {"compression": tw.Quantized(4), "average_state": momentum > 0}
+    config = tw.LocalSGD(64, 1, round_seconds=8.0, fragments=2, delay=16, **how)
     with steps_that_take((1.0, 0.25)[rank]):
         for until in (3, 6) if stop else (6,):
             with tw.local_sgd(model, optimizer, config) as sync:
@@ -259,13 +260,12 @@ def slow_and_fast_with_delay(rank: int, size: int, stop: bool) -> tuple[list[int
     return made[:-1], sync.step, digest(model)
 
 
-def test_fragments_and_delay_go_by_the_clock(ranks: Pool) -> None:
-    (slow, step, bits), (fast, other_step, other_bits) = ranks.run(slow_and_fast_with_delay, False)
-    assert (step, bits) == (other_step, other_bits)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_fragments_and_delay_go_by_the_clock(ranks: Pool, momentum: float) -> None:
+    (slow, step, bits), fast = ranks.run(slow_and_fast_with_delay, False, momentum)
     assert slow == [1, 4, 4, 4, 4, 4]
-    assert fast == [1, 16, 16, 16, 16, 16]
-    again = ranks.run(slow_and_fast_with_delay, True)
-    assert again == [(slow, step, bits), (fast, step, bits)]
+    assert fast == ([1, 16, 16, 16, 16, 16], step, bits)
+    assert ranks.run(slow_and_fast_with_delay, True, momentum) == [(slow, step, bits), fast]
 
 
 def telling(rank: int, size: int, case: str) -> None:

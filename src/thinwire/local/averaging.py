@@ -307,12 +307,11 @@ class Averaging:
     @torch.no_grad()
     def weigh_(self, pending: PendingAveraging, weight: float) -> None:
         """Multiply this rank's new change by its weight."""
+        # all else is weighted when it is sent, so that a saved averaging is weighted once
         pending.moved.weight = weight
-        if weight != 1:
-            pending.extras = {key: value * weight for key, value in pending.extras.items()}
-            # the sketch is linear, so it is weighted like the change
-            if pending.sketch is not None:
-                pending.sketch = pending.sketch * weight
+        # the sketch is linear, so it is weighted like the change
+        if weight != 1 and pending.sketch is not None:
+            pending.sketch = pending.sketch * weight
 
     def _compressed(self, step: int, names: Iterable[str]) -> frozenset[str]:
         """Return the parameters whose change is compressed at this step."""
@@ -343,7 +342,11 @@ class Averaging:
         compressed = pending.moved.compressed
         taken = [name for name in names if name in compressed]
         # names distinct from those of parameters
-        others = {f"extra {key}": self._home(value) for key, value in pending.extras.items()}
+        weight = pending.moved.weight
+        others = {
+            f"extra {key}": self._home(value if weight == 1 else value * weight)
+            for key, value in pending.extras.items()
+        }
         if pending.sketch is not None:
             others[_SKETCH] = pending.sketch.float()
         dense = [name for name in names if name not in compressed]
