@@ -30,6 +30,7 @@ nitpick_ignore = [
     # the bases of the callbacks, and what types say of values that a program only hands on
     ("py:class", "thinwire.integrations.lightning._PerRankCallback"),
     ("py:class", "thinwire.local.averaging.OneAveraging"),
+    ("py:class", "thinwire.compress.protocol.Compression"),
 ]
 autodoc_mock_imports = ["lightning", "transformers"]
 
