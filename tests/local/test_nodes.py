@@ -94,8 +94,8 @@ def test_node_changes_lose_nothing(ranks: Pool, name: str) -> None:
     for state in first:
         state.pop("digest")
     for node in (0, 2):
-        for key, error in first[node]["errors"].items():
-            assert torch.equal(error, first[node + 1]["errors"][key]), "one state for a node"
+        for key, error in first[node]["residuals"].items():
+            assert torch.equal(error, first[node + 1]["residuals"][key]), "one state for a node"
             assert error.any()
     for name_of, value in start.items():
         changed = sum(noise(step, rank, name_of) for step in range(1, 9) for rank in range(4)) / 4
