@@ -58,7 +58,6 @@ CONFIGS = {
     "sparse, all": tw.LocalSGD(3, compression=tw.Sparse(0.8, mean_over="all")),
     "quantized": tw.LocalSGD(3, compression=tw.Quantized(4)),
     "one bit": tw.LocalSGD(3, compression=tw.Quantized(1)),
-    "low rank": tw.LocalSGD(3, compression=tw.LowRank(2, begin_step=1, min_numel=40)),
     "delay": tw.LocalSGD(4, delay=2, compression=tw.Quantized(4)),
     "longer delay": tw.LocalSGD(4, delay=3, compression=tw.Quantized(4)),
     "fragments": tw.LocalSGD(4, fragments=2),
