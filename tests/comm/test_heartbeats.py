@@ -20,9 +20,8 @@ time.sleep(600)
 
 
 def test_a_thread_that_ends_before_it_connects_ends_no_connection_of_the_script() -> None:
-    """Threads connect one at a time: the first one waits here for a host that is stopped."""
     with running([sys.executable, "-c", HOST], stdout=subprocess.PIPE) as host:
-        assert host.stdout is not None
+        assert host.stdout is not None  # threads connect one at a time: the first waits for it
         stopped = TCPStore("127.0.0.1", int(host.stdout.readline()), None, False)
         os.kill(host.pid, signal.SIGSTOP)
         first = HeartbeatThread(stopped, 0, 2, 60.0)

@@ -105,8 +105,8 @@ def test_it_learns_its_digits_under_every_kind_of_strategy(tmp_path: Path) -> No
     assert len(starts) == 1
     for run in results.strategies:
         assert run.final_loss < 0.7 * run.evaluations[0].loss, run.strategy
-    parameters = results.strategies[0].parameters
-    assert results.model == {"kind": "convolution", "width": 28, "parameters": parameters}
+    model = {"kind": "convolution", "width": 28, "parameters": results.strategies[0].parameters}
+    assert results.model == model
     assert results.text["source"] == "the 1,797 scanned digits of scikit-learn"
     assert {"--model convolution", "--size tiny"} <= {*re.findall(r"--\w+ \w+", results.command)}
     page = render(results)

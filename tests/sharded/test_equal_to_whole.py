@@ -58,6 +58,7 @@ CONFIGS = {
     "sparse, all": tw.LocalSGD(3, compression=tw.Sparse(0.8, mean_over="all")),
     "quantized": tw.LocalSGD(3, compression=tw.Quantized(4)),
     "one bit": tw.LocalSGD(3, compression=tw.Quantized(1)),
+    "low rank": tw.LocalSGD(3, compression=tw.LowRank(2, begin_step=1, min_numel=40)),
     "delay": tw.LocalSGD(4, delay=2, compression=tw.Quantized(4)),
     "longer delay": tw.LocalSGD(4, delay=3, compression=tw.Quantized(4)),
     "fragments": tw.LocalSGD(4, fragments=2),
@@ -122,7 +123,8 @@ def local_run(rank: int, size: int, name: str) -> tuple[dict[str, Tensor], Any]:
 def test_local_updates(ranks: Pool, name: str) -> None:
     sharded, whole = ranks.run(local_run, name, size=4), ranks.run(local_run, name, size=2)
     for values, _ in sharded:
-        same(values, whole[0][0])
+        # products of matrices round by their layout
+        (torch.testing.assert_close if name == "low rank" else same)(values, whole[0][0])
 
 
 def optimizer_run(rank: int, size: int, settings: dict[str, Any]) -> dict[str, Tensor]:
