@@ -180,7 +180,7 @@ class DGC(Compression):
         return 1 + self.rampup_begin_step - (-self.rampup_step * (levels - 1) // levels)
 
     def layout(self, step: int, numels: Sequence[int]) -> Layout:
-        """See `Config`; the ramp counts from 0."""
+        """See `Compression`; the ramp counts from 0."""
         return Layout.of(numels, self.unsent_share(step - 1), self.value_bits)
 
     def message_text(self, step: int, shapes: Shapes) -> str:

@@ -95,7 +95,7 @@ class LowRank(Compression):
         return self.rank < min(_sides(param))
 
     def why_dense(self, param: Tensor) -> str | None:
-        """See `Config`.
+        """See `Compression`.
 
         >>> LowRank().why_dense(torch.zeros(512, 512)) is None
         True

@@ -81,7 +81,7 @@ class Quantized(Compression):
         check.set_fields(self, check.real, "decay", at_least=0, at_most=1)
 
     def layout(self, step: int, numels: Sequence[int]) -> WholeLayout:
-        """See `Config`."""
+        """See `Compression`."""
         return WholeLayout(tuple(numels), self.value_bits)
 
     def send(self, context: Context, folded: Computed, kept: Kept) -> Sending:

@@ -93,7 +93,7 @@ class Sparse(Compression):
         return sent / (sent + (1 - self.decay) * self.sparsity) if over_all else None
 
     def layout(self, step: int, numels: Sequence[int]) -> Layout:
-        """See `Config`."""
+        """See `Compression`."""
         return Layout.of(numels, self.sparsity, self.value_bits)
 
     def send(self, context: Context, folded: Computed, kept: Kept) -> Sending:

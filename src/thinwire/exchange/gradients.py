@@ -42,7 +42,7 @@ _NONE: Grads = {}
 
 Apply = Callable[[dict[str, Tensor], Grads, Sequence[float]], torch.optim.Optimizer | None]
 """Updates from means by name. The next arguments are this rank's gradients of parameters that a
-compressor has updated, and what `measure` returned on the ranks of this replica. It returns an
+compression has updated, and what `measure` returned on the ranks of this replica. It returns an
 optimizer that made collective calls by itself, if any.
 """
 
@@ -256,7 +256,7 @@ class GradientExchange(Synchronizer):
         self.presence.restart(params)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the live state of the compressors by kind and name, and the counters."""
+        """Return the live state of the compression by kind and name, and the counters."""
         return {
             "residuals": {},
             **{f"{kind}s": held for kind, held in self.compressed.state().items()},
@@ -294,7 +294,7 @@ class GradientExchange(Synchronizer):
         return self.compressed.state().get("residual", {}).values()
 
     def state_loaded(self) -> None:
-        """Record that the compressors' state was loaded; earlier failures no longer count."""
+        """Record that the state of the compression was loaded; earlier failures no longer count."""
         self.compressed.state_loaded()
         self.poisoned = None
 

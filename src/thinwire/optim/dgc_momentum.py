@@ -428,7 +428,7 @@ class DGCMomentum(CommonOptimizer):
         given, unchanged = self._limited(given), None
         if self._attached is not None:
             unchanged = self._attached._unchanged(given, scaled=found is not None)
-        verdict = exchange.update(  # the compressor updates every parameter
+        verdict = exchange.update(  # which updates every parameter
             self.position, given, None, overflow=overflow, unchanged=unchanged
         )
         applied = verdict is StepDecision.APPLY
