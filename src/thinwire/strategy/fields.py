@@ -42,11 +42,10 @@ class Fields:
     """
 
     def __post_init__(self) -> None:
-        for name, config in CONFIGS.items():
-            value = getattr(self, name)
-            if value is not None:
-                kinds = tuple(COMPRESSIONS.values()) if name == "compression" else config
-                check.instance(name, value, kinds, advice="write None for off")
+        for name, value in self.on.items():
+            kinds = tuple(COMPRESSIONS.values()) if name == "compression" else (CONFIGS[name],)
+            advice = f"write {name}={kinds[-1].__name__}(...), or None for off"
+            check.instance(name, value, kinds, advice=advice)
         conflicts = [
             f"{' and '.join(rule.pair)}: {rule.meaning}; {rule.remedy}"
             for rule in rules_between(self.on)
