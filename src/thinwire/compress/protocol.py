@@ -25,7 +25,7 @@ from thinwire.core.tensors import state_dtype
 from thinwire.errors import PayloadCorrupt
 from thinwire.layout.message import Layout, WholeLayout
 from thinwire.layout.traffic import BUCKETS, EXCHANGES, GATHER, Messages, messages
-from thinwire.wire.whole import spans
+from thinwire.wire.whole import Part, runs, side_by_side, spans
 
 Entries = tuple[Tensor, Tensor]
 """Indices (j,), int64, ascending, and values (j,)."""
@@ -132,16 +132,17 @@ class Arrived:
         residual = kept[RESIDUAL][name].view(-1)
         whole, parts = folded[name].view(-1).to(residual.device), []
         for start, end in spans(whole.numel(), whole.device):
-            parts.append(self.take_part_(name, start, whole[start:end], residual[start:end]))
+            span = slice(start, end)
+            parts.append(self.take_part_([(name, start, end)], whole[span], residual[span]))
         return torch.cat(parts).view_as(kept[RESIDUAL][name])
 
-    def take_part_(self, name: str, start: int, folded: Tensor, residual: Tensor) -> Tensor:
-        """Do the same for the entries of a part, of one dimension, that begins at `start`."""
+    def take_part_(self, part: Part, folded: Tensor, residual: Tensor) -> Tensor:
+        """Do the same for a part of one tensor, or several whole ones `side_by_side`."""
         raise NotImplementedError(f"{type(self).__name__} must define take_ or take_part_")
 
     @property
     def has_parts(self) -> bool:
-        """True if each part of a tensor can be taken alone, by `wire.whole.spans`."""
+        """True if each part can be taken alone, by `wire.whole.runs`."""
         return type(self).take_part_ is not Arrived.take_part_
 
 
@@ -170,15 +171,26 @@ Bucket = Generator[Sequence[Collective], Sequence[Tensor], list[Arrived]]
 class Computed(Mapping[str, Tensor]):
     """Tensors to send, computed when they are read: kept, they would be as large as the model.
 
-    Each is what is new plus what was not sent before. All are contiguous, and read only.
+    Each is what is new plus what was not sent before. All are contiguous, and read only. A method
+    reads them by name, or as a bucket: several in one buffer, large ones in parts.
     """
 
     words: ClassVar[tuple[str, str]] = "messages", "sums"
     """Names of what a source sends, and of the sums, in errors."""
 
+    def runs(self) -> list[list[Part]]:
+        """Return the parts in which these tensors are best read; see `wire.whole.runs`."""
+        numels = {name: tensor.numel() for name, tensor in self.items()}
+        device = next(iter(self.values())).device
+        return runs(numels, device, dict.fromkeys(numels))
+
     def part(self, name: str, start: int, end: int) -> Tensor:
         """Return the entries [start, end) of one tensor, a new tensor of one dimension."""
-        return self[name].view(-1)[start:end]
+        return self.read([(name, start, end)])
+
+    def read(self, part: Part) -> Tensor:
+        """Return a part: a new tensor of one dimension, several tensors `side_by_side`."""
+        return side_by_side([self[name].view(-1)[start:end] for name, start, end in part])
 
     def terms(self, name: str) -> Sequence[Tensor]:
         """Return tensors whose sum is one tensor, which need no memory of their own."""

@@ -1,6 +1,6 @@
 """Quantized changes: every entry travels in few bits, and the rounding error is kept."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
@@ -27,7 +27,7 @@ from thinwire.layout.message import WHOLE_BITS, WholeLayout
 from thinwire.layout.shares import Piece, SplitLayout
 from thinwire.layout.traffic import chosen_split
 from thinwire.wire.message import pack_whole, unpack_whole
-from thinwire.wire.whole import WholeReader, spans
+from thinwire.wire.whole import Part, WholeReader, read_part
 
 _NARROWEST_PLAIN = 32
 
@@ -86,20 +86,17 @@ class Quantized(Compression):
 
     def send(self, context: Context, folded: Computed, kept: Kept) -> Sending:
         """Send by an all-gather, perhaps after an all-to-all; see `Compression`."""
-        errors = {name: kept[RESIDUAL][name] for name in folded}
-        numels = tuple(error.numel() for error in errors.values())
-        layout = WholeLayout(numels, self.value_bits)
-        first = next(iter(folded))
-        step, home, device = context.step, errors[first].device, folded.part(first, 0, 1).device
+        errors = [kept[RESIDUAL][name] for name in folded]
+        layout = WholeLayout(tuple(error.numel() for error in errors), self.value_bits)
+        step = context.step
         plan = chosen_split(self.exchange, layout, context.sources)
         if plan is not None:
             return (yield from _by_shares(context, folded, plan, kept))
-
-        def parts(name: str, numel: int) -> Iterator[Tensor]:
-            for span in spans(numel, device):
-                yield folded.part(name, *span)
-
-        message = pack_whole(layout, step, context.bucket, map(parts, errors, numels), home)
+        parts = (
+            ([end for _, _, end in run[-1]], (folded.read(part) for part in run))
+            for run in folded.runs()
+        )
+        message = pack_whole(layout, step, context.bucket, parts, errors[0].device)
         [rows] = yield [AllGather(message, f"gathering {folded.words[0]} of step {step}")]
         codes = [_unpacked(context, layout, row, source) for source, row in enumerate(rows)]
         made = _Whole(context, list(folded))
@@ -112,10 +109,12 @@ class _Whole(Arrived):
 
     received: Mapping[str, Sequence[WholeReader]]
 
-    def take_part_(self, name: str, start: int, folded: Tensor, residual: Tensor) -> Tensor:
-        end, mean = start + folded.numel(), folded
-        for source, code in enumerate(self.received[name]):
-            sent = code.part(start, end, folded.device)
+    def take_part_(self, part: Part, folded: Tensor, residual: Tensor) -> Tensor:
+        mean = folded
+        for source, codes in enumerate(
+            zip(*(self.received[name] for name, *_ in part), strict=True)
+        ):
+            sent = read_part(codes, part, folded.device)
             if source == self.context.source:
                 torch.sub(folded, sent, out=residual)
             mean = mean.add_(sent) if source else sent.to(folded.dtype)

@@ -21,6 +21,7 @@ from thinwire.core.feedback import Proposal, commit_list_, in_chunks, propose_li
 from thinwire.core.tensors import state_dtype
 from thinwire.kernels.rules import Fold
 from thinwire.layout.traffic import DENSE_BUCKETS
+from thinwire.wire.whole import Part, runs, side_by_side
 
 Grads = Mapping[str, Tensor]
 """This rank's own gradients by name, unscaled and not divided by the number of ranks."""
@@ -123,9 +124,18 @@ class Folded(Computed):
         residual = self.kept[RESIDUAL][name]
         return self.part(name, 0, residual.numel()).view(residual.shape)
 
-    def part(self, name: str, start: int, end: int) -> Tensor:
+    def runs(self) -> list[list[Part]]:
         """See `Computed`."""
-        own, residual = (term.view(-1)[start:end] for term in self._both(name))
+        residuals = {name: self.kept[RESIDUAL][name] for name in self._grads}
+        numels = {name: residual.numel() for name, residual in residuals.items()}
+        kinds = {n: (self._grads[n].dtype, r.dtype, r.device) for n, r in residuals.items()}
+        return runs(numels, next(iter(residuals.values())).device, kinds)
+
+    def read(self, part: Part) -> Tensor:
+        """See `Computed`."""
+        pairs = [(*self._both(name), start, end) for name, start, end in part]
+        own = side_by_side([own[start:end] for own, _, start, end in pairs])
+        residual = side_by_side([kept.view(-1)[start:end] for _, kept, start, end in pairs])
         wide = state_dtype(residual)
         return own.to(wide).add(residual.to(wide), alpha=self._decay)
 

@@ -4,7 +4,7 @@ import copy
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -31,7 +31,7 @@ from thinwire.kernels.rules import OuterRule
 from thinwire.layout.message import SKETCH_NUMEL
 from thinwire.local.config import LocalConfig
 from thinwire.local.interval import Stage
-from thinwire.wire.whole import spans
+from thinwire.wire.whole import Part, apart, runs, side_by_side, spans
 
 _SKETCH = "sketch of the change"
 
@@ -53,14 +53,18 @@ def _part(tensor: Tensor, start: int, end: int) -> Tensor:
     return flat if flat.numel() == end - start else flat[start:end]
 
 
+def _of(tensors: Mapping[str, Tensor], part: Part) -> list[Tensor]:
+    return [_part(tensors[name], start, end) for name, start, end in part]
+
+
 @contextmanager
-def _moved(device: torch.device, *kept: Tensor) -> Iterator[list[Tensor]]:
-    """Yield tensors on a device, and copy back what is written there."""
-    there = [tensor.to(device) for tensor in kept]
+def _together(tensors: list[Tensor], device: torch.device) -> Iterator[Tensor]:
+    """Yield tensors of one dimension as one on a device, and copy back what is written there."""
+    there = side_by_side(tensors).to(device)
     yield there
-    for tensor, written in zip(kept, there, strict=True):
-        if written is not tensor:
-            tensor.copy_(written)
+    if there is not tensors[0]:
+        parts = apart(there.to(tensors[0].device), [tensor.numel() for tensor in tensors])
+        torch._foreach_copy_(tensors, parts)
 
 
 class Changes(Computed):
@@ -89,11 +93,17 @@ class Changes(Computed):
             return self._errors[name].to(self._devices[name])
         return self.part(name, 0, anchor.numel()).view_as(anchor)
 
-    def spans(self, name: str, numel: int | None = None) -> list[tuple[int, int]]:
-        """Return starts and ends of the parts in which one tensor is read and written."""
-        numel = self._anchors[name].numel() if numel is None else numel
-        whole = not real_view(self.params[name]).is_contiguous()
-        return [(0, numel)] if whole else list(spans(numel, self._devices[name]))
+    def runs(self, *written: Mapping[str, Tensor]) -> list[list[Part]]:
+        """See `Computed`; of parts in which the `written` tensors can be written too."""
+        kinds: dict[str, object] = {}
+        for name, param in self.params.items():
+            others = [tensors[name] for tensors in (self.params, *written) if name in tensors]
+            plain = all(real_view(tensor).is_contiguous() for tensor in others)
+            kind = param.dtype, self._anchors[name].dtype, param.device, name in self.compressed
+            kinds[name] = kind if plain else None
+        numels = {name: self._anchors[name].numel() for name in kinds}
+        first = next(iter(kinds), None)
+        return [] if first is None else runs(numels, self._devices[first], kinds)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.params)
@@ -108,24 +118,27 @@ class Changes(Computed):
         found.node_means = means or {}
         return found
 
-    def part(self, name: str, start: int, end: int) -> Tensor:
-        """Implement `Computed.part`."""
+    def read(self, part: Part) -> Tensor:
+        """See `Computed`."""
+        (first, start, end), device = part[0], self._devices[part[0][0]]
         if self.node_means:
-            return _part(self.node_means[name], start, end).to(self._devices[name])
-        within = self.spans(name, end - start)
-        if len(within) != 1:  # so that little else is on the device
-            found = self._anchors[name].new_empty(end - start, device=self._devices[name])
-            for one, other in within:
-                found[one:other] = self.part(name, start + one, start + other)
-            return found
-        tensors = self._anchors[name], self.params[name]
-        anchor, value = (_part(t, start, end).to(self._devices[name]) for t in tensors)
+            return side_by_side(_of(self.node_means, part)).to(device)
+        if len(part) == 1 and real_view(self.params[first]).is_contiguous():
+            cuts = list(spans(end - start, device))
+            if len(cuts) > 1:  # so that little else is on the device
+                found = self._anchors[first].new_empty(end - start, device=device)
+                for one, other in cuts:
+                    found[one:other] = self.part(first, start + one, start + other)
+                return found
+        anchor = side_by_side(_of(self._anchors, part)).to(device)
+        value = side_by_side(_of(self.params, part)).to(device)
         change = anchor.to(value.dtype).to(anchor.dtype) - value
         if self.weight != 1:
             change.mul_(self.weight)
         # after weighting, since the weight is for new work alone
-        if name in self.compressed:
-            change.add_(_part(self._errors[name], start, end).to(change.device), alpha=self._decay)
+        if first in self.compressed:
+            error = side_by_side(_of(self._errors, part)).to(device)
+            change.add_(error, alpha=self._decay)
         return change
 
 
@@ -262,13 +275,14 @@ class Averaging:
     def written(self) -> str | None:
         """Return a digest of the parameters if one of them differs from its anchor, else None."""
 
-        def same(name: str, start: int, end: int) -> bool:
-            anchor = _part(self.anchors[name], start, end).to(self.devices[name])
-            now = _part(self._params[name], start, end)
+        def same(part: Part) -> bool:
+            device = self.devices[part[0][0]]
+            anchor = side_by_side(_of(self.anchors, part)).to(device)
+            now = side_by_side(_of(self._params, part))
             return torch.equal(anchor.to(now.dtype), now)
 
         moved = Changes(self, self._params, frozenset())
-        if all(same(name, *span) for name in moved for span in moved.spans(name)):
+        if all(same(part) for run in moved.runs() for part in run):
             return None
         sums = [int(total) for p in self._params.values() for total in bit_sums([widened(p)])]
         return hashlib.blake2b(repr(sums).encode(), digest_size=8).hexdigest()
@@ -402,8 +416,9 @@ class Averaging:
         anchors, moved, single = self.anchors, pending.moved, self._single_rank(pending)
         before = None if pending.sketch is None else self._sketch_of(anchors, moved)
         self._squares.zero_()
-        for name in moved:
-            self._apply(name, pending, copies.get(name))
+        for run in moved.runs(self._params, copies):
+            for part, total in zip(run, self._mean_changes(run, pending), strict=True):
+                self._apply(part, total, pending, copies)
         for key, value in pending.extras.items():
             mean = pending.mean_of(f"extra {key}", value)
             if not (single and torch.equal(mean, value)):  # do not undo later changes
@@ -416,61 +431,65 @@ class Averaging:
             mean = pending.mean_of(_SKETCH, pending.sketch)
             self.sketches += torch.stack([mean.cpu().double(), applied])
 
-    def _apply(self, name: str, pending: PendingAveraging, master: Tensor | None) -> None:
-        """Move a parameter, its anchor and its optimizer's copy, part by part in the cache."""
-        measured, device = real_view(pending.moved.params[name]), self.devices[name]
-        single = self._single_rank(pending)
-        targets = [real_view(t.detach()) for t in (self._params[name], master) if t is not None]
-        contiguous = all(t.is_contiguous() for t in targets)
-        parts = pending.moved.spans(name) if contiguous else [(0, measured.numel())]
-        own = [t for t in (self.anchors[name], self.momentum.get(name)) if t is not None]
-        changes = self._mean_changes(name, pending, parts)
-        for (start, end), total in zip(parts, changes, strict=True):
-            # by a tensor: on a GPU torch divides by a number through its reciprocal
-            change = total if pending.share == 1 else total / total.new_full((), pending.share)
-            with _moved(device, *(_part(t, start, end) for t in own)) as (s, *buffer):
-                step = outer_step_(change, buffer[0] if buffer else None, self._outer)
-                target = s - step if single or pending.delayed else s.sub_(step)
-                if single or pending.delayed:
-                    before = widened(_part(measured, start, end).to(device))
-                    held = widened(s.to(measured.dtype))
-                if single:
-                    # S - (S - p) is p except for rounding. A single rank must keep p bit for bit
-                    # where its whole change, without a residual, is applied
-                    target = torch.where((step == held - before) & (s == held), before, target)
-                # the anchor first: it is equal on all ranks, also where p keeps local steps
-                s.copy_(target)
-                if pending.delayed:  # keep the local steps made while the result travelled
-                    now = widened(_part(targets[-1], start, end))
-                    target = now + (widened(s.to(measured.dtype)) - before)
-            for tensor in targets:
-                into = _part(tensor, start, end) if contiguous else tensor
-                into.copy_(target.view_as(into))
+    def _apply(
+        self, part: Part, total: Tensor, pending: PendingAveraging, copies: Mapping[str, Tensor]
+    ) -> None:
+        """Move a part of parameters, anchors and the optimizer's copies, in the cache."""
+        single, device = self._single_rank(pending), total.device
+        # by a tensor: on a GPU torch divides by a number through its reciprocal
+        change = total if pending.share == 1 else total / total.new_full((), pending.share)
+        with ExitStack() as stack:
+            s = stack.enter_context(_together(_of(self.anchors, part), device))
+            buffer = None
+            if self.momentum:
+                buffer = stack.enter_context(_together(_of(self.momentum, part), device))
+            step = outer_step_(change, buffer, self._outer)
+            target = s - step if single or pending.delayed else s.sub_(step)
+            if single or pending.delayed:
+                old = side_by_side(_of(pending.moved.params, part)).to(device)
+                before, held = widened(old), widened(s.to(old.dtype))
+            if single:
+                # S - (S - p) is p except for rounding. A single rank must keep p bit for bit
+                # where its whole change, without a residual, is applied
+                target = torch.where((step == held - before) & (s == held), before, target)
+            # the anchor first: it is equal on all ranks, also where p keeps local steps
+            s.copy_(target)
+            if pending.delayed:  # keep the local steps made while the result travelled
+                now = side_by_side([widened(t) for t in _of({**self._params, **copies}, part)])
+                target = now + (widened(s.to(old.dtype)) - before)
+        numels = [end - start for _, start, end in part]
+        for (name, start, end), found in zip(part, apart(target, numels), strict=True):
+            for tensor in (self._params[name], copies.get(name)):
+                if tensor is not None:
+                    real = real_view(tensor.detach())
+                    into = _part(real, start, end) if real.is_contiguous() else real
+                    into.copy_(found.view_as(into))
 
-    def _mean_changes(
-        self, name: str, pending: PendingAveraging, parts: Sequence[tuple[int, int]]
-    ) -> Iterator[Tensor]:
+    def _mean_changes(self, run: Sequence[Part], pending: PendingAveraging) -> Iterator[Tensor]:
         """Yield each part of the mean of all sent changes; what is not sent stays as residual."""
-        arrived, device = pending.round.arrived[name], self.devices[name]
-        if name not in pending.moved.compressed:
-            assert isinstance(arrived, DenseMeans), "not compressed"
-            whole = arrived.mean(name, self.anchors[name]).reshape(-1)
-            for start, end in parts:
-                mean = whole[start:end].to(device)
-                self._note(pending.moved.part(name, start, end), mean)
+        names, moved = list(dict.fromkeys(name for part in run for name, *_ in part)), pending.moved
+        arrived, device = pending.round.arrived[names[0]], self.devices[names[0]]
+        folded = moved.only(names, arrived.node_means)
+        if names[0] in moved.compressed and arrived.has_parts:
+            for part in run:
+                with _together(_of(self.errors, part), device) as error:
+                    own = folded.read(part)
+                    mean = arrived.take_part_(part, own, error)
+                    self._note(own.sub_(error), mean)
                 yield mean
             return
-        folded = pending.moved.only([name], arrived.node_means)
-        if not arrived.has_parts:
-            whole = arrived.take_(name, folded, self.kept).reshape(-1)
-        for start, end in parts:
-            if arrived.has_parts:
-                with _moved(device, self.errors[name].view(-1)[start:end]) as (error,):
-                    part = folded.part(name, start, end)
-                    mean = arrived.take_part_(name, start, part, error)
-                    self._note(part.sub_(error), mean)
+        found = []
+        for name in names:
+            got = pending.round.arrived[name]
+            if isinstance(got, DenseMeans):
+                found.append(got.mean(name, self.anchors[name]).reshape(-1))
             else:
-                mean = whole[start:end].to(device)
+                found.append(got.take_(name, folded, self.kept).reshape(-1))
+        for part in run:
+            whole = len(part) > 1 or len(run) == 1
+            mean = (side_by_side(found) if whole else found[0][slice(*part[0][1:])]).to(device)
+            if isinstance(arrived, DenseMeans):
+                self._note(moved.read(part), mean)
             yield mean
 
 

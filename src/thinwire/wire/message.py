@@ -35,6 +35,10 @@ Form = Layout | WholeLayout
 """What is known of a message before it arrives; equal on all ranks."""
 
 
+Run = tuple[Sequence[int], Iterable[Tensor]]
+"""Numbers of entries of some tensors, and their entries as `encode_whole` takes them."""
+
+
 class Unpacked(NamedTuple):
     """Content of a message."""
 
@@ -167,12 +171,13 @@ def pack_whole(
     layout: WholeLayout,
     step: int,
     bucket: int,
-    tensors: Iterable[Tensor | Iterable[Tensor]],
+    tensors: Iterable[Tensor | Run],
     device: torch.device | None = None,
 ) -> Tensor:
     """Return the message, on `device` or theirs, of finite tensors: (n,), float32 or float64.
 
-    Instead of a tensor its parts by `wire.whole.spans` are taken. Other arguments as in `pack`.
+    A run has the entries of tensors that are computed together, in the order of the layout. Other
+    arguments as in `pack`.
 
     >>> layout = WholeLayout((4,), 1)
     >>> message = pack_whole(layout, 0, 0, [torch.tensor([1.0, 3.0, -2.0, -4.0])])
@@ -180,12 +185,17 @@ def pack_whole(
     >>> code.part(0, 4)
     tensor([ 2.,  2., -3., -3.])
     """
-    chunks = (
-        [t[a:b] for a, b in spans(t.numel(), t.device)] if isinstance(t, Tensor) else t
-        for t in tensors
-    )
-    coded = (encode_whole(parts, layout.value_bits) for parts in chunks)
-    return with_checksum(layout, step, bucket, [code.to(device or code.device) for code in coded])
+    coded = []
+    for run in tensors:
+        numels, chunks = _whole_run(run) if isinstance(run, Tensor) else run
+        code = encode_whole(chunks, layout.value_bits, numels)
+        coded.append(code.to(device or code.device))
+    return with_checksum(layout, step, bucket, coded)
+
+
+def _whole_run(tensor: Tensor) -> Run:
+    numel = tensor.numel()
+    return [numel], [tensor[start:end] for start, end in spans(numel, tensor.device)]
 
 
 def unpack_whole(

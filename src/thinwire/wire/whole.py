@@ -13,12 +13,13 @@ At 1 bit each sign has a mean of its own, so the error never has a larger norm t
 however asymmetric the entries are. Magnitudes beyond float32 saturate. The sender alone computes scales.
 """  # noqa: E501 (a table row)
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
 from itertools import chain, pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.kernels.reference import divided_
@@ -37,19 +38,102 @@ def spans(numel: int, device: torch.device) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, numel)
 
 
-def encode_whole(chunks: Iterable[Tensor], bits: int) -> Tensor:
+Span = tuple[str, int, int]
+"""Entries [start, end) of one tensor, by name."""
+Part = Sequence[Span]
+"""What one call computes: several whole tensors, or a part of one."""
+
+
+def runs(
+    numels: Mapping[str, int], device: torch.device, kinds: Mapping[str, object]
+) -> list[list[Part]]:
+    """Return the parts in which tensors are best read, those of one large tensor in one list.
+
+    Small tensors of one kind that follow each other are one part. A tensor of the kind None is a
+    part of its own.
+    """
+    found: list[list[Part]] = []
+    most, room, kind = _CHUNK if device.type == "cpu" else _PART, 0, None
+    together: list[Span] = []
+    for name, numel in numels.items():
+        if kinds[name] is None or numel >= most:
+            cuts = [(0, numel)] if kinds[name] is None else spans(numel, device)
+            found.append([[(name, *cut)] for cut in cuts])
+            room = 0
+            continue
+        if numel > room or kinds[name] != kind:
+            together, room, kind = [], most, kinds[name]
+            found.append([together])
+        together.append((name, 0, numel))
+        room -= numel
+    return found
+
+
+_ALIGNED = 8
+"""Entries of which several tensors in one buffer have a multiple each: whole bytes in any code."""
+
+
+def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors of one dimension in one buffer, with zeros up to whole bytes of any code; a
+    single one as it is.
+    """
+    if len(tensors) == 1:
+        return tensors[0]
+    pieces = []
+    for tensor in tensors:
+        pieces.append(tensor)
+        if rest := -tensor.numel() % _ALIGNED:
+            pieces.append(_zeros(rest, tensor.dtype, tensor.device))
+    return torch.cat(pieces)
+
+
+def apart(flat: Tensor, numels: Sequence[int]) -> list[Tensor]:
+    """Return the tensors that `side_by_side` has joined, as views."""
+    if len(numels) == 1:
+        return [flat]
+    parts = torch.split(flat, [_padded(numel) for numel in numels])
+    return [part[:numel] for part, numel in zip(parts, numels, strict=True)]
+
+
+def _padded(numel: int) -> int:
+    return numel + -numel % _ALIGNED
+
+
+@lru_cache(maxsize=64)
+def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(numel, dtype=dtype, device=device)
+
+
+def encode_whole(chunks: Iterable[Tensor], bits: int, numels: Sequence[int] = ()) -> Tensor:
     """Return the code of a tensor of n entries, uint8, shape (whole_bytes(n, bits),).
 
     `chunks` are its entries by `spans`, at least one: float32 or float64, finite, one dimension.
+    With the `numels` of several tensors the only chunk has them `side_by_side`, and their codes are
+    returned end to end.
 
     >>> code = encode_whole([torch.tensor([1.0, 3.0, -2.0, -4.0])], 1)
     >>> WholeReader(code, 1).part(0, 4)
     tensor([ 2.,  2., -3., -3.])
     """
+    if len(numels) > 1:
+        (flat,) = chunks
+        return _encoded_together(flat, bits, numels)
     if bits > 4:
         return _on_grid(list(chunks), bits)
     scales, fields = _signs(chunks) if bits == 1 else _nearest_levels(chunks, bits)
     return torch.cat([scales.view(torch.uint8), *fields])
+
+
+def _encoded_together(flat: Tensor, bits: int, numels: Sequence[int]) -> Tensor:
+    if bits > 4:
+        return torch.cat([_on_grid([part], bits) for part in apart(flat, numels)])
+    its = _Several(numels, flat.device)
+    scales, (fields,) = _signs([flat], its) if bits == 1 else _nearest_levels([flat], bits, its)
+    found, at = [], 0
+    for numel, its_scales in zip(numels, scales.view(torch.uint8), strict=True):
+        found += [its_scales, fields[at : at + (numel * bits + 7) // 8]]
+        at += _padded(numel) * bits // 8
+    return torch.cat(found)
 
 
 class WholeReader:
@@ -57,27 +141,57 @@ class WholeReader:
 
     def __init__(self, code: Tensor, bits: int) -> None:
         begin = scale_bytes(bits)
-        self._bits, self._scales, self._fields = bits, code[:begin], code[begin:]
-        if bits <= 4:
-            scales = self._scales.clone().view(torch.float32)  # a view must be aligned
-            self._levels = torch.cat((scales[:1], -scales[1:]) if bits == 1 else (scales, -scales))
-            if code.is_cpu:
-                self._table = self._levels[_fields_of_bytes(bits)].numpy()
+        self.bits, self.scales, self.fields = bits, code[:begin], code[begin:]
+
+    @cached_property
+    def _levels(self) -> Tensor:
+        return _known(self.scales.clone(), self.bits)[0]  # a view must be aligned
+
+    @cached_property
+    def _table(self) -> NDArray[np.float32]:
+        entries: NDArray[np.float32] = self._levels[_fields_of_bytes(self.bits)].numpy()
+        return entries
 
     def part(self, start: int, end: int, device: torch.device | None = None) -> Tensor:
         """Return the entries [start, end): float32; `start` is at the beginning of a byte."""
-        bits, numel = self._bits, end - start
-        fields = self._fields[start * bits // 8 : (end * bits + 7) // 8]
+        bits, numel = self.bits, end - start
+        fields = self.fields[start * bits // 8 : (end * bits + 7) // 8]
         fields = fields.to(device or fields.device)
         if bits > 4:
-            return _from_grid(self._scales.to(fields.device), fields, bits)
+            return _from_grid(self.scales.to(fields.device), fields, bits)
         if not fields.is_cpu:
-            levels, known = _unpacked(fields, bits).view(-1)[:numel], self._levels.to(fields.device)
-            return torch.where(levels > 0, known[1], known[0]) if bits == 1 else known[levels.int()]
+            found = _unpacked(fields, bits).view(-1)[:numel]
+            return self._levels.to(fields.device)[found.int()]
         entries = np.empty((fields.numel(), 8 // bits), np.float32)
         # without "clip" NumPy copies the result once more
         np.take(self._table, fields.numpy(), 0, out=entries, mode="clip")
         return torch.from_numpy(entries).view(-1)[:numel]
+
+
+def read_part(codes: Sequence[WholeReader], part: Part, device: torch.device) -> Tensor:
+    """Return a part from the codes of its tensors."""
+    if len(part) == 1:
+        return codes[0].part(*part[0][1:], device)
+    bits, numels = codes[0].bits, [numel for _, _, numel in part]
+    if bits > 4 or device.type == "cpu":
+        pairs = zip(codes, numels, strict=True)
+        return side_by_side([code.part(0, numel, device) for code, numel in pairs])
+    fields = []
+    for code, numel in zip(codes, numels, strict=True):
+        room = _padded(numel) * bits // 8
+        fields += [code.fields, _zeros(room - code.fields.numel(), torch.uint8, code.fields.device)]
+    levels = _known(torch.cat([code.scales for code in codes]).to(device), bits)
+    several = _Several(numels, device)
+    each = several.spread(torch.arange(len(codes), device=device) * levels.shape[1])
+    each += _unpacked(torch.cat(fields).to(device), bits).view(-1)
+    found, between = levels.view(-1)[each], several.between
+    return found.index_fill_(0, between, 0) if between.numel() else found
+
+
+def _known(scales: Tensor, bits: int) -> Tensor:
+    """Return the value of each field, one row a tensor."""
+    levels = scales.view(torch.float32).view(-1, scale_bytes(bits) // SCALE_BYTES)
+    return torch.cat((levels[:, :1], -levels[:, 1:]) if bits == 1 else (levels, -levels), 1)
 
 
 def scale_bytes(bits: int) -> int:
@@ -107,66 +221,127 @@ def _above(chunk: Tensor, bound: Tensor) -> Tensor:
     return torch.from_numpy(np.greater(chunk.numpy(), bound.numpy())) if on_cpu else chunk > bound
 
 
-def _count(mask: Tensor) -> Tensor:
-    """Return how many flags are set: float64, shape ()."""
+class _Several:
+    """Several tensors that are `side_by_side`: sums of each, and a value for each entry."""
+
+    def __init__(self, numels: Sequence[int], device: torch.device) -> None:
+        self.numel, self._ends, self._room, self.between = _places(tuple(numels), device)
+        self._numels = numels
+
+    @cached_property
+    def _which(self) -> Tensor:
+        """Number of the tensor of each entry."""
+        total = sum(map(_padded, self._numels))
+        places = torch.arange(total, device=self._ends.device)
+        return torch.bucketize(places, self._ends, right=True, out_int32=True)
+
+    def count(self, mask: Tensor) -> Tensor:
+        """Return how many flags are set: float64, shape (tensors,)."""
+        if not mask.is_cpu:
+            return self.sum(mask)
+        starts = np.cumsum([0, *map(_padded, self._numels[:-1])])
+        return torch.from_numpy(np.add.reduceat(mask.numpy(), starts, dtype=np.float64))
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sums: float64, shape (tensors,)."""
+        if values.is_cpu:
+            parts = apart(values, self._numels)
+            return torch.stack([part.sum(dtype=torch.float64) for part in parts])
+        # "unsafe" leaves out a check that would wait for the device
+        return torch.segment_reduce(values.double(), "sum", lengths=self._room, unsafe=True)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return for each entry the value of its tensor."""
+        return values.index_select(0, self._which)
+
+
+@lru_cache(maxsize=64)
+def _places(numels: tuple[int, ...], device: torch.device) -> list[Tensor]:
+    """Return the entries of each tensor, float64; its end and its room; all positions between."""
+    each = torch.tensor(numels, device="cpu")
+    room = each + -each % _ALIGNED
+    ends = room.cumsum(0)
+    between = [torch.arange(*cut) for cut in zip(ends - room + each, ends, strict=True)]
+    return [tensor.to(device) for tensor in (each.double(), ends, room, torch.cat(between))]
+
+
+def _count(mask: Tensor, several: _Several | None) -> Tensor:
+    """Return how many flags are set: float64, shape () or (tensors,)."""
+    if several is not None:
+        return several.count(mask)
     if mask.is_cpu:
         count = float(np.count_nonzero(mask.numpy()))
         return torch.tensor(count, dtype=torch.float64, device="cpu")
     return mask.sum().double()
 
 
-def _sum(values: Tensor) -> Tensor:
-    """Return the sum of a chunk: float64, shape ()."""
+def _sum(values: Tensor, several: _Several | None, *, exact: bool = True) -> Tensor:
+    """Return the sum of a chunk: float64, shape () or (tensors,)."""
+    if several is not None:
+        return several.sum(values)
     # a sum in float32 takes a third of the time on a CPU; elsewhere a look at it would wait
-    total = values.sum() if values.is_cpu and values.numel() == _CHUNK else None
-    if total is None or not total.isfinite():
-        total = values.sum(dtype=torch.float64)
-    return total.double()
+    if not exact and values.is_cpu and values.numel() == _CHUNK:
+        total = values.sum()
+        if total.isfinite():
+            return total.double()
+    return values.sum(dtype=torch.float64)
 
 
-def _signs(chunks: Iterable[Tensor]) -> tuple[Tensor, list[Tensor]]:
+def _signs(
+    chunks: Iterable[Tensor], several: _Several | None = None
+) -> tuple[Tensor, list[Tensor]]:
     """Return the mean of the entries of each sign, and the packed signs."""
     packed, sums, numel = [], [], 0
     for chunk in chunks:
         negative = _negative(chunk)
         packed.append(_packed(negative, 1))
-        positive_part, negative_part = chunk.clamp_min(0), chunk.clamp_max(0)
-        sums.append(torch.stack([_count(negative), _sum(positive_part), _sum(negative_part)]))
+        halves = chunk.clamp_min(0), chunk.clamp_max(0)
+        totals = [_sum(half, several, exact=False) for half in halves]
+        sums.append(torch.stack([_count(negative, several), *totals]))
         numel += chunk.numel()
     below, upper, lower = torch.stack(sums).sum(0)
-    means = [upper / (numel - below).clamp(min=1), lower / below.clamp(min=1)]
-    return torch.stack(means).abs().clamp(max=_LARGEST).float(), packed
+    every = numel if several is None else several.numel
+    means = [upper / (every - below).clamp(min=1), lower / below.clamp(min=1)]
+    return torch.stack(means, -1).abs().clamp(max=_LARGEST).float(), packed
 
 
-def _nearest_levels(chunks: Iterable[Tensor], bits: int) -> tuple[Tensor, list[Tensor]]:
+def _nearest_levels(
+    chunks: Iterable[Tensor], bits: int, several: _Several | None = None
+) -> tuple[Tensor, list[Tensor]]:
     """Return the levels, and the packed signs and numbers of levels."""
     pairs = [(chunk.abs(), _negative(chunk)) for chunk in chunks]
-    levels = _levels([magnitudes for magnitudes, _ in pairs], bits - 1)
-    return levels, [_packed(_fields(*pair, levels, bits), bits) for pair in pairs]
+    levels = _levels([magnitudes for magnitudes, _ in pairs], bits - 1, several)
+    return levels, [_packed(_fields(*pair, levels, bits, several), bits) for pair in pairs]
 
 
-def _levels(magnitudes: Sequence[Tensor], depth: int) -> Tensor:
+def _levels(magnitudes: Sequence[Tensor], depth: int, several: _Several | None) -> Tensor:
     """Return the 2^depth means of the parts of the magnitudes, ascending."""
-    numel = sum(chunk.numel() for chunk in magnitudes)
-    total = _exact_sum(magnitudes, lambda chunk: chunk)
+    total = torch.stack([_sum(chunk, several) for chunk in magnitudes]).sum(0)
     zero = torch.zeros_like(total)
+    numel = zero + sum(chunk.numel() for chunk in magnitudes)
+    numel = numel if several is None else several.numel
+
+    def not_above(edge: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the edge, how many entries are not above it, and their sum."""
+        # a mean comes from the difference of two sums: an entry that is alone must not be above it
+        bound = _rounded_down(edge * (1 + 2.0**-40), magnitudes[0].dtype)
+        each = bound if several is None else several.spread(bound)
+        above = torch.stack([_count(_above(chunk, each), several) for chunk in magnitudes]).sum(0)
+        limited = [_sum(chunk.clamp(max=each), several) for chunk in magnitudes]
+        return edge, numel - above, torch.stack(limited).sum(0) - bound.double() * above
+
     # by edge how many entries are not above it, and their sum
-    edges = [(zero, zero, zero), (zero + _LARGEST, zero + numel, total)]
+    edges = [(zero, zero, zero), (zero + _LARGEST, numel, total)]
     means = _means_between(edges)
     for _ in range(depth):
-        inside = [(mean, *_not_above(magnitudes, mean, numel)) for mean in means]
         # an edge, the mean of the part after it, the next edge, ...
+        inside = map(not_above, means)
         edges = [*chain.from_iterable(zip(edges[:-1], inside, strict=True)), edges[-1]]
         means = _means_between(edges)
-    return torch.stack(means).float()
+    return torch.stack(means, -1).float()
 
 
 _Edge = tuple[Tensor, Tensor, Tensor]
-
-
-def _exact_sum(chunks: Sequence[Tensor], of: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the sum of a function of all entries in float64: another one is subtracted from it."""
-    return torch.stack([of(chunk).sum(dtype=torch.float64) for chunk in chunks]).sum()
 
 
 def _means_between(edges: Sequence[_Edge]) -> list[Tensor]:
@@ -180,22 +355,14 @@ def _means_between(edges: Sequence[_Edge]) -> list[Tensor]:
     return means
 
 
-def _not_above(magnitudes: Sequence[Tensor], edge: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-    """Return how many entries are not above the edge, and their sum."""
-    # a mean comes from the difference of two sums: an entry that is alone must not be above it
-    edge = _rounded_down(edge * (1 + 2.0**-40), magnitudes[0].dtype)
-    above = torch.stack([_count(_above(chunk, edge)) for chunk in magnitudes]).sum()
-    count = numel - above
-    limited = _exact_sum(magnitudes, lambda chunk: chunk.clamp(max=edge))
-    return count, limited - edge.double() * (numel - count)
-
-
-def _fields(magnitudes: Tensor, negative: Tensor, levels: Tensor, bits: int) -> Tensor:
+def _fields(
+    magnitudes: Tensor, negative: Tensor, levels: Tensor, bits: int, several: _Several | None
+) -> Tensor:
     """Return sign and nearest level of each entry, uint8; the lower of two equally near."""
-    middles = (levels[1:].double() + levels[:-1].double()) / 2
+    middles = (levels[..., 1:].double() + levels[..., :-1].double()) / 2
     found = negative.view(torch.uint8) << (bits - 1)
-    for middle in _rounded_down(middles, magnitudes.dtype).unbind():
-        found += _above(magnitudes, middle)
+    for middle in _rounded_down(middles, magnitudes.dtype).unbind(-1):
+        found += _above(magnitudes, middle if several is None else several.spread(middle))
     return found
 
 
