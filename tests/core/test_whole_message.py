@@ -13,6 +13,8 @@ from tests.api import pack_whole as pack
 from tests.api import unpack_whole as unpack
 from tests.reference import whole_codes
 from thinwire.errors import PayloadCorrupt
+from thinwire.wire.bucket import apart, side_by_side
+from thinwire.wire.whole import read_part
 
 WHERE = {"step": 12, "bucket": 0, "source": 5}
 NUMELS = (1000, 1, 33)
@@ -39,6 +41,19 @@ def test_arrivals_follow_the_format(bits, dtype):
     for values, came in zip(given_, decoded(layout, message), strict=True):
         assert came.dtype == torch.float32
         assert came.tolist() == whole_codes.sent(values.tolist(), bits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bits", WHOLE_BITS)
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=8))
+def test_tensors_in_one_buffer_travel_as_each_alone(bits, dtype, numels):
+    given_, layout = tensors(numels, dtype), WholeLayout(tuple(numels), bits)
+    part = [(str(key), 0, numel) for key, numel in enumerate(numels)]
+    together = pack(layout, 12, 0, [(numels, [side_by_side(given_)])])
+    assert torch.equal(together, pack(layout, 12, 0, given_))
+    whole = read_part(unpack(layout, together, **WHERE), part, torch.device("cpu"))
+    for came, alone in zip(apart(whole, numels), decoded(layout, together), strict=True):
+        assert torch.equal(came, alone)
 
 
 def test_one_bit_byte_for_byte():

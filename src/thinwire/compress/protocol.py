@@ -25,7 +25,7 @@ from thinwire.core.tensors import state_dtype
 from thinwire.errors import PayloadCorrupt
 from thinwire.layout.message import Layout, WholeLayout
 from thinwire.layout.traffic import BUCKETS, EXCHANGES, GATHER, Messages, messages
-from thinwire.wire.whole import Part, runs, side_by_side, spans
+from thinwire.wire.bucket import Part, runs, side_by_side, spans
 
 Entries = tuple[Tensor, Tensor]
 """Indices (j,), int64, ascending, and values (j,)."""
@@ -142,7 +142,7 @@ class Arrived:
 
     @property
     def has_parts(self) -> bool:
-        """True if each part can be taken alone, by `wire.whole.runs`."""
+        """True if each part can be taken alone, by `wire.bucket.runs`."""
         return type(self).take_part_ is not Arrived.take_part_
 
 
@@ -179,7 +179,7 @@ class Computed(Mapping[str, Tensor]):
     """Names of what a source sends, and of the sums, in errors."""
 
     def runs(self) -> list[list[Part]]:
-        """Return the parts in which these tensors are best read; see `wire.whole.runs`."""
+        """Return the parts in which these tensors are best read; see `wire.bucket.runs`."""
         numels = {name: tensor.numel() for name, tensor in self.items()}
         device = next(iter(self.values())).device
         return runs(numels, device, dict.fromkeys(numels))

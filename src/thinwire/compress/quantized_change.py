@@ -26,8 +26,9 @@ from thinwire.kernels.reference import divided_
 from thinwire.layout.message import WHOLE_BITS, WholeLayout
 from thinwire.layout.shares import Piece, SplitLayout
 from thinwire.layout.traffic import chosen_split
+from thinwire.wire.bucket import Part
 from thinwire.wire.message import pack_whole, unpack_whole
-from thinwire.wire.whole import Part, WholeReader, read_part
+from thinwire.wire.whole import WholeReader, read_part
 
 _NARROWEST_PLAIN = 32
 

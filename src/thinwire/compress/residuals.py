@@ -21,7 +21,7 @@ from thinwire.core.feedback import Proposal, commit_list_, in_chunks, propose_li
 from thinwire.core.tensors import state_dtype
 from thinwire.kernels.rules import Fold
 from thinwire.layout.traffic import DENSE_BUCKETS
-from thinwire.wire.whole import Part, runs, side_by_side
+from thinwire.wire.bucket import Part, runs, side_by_side
 
 Grads = Mapping[str, Tensor]
 """This rank's own gradients by name, unscaled and not divided by the number of ranks."""

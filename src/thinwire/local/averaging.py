@@ -31,7 +31,7 @@ from thinwire.kernels.rules import OuterRule
 from thinwire.layout.message import SKETCH_NUMEL
 from thinwire.local.config import LocalConfig
 from thinwire.local.interval import Stage
-from thinwire.wire.whole import Part, apart, runs, side_by_side, spans
+from thinwire.wire.bucket import Part, apart, runs, side_by_side, spans
 
 _SKETCH = "sketch of the change"
 

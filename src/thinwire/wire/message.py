@@ -23,7 +23,8 @@ from torch import Tensor
 from thinwire.errors import PayloadCorrupt
 from thinwire.layout.message import CULPRIT, HEADER, HEADER_BYTES, Layout, WholeLayout, whole_bytes
 from thinwire.wire import codes
-from thinwire.wire.whole import WholeReader, encode_whole, scale_bytes, spans
+from thinwire.wire.bucket import spans
+from thinwire.wire.whole import WholeReader, encode_whole, scale_bytes
 
 WIRE_VERSION = 2
 _MAGIC = b"thwr"

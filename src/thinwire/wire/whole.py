@@ -13,7 +13,7 @@ At 1 bit each sign has a mean of its own, so the error never has a larger norm t
 however asymmetric the entries are. Magnitudes beyond float32 saturate. The sender alone computes scales.
 """  # noqa: E501 (a table row)
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import chain, pairwise
 
@@ -24,84 +24,9 @@ from torch import Tensor
 
 from thinwire.kernels.reference import divided_
 from thinwire.layout.message import SCALE_BYTES, SCALE_COUNT
+from thinwire.wire.bucket import CHUNK, Part, Several, apart, padded, side_by_side, zeros
 
-_CHUNK = 1 << 17
-"""Entries that stay in a core's cache between two passes; whole bytes at any number of bits."""
-_PART = 1 << 22  # on other devices, which hold some tensors of this size at a time
 _LARGEST = torch.finfo(torch.float32).max
-
-
-def spans(numel: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Yield starts and ends of the parts in which a tensor is best read and written."""
-    step = _CHUNK if device.type == "cpu" else _PART
-    for start in range(0, numel, step):
-        yield start, min(start + step, numel)
-
-
-Span = tuple[str, int, int]
-"""Entries [start, end) of one tensor, by name."""
-Part = Sequence[Span]
-"""What one call computes: several whole tensors, or a part of one."""
-
-
-def runs(
-    numels: Mapping[str, int], device: torch.device, kinds: Mapping[str, object]
-) -> list[list[Part]]:
-    """Return the parts in which tensors are best read, those of one large tensor in one list.
-
-    Small tensors of one kind that follow each other are one part. A tensor of the kind None is a
-    part of its own.
-    """
-    found: list[list[Part]] = []
-    most, room, kind = _CHUNK if device.type == "cpu" else _PART, 0, None
-    together: list[Span] = []
-    for name, numel in numels.items():
-        if kinds[name] is None or numel >= most:
-            cuts = [(0, numel)] if kinds[name] is None else spans(numel, device)
-            found.append([[(name, *cut)] for cut in cuts])
-            room = 0
-            continue
-        if numel > room or kinds[name] != kind:
-            together, room, kind = [], most, kinds[name]
-            found.append([together])
-        together.append((name, 0, numel))
-        room -= numel
-    return found
-
-
-_ALIGNED = 8
-"""Entries of which several tensors in one buffer have a multiple each: whole bytes in any code."""
-
-
-def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
-    """Return tensors of one dimension in one buffer, with zeros up to whole bytes of any code; a
-    single one as it is.
-    """
-    if len(tensors) == 1:
-        return tensors[0]
-    pieces = []
-    for tensor in tensors:
-        pieces.append(tensor)
-        if rest := -tensor.numel() % _ALIGNED:
-            pieces.append(_zeros(rest, tensor.dtype, tensor.device))
-    return torch.cat(pieces)
-
-
-def apart(flat: Tensor, numels: Sequence[int]) -> list[Tensor]:
-    """Return the tensors that `side_by_side` has joined, as views."""
-    if len(numels) == 1:
-        return [flat]
-    parts = torch.split(flat, [_padded(numel) for numel in numels])
-    return [part[:numel] for part, numel in zip(parts, numels, strict=True)]
-
-
-def _padded(numel: int) -> int:
-    return numel + -numel % _ALIGNED
-
-
-@lru_cache(maxsize=64)
-def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(numel, dtype=dtype, device=device)
 
 
 def encode_whole(chunks: Iterable[Tensor], bits: int, numels: Sequence[int] = ()) -> Tensor:
@@ -127,12 +52,12 @@ def encode_whole(chunks: Iterable[Tensor], bits: int, numels: Sequence[int] = ()
 def _encoded_together(flat: Tensor, bits: int, numels: Sequence[int]) -> Tensor:
     if bits > 4:
         return torch.cat([_on_grid([part], bits) for part in apart(flat, numels)])
-    its = _Several(numels, flat.device)
+    its = Several(numels, flat.device)
     scales, (fields,) = _signs([flat], its) if bits == 1 else _nearest_levels([flat], bits, its)
     found, at = [], 0
     for numel, its_scales in zip(numels, scales.view(torch.uint8), strict=True):
         found += [its_scales, fields[at : at + (numel * bits + 7) // 8]]
-        at += _padded(numel) * bits // 8
+        at += padded(numel) * bits // 8
     return torch.cat(found)
 
 
@@ -178,10 +103,10 @@ def read_part(codes: Sequence[WholeReader], part: Part, device: torch.device) ->
         return side_by_side([code.part(0, numel, device) for code, numel in pairs])
     fields = []
     for code, numel in zip(codes, numels, strict=True):
-        room = _padded(numel) * bits // 8
-        fields += [code.fields, _zeros(room - code.fields.numel(), torch.uint8, code.fields.device)]
+        room = padded(numel) * bits // 8
+        fields += [code.fields, zeros(room - code.fields.numel(), torch.uint8, code.fields.device)]
     levels = _known(torch.cat([code.scales for code in codes]).to(device), bits)
-    several = _Several(numels, device)
+    several = Several(numels, device)
     each = several.spread(torch.arange(len(codes), device=device) * levels.shape[1])
     each += _unpacked(torch.cat(fields).to(device), bits).view(-1)
     found, between = levels.view(-1)[each], several.between
@@ -221,51 +146,7 @@ def _above(chunk: Tensor, bound: Tensor) -> Tensor:
     return torch.from_numpy(np.greater(chunk.numpy(), bound.numpy())) if on_cpu else chunk > bound
 
 
-class _Several:
-    """Several tensors that are `side_by_side`: sums of each, and a value for each entry."""
-
-    def __init__(self, numels: Sequence[int], device: torch.device) -> None:
-        self.numel, self._ends, self._room, self.between = _places(tuple(numels), device)
-        self._numels = numels
-
-    @cached_property
-    def _which(self) -> Tensor:
-        """Number of the tensor of each entry."""
-        total = sum(map(_padded, self._numels))
-        places = torch.arange(total, device=self._ends.device)
-        return torch.bucketize(places, self._ends, right=True, out_int32=True)
-
-    def count(self, mask: Tensor) -> Tensor:
-        """Return how many flags are set: float64, shape (tensors,)."""
-        if not mask.is_cpu:
-            return self.sum(mask)
-        starts = np.cumsum([0, *map(_padded, self._numels[:-1])])
-        return torch.from_numpy(np.add.reduceat(mask.numpy(), starts, dtype=np.float64))
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Return the sums: float64, shape (tensors,)."""
-        if values.is_cpu:
-            parts = apart(values, self._numels)
-            return torch.stack([part.sum(dtype=torch.float64) for part in parts])
-        # "unsafe" leaves out a check that would wait for the device
-        return torch.segment_reduce(values.double(), "sum", lengths=self._room, unsafe=True)
-
-    def spread(self, values: Tensor) -> Tensor:
-        """Return for each entry the value of its tensor."""
-        return values.index_select(0, self._which)
-
-
-@lru_cache(maxsize=64)
-def _places(numels: tuple[int, ...], device: torch.device) -> list[Tensor]:
-    """Return the entries of each tensor, float64; its end and its room; all positions between."""
-    each = torch.tensor(numels, device="cpu")
-    room = each + -each % _ALIGNED
-    ends = room.cumsum(0)
-    between = [torch.arange(*cut) for cut in zip(ends - room + each, ends, strict=True)]
-    return [tensor.to(device) for tensor in (each.double(), ends, room, torch.cat(between))]
-
-
-def _count(mask: Tensor, several: _Several | None) -> Tensor:
+def _count(mask: Tensor, several: Several | None) -> Tensor:
     """Return how many flags are set: float64, shape () or (tensors,)."""
     if several is not None:
         return several.count(mask)
@@ -275,21 +156,19 @@ def _count(mask: Tensor, several: _Several | None) -> Tensor:
     return mask.sum().double()
 
 
-def _sum(values: Tensor, several: _Several | None, *, exact: bool = True) -> Tensor:
+def _sum(values: Tensor, several: Several | None, *, exact: bool = True) -> Tensor:
     """Return the sum of a chunk: float64, shape () or (tensors,)."""
     if several is not None:
         return several.sum(values)
     # a sum in float32 takes a third of the time on a CPU; elsewhere a look at it would wait
-    if not exact and values.is_cpu and values.numel() == _CHUNK:
+    if not exact and values.is_cpu and values.numel() == CHUNK:
         total = values.sum()
         if total.isfinite():
             return total.double()
     return values.sum(dtype=torch.float64)
 
 
-def _signs(
-    chunks: Iterable[Tensor], several: _Several | None = None
-) -> tuple[Tensor, list[Tensor]]:
+def _signs(chunks: Iterable[Tensor], several: Several | None = None) -> tuple[Tensor, list[Tensor]]:
     """Return the mean of the entries of each sign, and the packed signs."""
     packed, sums, numel = [], [], 0
     for chunk in chunks:
@@ -306,7 +185,7 @@ def _signs(
 
 
 def _nearest_levels(
-    chunks: Iterable[Tensor], bits: int, several: _Several | None = None
+    chunks: Iterable[Tensor], bits: int, several: Several | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the levels, and the packed signs and numbers of levels."""
     pairs = [(chunk.abs(), _negative(chunk)) for chunk in chunks]
@@ -314,7 +193,7 @@ def _nearest_levels(
     return levels, [_packed(_fields(*pair, levels, bits, several), bits) for pair in pairs]
 
 
-def _levels(magnitudes: Sequence[Tensor], depth: int, several: _Several | None) -> Tensor:
+def _levels(magnitudes: Sequence[Tensor], depth: int, several: Several | None) -> Tensor:
     """Return the 2^depth means of the parts of the magnitudes, ascending."""
     total = torch.stack([_sum(chunk, several) for chunk in magnitudes]).sum(0)
     zero = torch.zeros_like(total)
@@ -356,7 +235,7 @@ def _means_between(edges: Sequence[_Edge]) -> list[Tensor]:
 
 
 def _fields(
-    magnitudes: Tensor, negative: Tensor, levels: Tensor, bits: int, several: _Several | None
+    magnitudes: Tensor, negative: Tensor, levels: Tensor, bits: int, several: Several | None
 ) -> Tensor:
     """Return sign and nearest level of each entry, uint8; the lower of two equally near."""
     middles = (levels[..., 1:].double() + levels[..., :-1].double()) / 2
