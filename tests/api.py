@@ -64,11 +64,10 @@ _NAMES = {
     "thinwire.exchange.overlap": "Overlap Readiness",
     "thinwire.exchange.checks": "GradientPattern",
     "thinwire.exchange.round": "Round",
-    "thinwire.kernels": "Kernels compiled_steps numba_body=cpu reference threads",
+    "thinwire.kernels": "Kernels compiled_steps numba_body=cpu reference threads=cpu",
+    "thinwire.kernels.cpu": "has_address share_memory",
     "thinwire.kernels.reference": "mixed",
-    "thinwire.kernels.rules": (
-        "Fold LambRule LarsRule OuterRule TrustRule has_address share_memory"
-    ),
+    "thinwire.kernels.rules": "Fold LambRule LarsRule OuterRule TrustRule",
     "thinwire.layout": "traffic",
     "thinwire.layout.message": (
         "HEADER_BYTES Layout CHECKSUM_BYTES SKETCH_NUMEL Slot VALUE_BITS WHOLE_BITS WholeLayout "

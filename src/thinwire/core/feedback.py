@@ -26,9 +26,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.kernels import for_device, reference
+from thinwire.kernels import for_device, reference, require_lengths
 from thinwire.kernels.reference import divided_, mixed
-from thinwire.kernels.rules import Fold, require_lengths
+from thinwire.kernels.rules import Fold
 
 _CHUNK = 1 << 22
 """Entries of all tensors of one call."""
