@@ -59,7 +59,7 @@ def bit_sums(tensors: Sequence[Tensor]) -> list[Tensor]:
     >>> int(bit_sums([torch.tensor([5])])[0])
     5
     """
-    return [_word_sum(tensor) for tensor in tensors]
+    return list(map(_word_sum, tensors))
 
 
 def checked_mean_(total: Tensor, count: int, *, bits: bool) -> Tensor:
@@ -80,7 +80,7 @@ def checked_mean_(total: Tensor, count: int, *, bits: bool) -> Tensor:
     for piece in torch.split(total, length) if total.numel() > length else [total]:
         sums.append((piece if count == 1 else piece.div_(total.new_full((), count))).sum())
         words += bit_sums([piece]) if bits else []
-    finite = (sums[0] if len(sums) == 1 else torch.stack(sums).sum()).isfinite().long()
+    finite = torch.stack(sums).sum().isfinite().long()
     if len(words) > 1:
         # odd weights preserve every bit of a change
         weights = torch.arange(len(words), device=total.device).mul_(2).add_(1)
