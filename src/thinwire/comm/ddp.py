@@ -30,12 +30,6 @@ class BucketTap:
         self._ddp = weakref.ref(ddp)
         ddp.register_comm_hook(None, self._hook)
 
-    def open(self, on_bucket: OnBucket, instead: str) -> None:
-        """Start to call the function, and refuse DDP's `join` with the advice `instead`."""
-        self.on_bucket = on_bucket
-        if (ddp := self._ddp()) is not None:
-            vars(ddp)["join_hook"] = partial(_refuse_join, instead)
-
     def close(self) -> None:
         """Stop calling the function; gradients pass through."""
         self.on_bucket = None
@@ -94,7 +88,8 @@ def tap_buckets(
             "this DistributedDataParallel model is attached already: call remove() on its handle "
             "first"
         )
-    tap.open(on_bucket, instead)
+    tap.on_bucket = on_bucket
+    vars(ddp)["join_hook"] = partial(_refuse_join, instead)
     return tap
 
 

@@ -8,17 +8,22 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
 from thinwire.comm.sockets import Connection, connections, shut_down
-from thinwire.comm.waiting import Awaited, activity, idle_s, launches, note_call
+from thinwire.comm.waiting import (
+    Awaited,
+    activity,
+    idle_s,
+    launches,
+    note_call,
+    state_after_failure,
+)
 from thinwire.errors import Mismatch, PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
 
 _KEY_PREFIX = "thinwire/alive"
@@ -226,23 +231,6 @@ _LOST = re.compile(
     r"(worker|process)|socket|aborted",
     re.IGNORECASE,
 )
-
-
-_state = ContextVar("state", default="Nothing of this exchange was applied")
-
-
-@contextmanager
-def state_in_errors(state: str) -> Iterator[None]:
-    """Let errors of exchanges inside the block describe the state of this rank, in a sentence."""
-    before = _state.set(state)
-    try:
-        yield
-    finally:
-        _state.reset(before)
-
-
-state_after_failure = _state.get
-"""Returns the state after an exchange that fails now, as a sentence without its full stop."""
 
 
 RESTART = "; restart from the last checkpoint"

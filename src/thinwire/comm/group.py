@@ -22,7 +22,7 @@ from torch import Tensor
 
 from thinwire._launched import one_of_several, require_linux
 from thinwire._wording import warn_user
-from thinwire.comm.failures import RESTART, explain_failure, state_after_failure
+from thinwire.comm.failures import RESTART, explain_failure
 from thinwire.comm.macs import MessageMacs, wrong_mac_text
 from thinwire.comm.private import (
     UNKNOWN_S,
@@ -33,7 +33,16 @@ from thinwire.comm.private import (
     private_group,
     timeout_s_of,
 )
-from thinwire.comm.waiting import Limit, Progress, one_deadline, seconds_of, set_activity, whole_s
+from thinwire.comm.stats import Rate
+from thinwire.comm.waiting import (
+    Limit,
+    Progress,
+    one_deadline,
+    seconds_of,
+    set_activity,
+    state_after_failure,
+    whole_s,
+)
 from thinwire.errors import Mismatch, PayloadCorrupt, ThinwireError
 from thinwire.layout.traffic import STREAMS, children, streams_between
 
@@ -286,7 +295,8 @@ class Group:
         if self.size == 1:
             return Pending(lambda: message.unsqueeze(0))
         out = message.new_empty(self.size * message.numel())
-        rows, limit = out.view(self.size, -1), self._piece_bytes(message.numel())
+        rows = out.view(self.size, -1)
+        limit = self._piece_bytes(message.numel())
         held = [out, message]
         # gloo's gather hands every message on W - 1 times, a round trip each; this needs one
         at_once = self.size > 2 and not self.relayed
@@ -294,7 +304,7 @@ class Group:
             held.append(copies := message.repeat(self.size))
             launches = [partial(dist.all_to_all_single, out, copies)]
         elif message.numel() <= limit:
-            launches = [partial(all_gather_single, out, message)]
+            launches = [partial(getattr(dist, _GATHER), out, message)]
         else:
             cuts = [slice(at, at + limit) for at in range(0, message.numel(), limit)]
             launches = [
@@ -369,7 +379,16 @@ class Group:
         return quick and self.rate_bit_s >= _FAST_BIT_S
 
     def _piece_bytes(self, nbytes: int) -> int:
-        cautious = piece_bytes(nbytes, self.timeout_s)
+        """Return the bytes of a piece: those in flight cross 0.5 Mbit/s within the time-out."""
+        # the same on all ranks, and for any number of streams: sums are made piece by piece
+        wanted = int(min(self.timeout_s, 1e6)) * _BYTES_PER_S
+        cautious = min(max(wanted, _SMALLEST_BYTES), _LARGEST_BYTES)
+        if nbytes > _WHOLE_BYTES:
+            # every stream carries as many pieces; whole numbers of any type
+            streams = min(1 << (nbytes // _OF_STREAM_BYTES).bit_length() - 1, STREAMS)
+            most = min(max(wanted // STREAMS, _SMALLEST_BYTES), _LARGEST_BYTES)
+            pieces = ceil(nbytes / streams / most)
+            cautious = 16 * ceil(nbytes / streams / pieces / 16)
         # a near line that becomes a hundred times slower must still pass a piece in time
         quick = int(self.timeout_s * _FAST_BIT_S / 8 / 100)
         return max(cautious, min(_NEAR_BYTES, quick // 16 * 16)) if self.near else cautious
@@ -443,7 +462,8 @@ class Group:
         # `common` is on all ranks, None stands for the strings of other parts
         parts = () if common is None or not self.static_membership else self.parts
         shared = common if parts and common is not None else payload
-        own = _HEAD.pack(len(payload), _digest(payload), _digest(shared))
+        digests = (hashlib.blake2b(one, digest_size=8).digest() for one in (payload, shared))
+        own = _HEAD.pack(len(payload), *digests)
         heads = self.launch_now(own, action)
 
         def gathered() -> Sequence[bytes | None]:
@@ -477,11 +497,10 @@ class Group:
             rows = gathered.wait()
             if macs is not None:
                 rows, wrong = macs.verified(rows, number)
-                if wrong:
-                    text = wrong_mac_text(action, wrong[0])
+                for source in wrong:
+                    text = wrong_mac_text(action, source)
                     raise PayloadCorrupt(f"{text}. {state_after_failure()}")
-            found = [row.numpy().tobytes() for row in rows]
-            return self.unsealed(found, action)
+            return self.unsealed([row.numpy().tobytes() for row in rows], action)
 
         return Pending(strings)
 
@@ -494,9 +513,10 @@ class Group:
 
     def ended_by_damage(self, source: int, action: str) -> PayloadCorrupt:
         """End the group, since no other rank knows of the damage; return this rank's error."""
-        where = f"rank {self.rank} of {self.size}, {action}"
-        damage = f"{where}: the message from rank {source} was damaged in transit"
-        text = f"{damage}. {state_after_failure()}"
+        text = (
+            f"rank {self.rank} of {self.size}, {action}: the message from rank {source} was "
+            f"damaged in transit. {state_after_failure()}"
+        )
         if self._shared is not None and self._shared.heartbeats is not None:
             self._shared.heartbeats.ask("damaged", 0.0)
         self.abandon(text, PayloadCorrupt)
@@ -514,8 +534,9 @@ class Group:
         control: bool = False,
     ) -> Pending[Tensor]:
         """Launch all pieces. `held` is kept until they end; `wire`: bytes sent and received."""
-        group, launched_s, shared = self._private, time.perf_counter(), self._shared
+        group, shared = self._private, self._shared
         assert shared is not None, "there are other ranks"
+        launched_s = time.perf_counter()
         sent, received = wire
         self.bytes_sent += sent
         self.bytes_received += received
@@ -616,10 +637,6 @@ def sealed(payload: bytes) -> bytes:
     return payload + _CHECKSUM.pack(zlib.crc32(payload))
 
 
-def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=8).digest()
-
-
 def time_limit_s(
     process_group: dist.ProcessGroup | None, timeout: float | datetime.timedelta | None
 ) -> float:
@@ -663,53 +680,11 @@ def _warn_unless_alone() -> None:
         )
 
 
-_LEAST_BYTES, _SEEN_S = 2**16, 1e-4
-_KEPT = 0.95
-"""Weight of the old mean at each exchange: the mean covers about the last 20."""
-
-
-class Rate:
-    """Moving mean of this rank's send throughput during exchanges."""
-
-    def __init__(self) -> None:
-        self._bytes = self._s = self._until_s = 0.0
-
-    @property
-    def bit_s(self) -> float:
-        """Bits a second; 0 before the first exchange that counts."""
-        return 8 * self._bytes / self._s if self._s else 0.0
-
-    def ended(self, nbytes: float, launched_s: float, waits_s: float, now_s: float) -> None:
-        """Count an exchange by the times of its launch, of the first wait, and of its end."""
-        if nbytes < _LEAST_BYTES or now_s - waits_s < _SEEN_S:
-            return
-        seconds = now_s - max(launched_s, self._until_s)
-        self._until_s = now_s
-        self._bytes = _KEPT * self._bytes + nbytes
-        self._s = _KEPT * self._s + seconds
-
-
 _NEAR_S, _FAST_BIT_S, _NEAR_BYTES = 2e-3, 2e8, 32 << 20
 _LARGEST_BYTES, _SMALLEST_BYTES = 4 << 20, 64 << 10
 _WHOLE_BYTES, _OF_STREAM_BYTES = 512 << 10, 128 << 10
 _BYTES_PER_S = 32 << 10
 
 
-def piece_bytes(nbytes: int, timeout_s: float) -> int:
-    """Return the bytes of a piece: those in flight cross 0.5 Mbit/s within the time-out."""
-    # the same on all ranks, and for any number of streams: sums are made piece by piece
-    wanted = int(min(timeout_s, 1e6)) * _BYTES_PER_S
-    if nbytes <= _WHOLE_BYTES:
-        return min(max(wanted, _SMALLEST_BYTES), _LARGEST_BYTES)
-    # every stream carries as many pieces; whole numbers of any type
-    streams = min(1 << (nbytes // _OF_STREAM_BYTES).bit_length() - 1, STREAMS)
-    most = min(max(wanted // STREAMS, _SMALLEST_BYTES), _LARGEST_BYTES)
-    pieces = ceil(nbytes / streams / most)
-    return 16 * ceil(nbytes / streams / pieces / 16)
-
-
-def all_gather_single(output: Tensor, message: Tensor, **options: Any) -> dist.Work:
-    """Call torch's function of this name, which had another one before torch 2.13."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: dist.Work = gather(output, message, **options)
-    return work
+_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+"""Name of torch's function, and that before torch 2.13."""

@@ -139,10 +139,26 @@ def job_ranks() -> list[int]:
 
 def node_size_of(ranks: Sequence[int], node_size: int | None) -> tuple[int, str]:
     """Return how many consecutive ranks of a group share a node, and the reason in words."""
-    if node_size is None:
-        return _launched_size(ranks)
-    require_divisor(node_size, len(ranks))
-    return node_size, f"node_size={node_size} was given"
+    if node_size is not None:
+        require_divisor(node_size, len(ranks))
+        return node_size, f"node_size={node_size} was given"
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not local_world_size.isdecimal() or int(local_world_size) < 2:
+        return 1, "LOCAL_WORLD_SIZE, which torchrun sets, names no second rank of a machine"
+    local = int(local_world_size)
+    size = f"LOCAL_WORLD_SIZE={local}"
+    if len(ranks) < 2 * local:
+        return 1, f"the {len(ranks)} ranks do not fill two machines of {size} ranks"
+    agents, job = os.environ.get("GROUP_WORLD_SIZE", ""), os.environ.get("WORLD_SIZE", "")
+    if agents.isdigit() and job.isdigit() and int(agents) * local != int(job):
+        return 1, f"the {agents} machines of this job do not all have {size} ranks"
+    machines = [rank // local for rank in ranks]
+    blocks = [machines[at : at + local] for at in range(0, len(machines), local)]
+    # each block is one machine, and no machine is in two
+    firsts = dict.fromkeys(block[0] for block in blocks)
+    if blocks != [[first] * local for first in firsts]:
+        return 1, f"the ranks that exchange are not whole machines of {size} consecutive ranks"
+    return local, f"{size} and {len(blocks)} machines"
 
 
 def require_divisor(node_size: int | None, ranks: int) -> None:
@@ -157,25 +173,6 @@ def require_divisor(node_size: int | None, ranks: int) -> None:
 def sources_of(group: Group, node_size: int) -> Sources:
     """Return the group itself if every rank is a source, else its nodes."""
     return group if node_size == 1 else Nodes(group, node_size)
-
-
-def _launched_size(ranks: Sequence[int]) -> tuple[int, str]:
-    local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not local_world_size.isdecimal() or int(local_world_size) < 2:
-        return 1, "LOCAL_WORLD_SIZE, which torchrun sets, names no second rank of a machine"
-    local = int(local_world_size)
-    size = f"LOCAL_WORLD_SIZE={local}"
-    if len(ranks) < 2 * local:
-        return 1, f"the {len(ranks)} ranks do not fill two machines of {size} ranks"
-    agents, job = os.environ.get("GROUP_WORLD_SIZE", ""), os.environ.get("WORLD_SIZE", "")
-    if agents.isdigit() and job.isdigit() and int(agents) * local != int(job):
-        return 1, f"the {agents} machines of this job do not all have {size} ranks"
-    machines = [rank // local for rank in ranks]
-    blocks = [set(machines[at : at + local]) for at in range(0, len(machines), local)]
-    whole = len(machines) % local == 0 and all(len(block) == 1 for block in blocks)
-    if not whole or len(set.union(*blocks)) < len(blocks):
-        return 1, f"the ranks that exchange are not whole machines of {size} consecutive ranks"
-    return local, f"{size} and {len(blocks)} machines"
 
 
 class Grid:

@@ -29,7 +29,8 @@ class _RelayedWork(Work):
         super().__init__()
         self._client, self._channel, self._store_results = client, channel, store_results
         self._expected = {source: client.claim(channel, source) for source in sources}
-        self._direct, self._sent, self._done = direct, sent, False
+        self._direct = direct
+        self._sent = sent
 
     def is_completed(self) -> bool:
         if any(work.is_completed() and not work.is_success() for work in self._direct):
@@ -41,24 +42,17 @@ class _RelayedWork(Work):
 
     def _is_here(self) -> bool:
         acknowledged = self._sent is None or not self._sent.unacknowledged
-        here = acknowledged and self._client.arrived(self._channel, self._expected)
-        return self._done or here
+        return acknowledged and self._client.arrived(self._channel, self._expected)
 
     def _failure(self) -> RuntimeError | None:
-        if self._done:
-            return None
         receivers = set() if self._sent is None else self._sent.unacknowledged
         return self._client.failure(self._channel, self._expected, receivers)
-
-    def _raise_failure(self) -> None:
-        error = self._failure()
-        if error is not None:
-            raise error
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         client, limit_s, begun = self._client, timeout.total_seconds() or None, time.monotonic()
         with client.changed:
-            self._raise_failure()
+            if (failure := self._failure()) is not None:
+                raise failure
         for work in self._direct:
             work.wait(*([] if limit_s is None else [_left(limit_s, begun)]))
             forget(work)
@@ -66,11 +60,10 @@ class _RelayedWork(Work):
             left_s = None if limit_s is None else _left(limit_s, begun).total_seconds()
             client.changed.wait_for(lambda: self._is_here() or self._failure(), left_s)
             if not self._is_here():
-                self._raise_failure()
-                raise RuntimeError(f"Timed out{client.outage()}")
-        if not self._done:
-            self._done = True
-            self._store_results(client.pop(self._channel, self._expected))
+                raise self._failure() or RuntimeError(f"Timed out{client.outage()}")
+        if self._expected:
+            expected, self._expected = self._expected, {}  # a second wait finds all done
+            self._store_results(client.pop(self._channel, expected))
         return True
 
 

@@ -1,4 +1,4 @@
-"""Waiting for other ranks: time-outs of calls, log lines, and the exchange of this process."""
+"""Waiting for other ranks: time-outs of calls, log lines, and what this rank does meanwhile."""
 
 import datetime
 import logging
@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -236,3 +237,20 @@ def idle_s() -> float | None:
 def activity() -> tuple[str, Awaited | None, float, str]:
     """Return the current or last exchange, which one it waits for, since when, and the call."""
     return _activity[0]
+
+
+_state = ContextVar("state", default="Nothing of this exchange was applied")
+
+
+@contextmanager
+def state_in_errors(state: str) -> Iterator[None]:
+    """Let errors of exchanges inside the block describe the state of this rank, in a sentence."""
+    before = _state.set(state)
+    try:
+        yield
+    finally:
+        _state.reset(before)
+
+
+state_after_failure = _state.get
+"""Returns the state after an exchange that fails now, as a sentence without its full stop."""

@@ -1,6 +1,6 @@
 """Statistics of a rank: numbers only, flat, under one set of names.
 
-They also compare the run with its plan: seconds per step, and the share of waiting.
+Measured here: the rate at which a rank sends, and its pace, which is compared with a plan.
 """
 
 import math
@@ -33,6 +33,29 @@ def numbers(**found: float) -> dict[str, float]:
 
 _ROUNDS = 20
 _KEPT = 1 - 1 / _ROUNDS
+"""Weight of an old mean, which covers about the last 20 rounds or exchanges."""
+_LEAST_BYTES, _SEEN_S = 2**16, 1e-4
+
+
+class Rate:
+    """Moving mean of this rank's send throughput during exchanges."""
+
+    def __init__(self) -> None:
+        self._bytes = self._s = self._until_s = 0.0
+
+    @property
+    def bit_s(self) -> float:
+        """Bits a second; 0 before the first exchange that counts."""
+        return 8 * self._bytes / self._s if self._s else 0.0
+
+    def ended(self, nbytes: float, launched_s: float, waits_s: float, now_s: float) -> None:
+        """Count an exchange by the times of its launch, of the first wait, and of its end."""
+        if nbytes < _LEAST_BYTES or now_s - waits_s < _SEEN_S:
+            return
+        seconds = now_s - max(launched_s, self._until_s)
+        self._until_s = now_s
+        self._bytes = _KEPT * self._bytes + nbytes
+        self._s = _KEPT * self._s + seconds
 
 
 class Planned(Protocol):
