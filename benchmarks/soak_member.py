@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
+from thinwire.comm.member_groups import Channel
 from thinwire.errors import ThinwireError
 from thinwire.local.averaging import Averaging, PendingAveraging
 from thinwire.local.joiners import JoinerState
-from thinwire.members.line import Channel
 from thinwire.members.members import member_of
 from thinwire.members.transfer import Recipient, StateMessage
 from thinwire.tools.network.enter import die_with_parent, enter_network

@@ -33,7 +33,7 @@ _NAMES = {
         "ALL FRAME_BYTES GREETING HEAD NONCE_BYTES Answer Kind RelayClient RelayEndpoint hello_mac "
         "require_relay"
     ),
-    "thinwire.comm.member_groups": "MemberGroups",
+    "thinwire.comm.member_groups": "Channel MemberGroups",
     "thinwire.comm.replicate": "make_equal_",
     "thinwire.comm.sockets": "connections has_ended listeners shut_down",
     "thinwire.comm.stats": "Pace Rate planned_row",
@@ -85,7 +85,6 @@ _NAMES = {
     "thinwire.local.updates": "LocalUpdates",
     "thinwire.local.steps": "RoundWork",
     "thinwire.members": "meeting membership relay transfer",
-    "thinwire.members.line": "Channel",
     "thinwire.members.kv": "AuthenticatedStore KeyValueView",
     "thinwire.members.credentials": "derived_key new_token read_token Address parse_address",
     "thinwire.members.generation": "Decision",

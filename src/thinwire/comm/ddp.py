@@ -1,10 +1,9 @@
 """Tap DistributedDataParallel's backward pass where gradients become ready, bucket by bucket."""
 
-import gc
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.group import Group
 
-_T = TypeVar("_T")
 OnBucket = Callable[[int, Sequence[Parameter], Sequence[Tensor]], None]
 
 _taps: "weakref.WeakKeyDictionary[DistributedDataParallel, BucketTap]" = weakref.WeakKeyDictionary()
@@ -99,9 +97,3 @@ def _refuse_join(instead: str, **_: Any) -> NoReturn:
         "in step(), which a rank without batches does not call: give all ranks equally many "
         f"batches, or {instead}"
     )
-
-
-def living(kind: type[_T]) -> list[_T]:
-    """Return all objects of a type in this process; visits every object, which takes a moment."""
-    # type() and not isinstance, which would resolve the class of proxies
-    return [value for value in gc.get_objects() if issubclass(type(value), kind)]

@@ -155,7 +155,13 @@ class Group:
                     "process_group was given but torch.distributed is not initialized: call "
                     "init_process_group first"
                 )
-            _warn_unless_alone()
+            if (which := one_of_several(os.environ)) is not None:
+                warn_user(
+                    f"this is {which}, and there is no process group, so that each rank trains for "
+                    'itself: call torch.distributed.init_process_group("gloo") first, with RANK, '
+                    "WORLD_SIZE, MASTER_ADDR and MASTER_PORT set (docs/machines.md). To train "
+                    "alone, set WORLD_SIZE=1"
+                )
             return
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
@@ -627,9 +633,15 @@ class Group:
 
     def explained(self, error: RuntimeError, action: str, within: str) -> ThinwireError:
         """Return the error to raise for a failed exchange of these ranks."""
-        how: dict[str, Any] = {"action": action, "within": within, "advice": self._advice}
-        how["heartbeats"] = self._shared and self._shared.heartbeats
-        return explain_failure(error, rank=self.rank, size=self.size, **how)
+        return explain_failure(
+            error,
+            action=action,
+            rank=self.rank,
+            size=self.size,
+            within=within,
+            heartbeats=self._shared and self._shared.heartbeats,
+            advice=self._advice,
+        )
 
 
 def sealed(payload: bytes) -> bytes:
@@ -668,16 +680,6 @@ def require_process_group(value: object) -> None:
         "process_group must be a torch.distributed.ProcessGroup or None for all ranks, got "
         f"{value!r} of type {type(value).__name__}: pass what new_group returned"
     )
-
-
-def _warn_unless_alone() -> None:
-    which = one_of_several(os.environ)
-    if which is not None:
-        warn_user(
-            f"this is {which}, and there is no process group, so that each rank trains for itself: "
-            'call torch.distributed.init_process_group("gloo") first, with RANK, WORLD_SIZE, '
-            "MASTER_ADDR and MASTER_PORT set (docs/machines.md). To train alone, set WORLD_SIZE=1"
-        )
 
 
 _NEAR_S, _FAST_BIT_S, _NEAR_BYTES = 2e-3, 2e8, 32 << 20

@@ -132,11 +132,6 @@ Sources = Group | Nodes
 """Sources of an exchange: ranks, or nodes of ranks. An exchange does not ask which."""
 
 
-def job_ranks() -> list[int]:
-    """Return all ranks of this job, [0] without a process group; no communication."""
-    return [0] if is_alone() else list(range(dist.get_world_size()))
-
-
 def node_size_of(ranks: Sequence[int], node_size: int | None) -> tuple[int, str]:
     """Return how many consecutive ranks of a group share a node, and the reason in words."""
     if node_size is not None:

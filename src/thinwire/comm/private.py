@@ -232,9 +232,10 @@ def forget(work: dist.Work) -> None:
 
 def in_flight(groups: Sequence[ProcessGroup | None]) -> bool:
     """Return True while a large exchange of one of these groups is kept and has not ended."""
-    own = [(work, held) for owner, work, held in list(_pending.values()) if owner in groups]
-    large = [work for work, held in own if sum(tensor.nbytes for tensor in held) > _SMALL_BYTES]
-    return not all(work.is_completed() for work in large)
+    return any(
+        owner in groups and sum(t.nbytes for t in held) > _SMALL_BYTES and not work.is_completed()
+        for owner, work, held in list(_pending.values())
+    )
 
 
 @cache
@@ -291,8 +292,6 @@ def is_alone() -> bool:
 
 def next_identity(process_group: ProcessGroup | None = None) -> int:
     """Return the number, from 1, of the next object that these ranks (None: all) make."""
-    if is_alone():
-        return 0
     parent = process_group if process_group is not None else dist.group.WORLD
     if not isinstance(parent, ProcessGroup):
         return 0

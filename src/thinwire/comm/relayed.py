@@ -86,12 +86,12 @@ class RelayedGroup(ProcessGroup):
 
     def _exchanged(
         self,
-        contents: bytes | Mapping[int, bytes],
-        sources: Iterable[int],
-        store_results: Callable[[Mapping[int, bytearray]], None],
-        direct: Sequence[Work] = (),
+        contents: bytes | Mapping[int, bytes] | None,
+        direct: Sequence[Work],
+        sources: Iterable[int] = (),
+        store_results: Callable[[Mapping[int, bytearray]], None] = lambda _: None,
     ) -> Work:
-        if isinstance(contents, bytes) or contents:
+        if contents is not None:
             self._client.send(self._channel, contents)
         return _RelayedWork(self._client, self._channel, sources, direct, store_results)
 
@@ -115,7 +115,7 @@ class RelayedGroup(ProcessGroup):
             _fill(rows, received)
             then()
 
-        return self._exchanged(_bytes_of(own), self._client.others, store, direct)
+        return self._exchanged(_bytes_of(own), direct, self._client.others, store)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         return self._gathered(input, output.view(-1, input.numel()).unbind())
@@ -144,11 +144,9 @@ class RelayedGroup(ProcessGroup):
         if source in self._reached:
             index = self._reached.index(source)
             direct = [self._launched(dist.broadcast, tensor, group_src=index)]
-        if source == self._own_rank:
-            return self._exchanged(_bytes_of(tensor), [], lambda _: None, direct)
-        if direct:
-            return self._exchanged({}, [], lambda _: None, direct)
-        return self.recv(tensors, source, 0)
+        if not direct and source != self._own_rank:
+            return self.recv(tensors, source, 0)
+        return self._exchanged(_bytes_of(tensor) if source == self._own_rank else None, direct)
 
     def alltoall_base(
         self,
@@ -160,9 +158,9 @@ class RelayedGroup(ProcessGroup):
     ) -> Work:
         rows, parts = torch.split(output, output_sizes), torch.split(input, input_sizes)
         rows[self._own_rank].copy_(parts[self._own_rank])
-        direct, taken, received = [], [output_sizes[r] for r in self._reached], output.new_empty(0)
+        direct, taken = [], [output_sizes[r] for r in self._reached]
+        received = output.new_empty(sum(taken))
         if self._reached:
-            received = output.new_empty(sum(taken))
             given = torch.cat([parts[r] for r in self._reached])
             sizes = taken, [input_sizes[r] for r in self._reached]
             direct = [self._launched(dist.all_to_all_single, received, given, *sizes)]
@@ -173,7 +171,7 @@ class RelayedGroup(ProcessGroup):
                 rows[rank].copy_(row)
 
         contents = {rank: _bytes_of(parts[rank]) for rank in self._client.others}
-        return self._exchanged(contents, self._client.others, store, direct)
+        return self._exchanged(contents, direct, self._client.others, store)
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]  # this form of two
 
@@ -183,7 +181,8 @@ class RelayedGroup(ProcessGroup):
         return _RelayedWork(self._client, self._channel, [], [], lambda _: None, sent)
 
     def recv(self, tensors: Any, source: int, tag: int) -> Work:
-        return self._exchanged({}, [source], lambda received: _fill({source: tensors[0]}, received))
+        row = {source: tensors[0]}
+        return self._exchanged(None, [], [source], lambda received: _fill(row, received))
 
 
 def _bytes_of(tensor: Tensor) -> bytes:

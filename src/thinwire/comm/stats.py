@@ -4,7 +4,7 @@ Measured here: the rate at which a rank sends, and its pace, which is compared w
 """
 
 import math
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 _NAMES = (
     "step microsteps dropped_steps averagings k_steps sparsity loss_scale applied_share bytes_sent "
@@ -14,8 +14,8 @@ _NAMES = (
     "merge_steps batch_share published_step"
 )
 _ONES = "k_steps loss_scale applied_share goodput merge_steps batch_share"
-_ONE = dict.fromkeys(_ONES.split(), 1)
-_AT_START: dict[str, float] = {**dict.fromkeys(_NAMES.split(), 0), **_ONE, "ratio": math.inf}
+_AT_START: dict[str, float] = dict.fromkeys(_NAMES.split(), 0) | dict.fromkeys(_ONES.split(), 1)
+_AT_START["ratio"] = math.inf
 
 
 def numbers(**found: float) -> dict[str, float]:
@@ -58,6 +58,7 @@ class Rate:
         self._s = _KEPT * self._s + seconds
 
 
+@runtime_checkable
 class Planned(Protocol):
     """Expectation of a run: a row of `thinwire.plan`."""
 
@@ -77,8 +78,8 @@ class Planned(Protocol):
 def planned_row(plan: Any) -> Planned | None:
     """Return the row of a plan: the recommended one, or the row itself."""
     row = plan[plan.recommended] if hasattr(plan, "recommended") else plan
-    if row is None or all(hasattr(row, name) for name in ("name", "step_seconds", "waiting_share")):
-        return row  # type: ignore[no-any-return]
+    if row is None or isinstance(row, Planned):
+        return row
     raise TypeError(
         f"plan must be what thinwire.plan returns, or a row of it such as plan['dense'], got "
         f"{plan!r} of type {type(plan).__name__}"
@@ -150,12 +151,9 @@ class Pace:
         low, _, high = self._planned.step_seconds
         step_s = (now_s - before_s) / steps
         self._outside = [*self._outside, step_s] if not low <= step_s <= high else []
-        return self._departure(bit_s) if len(self._outside) == _ROUNDS else None
-
-    def _departure(self, bit_s: float) -> str:
-        assert self._planned is not None, "there is something to depart from"
+        if len(self._outside) < _ROUNDS:
+            return None
         planned, self._planned = self._planned, None
-        low, _, high = planned.step_seconds
         step_s = sum(self._outside) / len(self._outside)
         rate = f", and sends at {bit_s / 1e6:.3g} Mbit/s" if bit_s else ""
         return (

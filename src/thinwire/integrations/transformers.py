@@ -14,9 +14,9 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from thinwire.checkpoint import on_all_ranks
 from thinwire.comm import Group
-from thinwire.comm.ddp import living
 from thinwire.core.checksum import checksum
 from thinwire.core.gradients import ClipByGlobalNorm
+from thinwire.core.tensors import living
 from thinwire.errors import CheckpointMismatch, CheckpointMissing, StrategyError
 from thinwire.integrations.per_rank import require_fields, reset_optimizer_
 from thinwire.local.model import bare_optimizer

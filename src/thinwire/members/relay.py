@@ -61,10 +61,6 @@ def certificate(cert: Path, key: Path | None) -> ssl.SSLContext:
     return context
 
 
-class _Goodbye(Exception):
-    """A rank leaves."""
-
-
 class _Relay:
     """Connections of all ranks, by room; those of the store's clients are passed on."""
 
@@ -126,9 +122,8 @@ class _Relay:
             leave = partial(self._leave, name, rank, writer)
             # a broken connection is no departure yet
             ends.callback(asyncio.get_running_loop().call_later, patience_s, leave)
-            with contextlib.suppress(_Goodbye):
-                while True:
-                    await self._hand_on(room, rank, reader, direct)
+            while await self._hand_on(room, rank, reader, direct):
+                pass
             leave()
 
     async def _connected(
@@ -209,14 +204,15 @@ class _Relay:
 
     async def _hand_on(
         self, room: _Room, rank: int, reader: asyncio.StreamReader, direct: set[int]
-    ) -> None:
+    ) -> bool:
+        """Pass one frame on; return False for the last one of a rank that leaves."""
         head = await reader.readexactly(HEAD.size)
         length, to, _, kind, *position = HEAD.unpack(head)
         if length > FRAME_BYTES or kind not in _SENT_BY_MEMBERS:
             raise ValueError("no frame of a member")
         frame = HEAD.pack(length, to, rank, kind, *position) + await reader.readexactly(length)
         if kind == Kind.GOODBYE:
-            raise _Goodbye
+            return False
         recipients = [
             writer
             for other, writer in room.items()
@@ -232,6 +228,7 @@ class _Relay:
                 recipient.transport.abort()
             except OSError:
                 pass  # it has disconnected, and its own task cleans up
+        return True
 
 
 async def _first_byte(sock: socket.socket) -> bytes:

@@ -17,11 +17,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from thinwire.comm.member_groups import Channel
 from thinwire.comm.relay import RelayEndpoint
 from thinwire.comm.waiting import Progress
 from thinwire.errors import LineTooSlow, PayloadCorrupt, ThinwireError
 from thinwire.members.kv import KeyValueView
-from thinwire.members.line import CHECKSUM_BYTES, LENGTH, Channel, Line
+from thinwire.members.line import CHECKSUM_BYTES, LENGTH, Line
 
 MOST_DONORS = 4
 """Most members that send one joiner a part of the state each."""
