@@ -639,7 +639,7 @@ class Group:
             rank=self.rank,
             size=self.size,
             within=within,
-            heartbeats=self._shared and self._shared.heartbeats,
+            heartbeats=None if self._shared is None else self._shared.heartbeats,
             advice=self._advice,
         )
 

@@ -14,8 +14,8 @@ _NAMES = (
     "merge_steps batch_share published_step"
 )
 _ONES = "k_steps loss_scale applied_share goodput merge_steps batch_share"
-_AT_START: dict[str, float] = dict.fromkeys(_NAMES.split(), 0) | dict.fromkeys(_ONES.split(), 1)
-_AT_START["ratio"] = math.inf
+_ONE = dict.fromkeys(_ONES.split(), 1)
+_AT_START: dict[str, float] = {**dict.fromkeys(_NAMES.split(), 0), **_ONE, "ratio": math.inf}
 
 
 def numbers(**found: float) -> dict[str, float]:
