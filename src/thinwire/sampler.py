@@ -99,7 +99,8 @@ class ShardedSampler(Sampler[int]):
 
     def _begin(self, epoch: int) -> None:
         if epoch != self._epoch:
-            self._epoch, self._taken = epoch, 0
+            self._epoch = epoch
+            self._taken = 0
 
     def __len__(self) -> int:
         """Return the number of this rank's samples that are left in the epoch."""
@@ -205,7 +206,8 @@ class ShardedSampler(Sampler[int]):
         gone = set(state["dealt_beyond"])
         left = [~sample for sample in state["left_before"]]
         left += [position for position in range(dealt, self._length) if position not in gone]
-        self._shuffle, self._seed = check.boolean("shuffle", state["shuffle"]), seed
+        self._shuffle = check.boolean("shuffle", state["shuffle"])
+        self._seed = seed
         self._orders = {}
         self._go_on(epoch, left)
 

@@ -51,7 +51,9 @@ def _gradients(bucket: dist.GradBucket) -> list[Tensor]:  # type: ignore[name-de
     """Return views of a bucket in the layouts of the parameters, as DDP's reducer lays them out."""
     # `bucket.gradients()` returns some layouts, such as channels_last, in the wrong order
     # Source: torch/csrc/distributed/c10d/reducer.cpp, `initialize_bucket_views`.
-    buffer, at, found = bucket.buffer(), 0, []
+    buffer = bucket.buffer()
+    at = 0
+    found = []
     for param in bucket.parameters():
         part = buffer.narrow(0, at, param.numel())
         at += param.numel()

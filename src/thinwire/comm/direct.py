@@ -104,7 +104,8 @@ def gloo_group(
         backend = kind(store, rank, size, timeout)
     else:
         options = kind._Options()
-        options._devices, options._timeout = [device], timeout
+        options._devices = [device]
+        options._timeout = timeout
         backend = kind(store, rank, size, options)
     group = ProcessGroup(store, rank, size)
     group._set_default_backend(ProcessGroup.BackendType.GLOO)

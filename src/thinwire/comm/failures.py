@@ -77,7 +77,8 @@ class HeartbeatThread:
     # abort the interpreter
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
-        self._rank, self._size = rank, size
+        self._rank = rank
+        self._size = size
         self._began_s = time.monotonic()
         self.interval_s = min(max(timeout_s / 10, _SHORTEST_S), _LONGEST_S)
         self._failed = ""

@@ -88,7 +88,8 @@ class Pending(Generic[_T_co]):
 
     def forward(self) -> None:
         """Wait for the first of several rounds, and launch the second; once."""
-        rest, self._rest = self._rest, None
+        rest = self._rest
+        self._rest = None
         if rest is not None:
             next(rest, None)
 
@@ -172,7 +173,8 @@ class Group:
         assert parent is not None
         if self.size > 1:
             require_linux("training on several ranks")
-            ranks, name = dist.get_process_group_ranks(parent), "gloo" if gloo else "all"
+            ranks = dist.get_process_group_ranks(parent)
+            name = "gloo" if gloo else "all"
             self._shared = private_group(parent, name, self.timeout_s, ranks, gloo=gloo)
 
     @classmethod
@@ -223,7 +225,8 @@ class Group:
         counted = [(group, group.bytes_sent, group.bytes_received) for group in groups]
         yield
         for group, sent, received in counted:
-            group.bytes_sent, group.bytes_received = sent, received
+            group.bytes_sent = sent
+            group.bytes_received = received
 
     @property
     def all_ranks(self) -> "Group":
@@ -333,11 +336,13 @@ class Group:
     ) -> Pending[Tensor]:
         """Launch an all-to-all of strings whose lengths differ by sender too."""
         # `lengths` by sender, then by receiver; the result has the strings one after the other
-        given, taken = lengths[self.rank], [row[self.rank] for row in lengths]
+        given = lengths[self.rank]
+        taken = [row[self.rank] for row in lengths]
         own = given[self.rank]
         if self.size == 1:
             return Pending(lambda: parts)
-        device, parts = parts.device, parts.to(self._carrier(parts.device))
+        device = parts.device
+        parts = parts.to(self._carrier(parts.device))
         longest = max(1, *map(max, lengths))
         width = ceil(self._piece_bytes(self.size * longest) / self.size)
         begins = range(0, longest, width)
@@ -448,7 +453,8 @@ class Group:
         after = (self.rank - source) % self.size
         copies = self.copies * (not after) if self.relayed else children(after, self.size)
         wire = copies * buffer.nbytes, buffer.nbytes if after else 0
-        held, done = [carried], partial(buffer.copy_, carried)
+        held = [carried]
+        done = partial(buffer.copy_, carried)
         return self._launched(launches, done, action, held, wire=wire, rated=False)
 
     def take_regroup_s(self) -> float:
@@ -569,7 +575,8 @@ class Group:
             begin_s = time.perf_counter()
             try:
                 self._wait_for_all(works, action, held, by_gloo=by_gloo)
-                nbytes, now_s = sent if rated and not control else 0, time.perf_counter()
+                nbytes = sent if rated and not control else 0
+                now_s = time.perf_counter()
                 self._rate.ended(nbytes, launched_s, begin_s, now_s)
                 if control:
                     shared.round_trip_s = min(shared.round_trip_s, now_s - launched_s)
@@ -619,7 +626,8 @@ class Group:
 
     def _look(self, waited_s: float) -> None:
         """Raise `Mismatch` if this rank and another one wait for each other, in different calls."""
-        heartbeats, due = self._shared and self._shared.heartbeats, int(waited_s).bit_count() == 1
+        heartbeats = self._shared and self._shared.heartbeats
+        due = int(waited_s).bit_count() == 1
         if due and heartbeats and (text := heartbeats.mismatch()):
             self.abandon(text, Mismatch)
             raise Mismatch(f"{text}. {state_after_failure()}")

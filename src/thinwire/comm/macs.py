@@ -27,7 +27,7 @@ class MessageMacs:
         self._count = 0
 
     def next(self) -> int:
-        """Return the number of the next exchange."""
+        """Count an exchange, and return its number."""
         self._count += 1
         return self._count - 1
 

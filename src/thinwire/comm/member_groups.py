@@ -57,13 +57,17 @@ class MemberGroups:
         self.abandoned: tuple[type[ThinwireError], str] | None = None
         self.group: ProcessGroup | None = None
         self.control: ProcessGroup | None = None
-        self._rank, self._size, self._endpoint = rank, size, endpoint
+        self._rank = rank
+        self._size = size
+        self._endpoint = endpoint
         # torch's store of a run has a prefix and a session, which nobody else has
         self._room = getattr(store, "room", "")
         self._connections: list[Connection] = []
         self._clients: list[RelayClient] = []
         self.more: list[ProcessGroup] = []
-        self.name, self.launched, self.most_streams = "", [0, 0], 0
+        self.name = ""
+        self.launched = [0, 0]
+        self.most_streams = 0
         self._listening: tuple[Any, Endpoint] | tuple[None, None] = None, None
         if endpoint.own_address is not None:
             self._listening = listening_device(endpoint.own_address)
@@ -97,7 +101,9 @@ class MemberGroups:
         except RuntimeError as error:
             self.disconnect()
             within = f"{timeout_s:.3g} s ({time.monotonic() - began_s:.1f} s taken)"
-            action, rank, size = "making a process group", self._rank, self._size
+            action = "making a process group"
+            rank = self._rank
+            size = self._size
             raise explain_failure(
                 error, action=action, rank=rank, size=size, within=within, advice=""
             ) from error
@@ -123,7 +129,8 @@ class MemberGroups:
         device, local = self._listening
         assert local is not None, "others reach it"
         before = {connection.inode for connection in connections()}
-        ranks, remote = sorted(self._direct), set(self._direct.values()) - {local}
+        ranks = sorted(self._direct)
+        remote = set(self._direct.values()) - {local}
         here = ranks.index(self._rank), len(ranks), timeout_s, device
         groups = [gloo_group(PrefixStore(name, self._store), *here) for name in names]
         found = connections_between(local, remote)
@@ -172,7 +179,8 @@ class Channel:
         self._timeout_s = timeout_s
         self._other = 1 if sending else 0
         self._sizes = deque([_LEAST_BYTES] * _AHEAD)
-        self._sent, self._awaited = deque[Work](), deque[tuple[Work, bytearray] | RuntimeError]()
+        self._sent = deque[Work]()
+        self._awaited = deque[tuple[Work, bytearray] | RuntimeError]()
         for _ in range(_AHEAD):
             self._await(_LEAST_BYTES)
 
@@ -214,7 +222,8 @@ class Channel:
             self._awaited.append(error)
 
     def _launched(self, message: bytearray, *, sending: bool) -> tuple[Work, bytearray]:
-        group, tensor = self._groups.group, torch.frombuffer(message, dtype=torch.uint8)
+        group = self._groups.group
+        tensor = torch.frombuffer(message, dtype=torch.uint8)
         if group is None:
             raise PeerLost(f"{_COPYING}: the connection was closed")
         work = (group.send if sending else group.recv)([tensor], self._other, 0)
@@ -231,7 +240,8 @@ class Channel:
             yield
         except RuntimeError as error:
             self.close()
-            within, own = f"{self._timeout_s:g} s", 1 - self._other
+            within = f"{self._timeout_s:g} s"
+            own = 1 - self._other
             explained = explain_failure(
                 error, action=_COPYING, rank=own, size=2, within=within, advice=""
             )

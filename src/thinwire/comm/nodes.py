@@ -80,17 +80,21 @@ class Nodes:
         self.node_size = node_size
         self.rank, index = divmod(all_ranks.rank, node_size)
         self.size = all_ranks.size // node_size
-        ranks, first, shared = all_ranks.global_ranks, self.rank * node_size, all_ranks._shared
+        ranks = all_ranks.global_ranks
+        first = self.rank * node_size
+        shared = all_ranks._shared
         parent = shared and shared.parent and shared.parent()
         assert shared is not None and isinstance(parent, dist.ProcessGroup), "it was made"
-        name, limit_s = f"{shared.name}, nodes of {node_size}", all_ranks.timeout_s
+        name = f"{shared.name}, nodes of {node_size}"
+        limit_s = all_ranks.timeout_s
         own = ranks[first : first + node_size]
         node = private_group(parent, f"{name}, {first}", limit_s, own)
         self.node = Group.over_private(node, limit_s)
         between = None
         if index == 0 and self.size > 1:
             # by gloo, unless the user named a group, whose backend counts
-            gloo, own = parent is dist.group.WORLD, ranks[::node_size]
+            gloo = parent is dist.group.WORLD
+            own = ranks[::node_size]
             between = private_group(parent, f"{name}, leaders", limit_s, own, gloo=gloo)
         self.leaders = Group.over_private(between, limit_s)
         """The first ranks of all nodes; a group of one on a rank that leads none."""
@@ -185,10 +189,13 @@ class Grid:
                 f"a pipeline of {stages} stages needs a multiple of {stages} ranks, there are "
                 f"{size}: start {' or '.join(map(str, fitting))} ranks, or change stages"
             )
-        self.stages, self.replicas = stages, size // stages
+        self.stages = stages
+        self.replicas = size // stages
         self.replica, self.stage = divmod(rank, stages)
-        world, limit_s = dist.group.WORLD if joined else None, time_limit_s(None, timeout)
-        grid, first = f"{stages} stages, {limit_s} s", rank - self.stage
+        world = dist.group.WORLD if joined else None
+        limit_s = time_limit_s(None, timeout)
+        grid = f"{stages} stages, {limit_s} s"
+        first = rank - self.stage
         ranks = {
             f"{grid}, replica {self.replica}": list(range(first, first + stages)),
             f"{grid}, stage {self.stage}": list(range(self.stage, size, stages)),

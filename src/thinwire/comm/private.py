@@ -102,7 +102,8 @@ class Private:
     def _like(self, parent: ProcessGroup, timeout_s: float) -> ProcessGroup:
         """Return a group with the backend of the parent."""
         torch_groups: Any = dist.distributed_c10d
-        backend, world = dist.get_backend(parent), torch_groups._get_default_group()
+        backend = dist.get_backend(parent)
+        world = torch_groups._get_default_group()
 
         def make(limit_s: float) -> ProcessGroup:
             # as `new_group` does, whose names depend on the groups that this rank has made before
@@ -119,7 +120,8 @@ class Private:
 
     def _limited(self, timeout_s: float, make: _Make, *, own_thread: bool = True) -> ProcessGroup:
         """Return the group of `make`, which gets the time left."""
-        limit_s, begun = max(left_s(timeout_s), 0.1), time.monotonic()
+        limit_s = max(left_s(timeout_s), 0.1)
+        begun = time.monotonic()
         try:
             # a store whose host is stopped never answers, whatever its time-out
             return made_within(limit_s, partial(make, limit_s)) if own_thread else make(limit_s)
@@ -133,12 +135,15 @@ class Private:
 
     def detached(self, timeout_s: float) -> "Private":
         """Return a gloo group over the same ranks, for the agreements of one other thread."""
-        new, parent = copy.copy(self), self.group
+        new = copy.copy(self)
+        parent = self.group
         assert parent is not None, "an exchange has just succeeded"
         new.group = new.control = self._gloo(f"detached/{next_identity(parent)}", timeout_s)
         new.name, new.launched = "", [0, 0]  # heartbeats tell what the other threads wait for
-        new.more, new.abandoned = [], None
-        new.watched, new.parent = True, None
+        new.more = []
+        new.abandoned = None
+        new.watched = True
+        new.parent = None
         released_at_exit(new)
         return new
 
@@ -172,7 +177,8 @@ class Private:
         """Drop the groups, which joins their threads, unless one of these may be blocked."""
         if self.group is None:
             return
-        groups, self.group = dict.fromkeys([self.group, self.control]), None
+        groups = dict.fromkeys([self.group, self.control])
+        self.group = None
         del self.control
         self.more.clear()  # they end with their last reference, those in flight too
         for group in groups:

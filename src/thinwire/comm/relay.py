@@ -171,7 +171,9 @@ class RelayClient:
         size: int,
         direct: Set[int] = frozenset(),
     ) -> None:
-        self.endpoint, self._room, self.rank = endpoint, room, rank
+        self.endpoint = endpoint
+        self._room = room
+        self.rank = rank
         self._direct = direct
         self.others = frozenset(range(size)) - {rank} - direct
         self.changed = threading.Condition()

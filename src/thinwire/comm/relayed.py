@@ -27,7 +27,9 @@ class _RelayedWork(Work):
         sent: SentMessage | None = None,
     ) -> None:
         super().__init__()
-        self._client, self._channel, self._store_results = client, channel, store_results
+        self._client = client
+        self._channel = channel
+        self._store_results = store_results
         self._expected = {source: client.claim(channel, source) for source in sources}
         self._direct = direct
         self._sent = sent
@@ -49,7 +51,9 @@ class _RelayedWork(Work):
         return self._client.failure(self._channel, self._expected, receivers)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        client, limit_s, begun = self._client, timeout.total_seconds() or None, time.monotonic()
+        client = self._client
+        limit_s = timeout.total_seconds() or None
+        begun = time.monotonic()
         with client.changed:
             if (failure := self._failure()) is not None:
                 raise failure
@@ -79,7 +83,9 @@ class RelayedGroup(ProcessGroup):
     ) -> None:
         # what a class of Python's may inherit from; torch's stub has another one
         super().__init__(client.rank, size)  # type: ignore[call-arg]
-        self._client, self._channel, self._own_rank = client, channel, client.rank
+        self._client = client
+        self._channel = channel
+        self._own_rank = client.rank
         self._direct = direct
         self._reached = [] if direct is None else sorted(set(range(size)) - client.others)
         """Ranks of `direct`."""
@@ -158,7 +164,8 @@ class RelayedGroup(ProcessGroup):
     ) -> Work:
         rows, parts = torch.split(output, output_sizes), torch.split(input, input_sizes)
         rows[self._own_rank].copy_(parts[self._own_rank])
-        direct, taken = [], [output_sizes[r] for r in self._reached]
+        direct = []
+        taken = [output_sizes[r] for r in self._reached]
         received = output.new_empty(sum(taken))
         if self._reached:
             given = torch.cat([parts[r] for r in self._reached])

@@ -93,13 +93,15 @@ def make_models_equal_(
 
 
 def _copy_(buffers: list[Tensor], group: Group, action: str, source: int) -> None:
-    total, done = sum(buffer.numel() for buffer in buffers), 0
+    total = sum(buffer.numel() for buffer in buffers)
+    done = 0
     size = max(min(_FIRST_BYTES, int(group.timeout_s * 8192)), _SMALLEST_BYTES)
     target_s = min(group.timeout_s / 20, _PIECE_S)
     progress = Progress(action, total)
     while done < total:
         parts = list(_parts(buffers, done, done + size))
-        piece, begin_s = torch.cat(parts), time.monotonic()
+        piece = torch.cat(parts)
+        begin_s = time.monotonic()
         group.broadcast_(piece, action=action, source=source).wait()
         taken_s = time.monotonic() - begin_s
         for part, came in zip(parts, torch.split(piece, list(map(len, parts))), strict=True):

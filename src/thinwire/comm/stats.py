@@ -139,8 +139,10 @@ class Pace:
         `waited_s`: seconds of waiting so far. `bit_s`: the measured rate, for the text; 0 if
         unknown. `compare`: the plan covers this round.
         """
-        before_s, self._now_s = self._now_s, now_s
-        wait_s, self._waited_s = waited_s - self._waited_s, waited_s
+        before_s = self._now_s
+        self._now_s = now_s
+        wait_s = waited_s - self._waited_s
+        self._waited_s = waited_s
         if before_s is None:
             self._begun = now_s, waited_s
             return None
@@ -153,7 +155,8 @@ class Pace:
         self._outside = [*self._outside, step_s] if not low <= step_s <= high else []
         if len(self._outside) < _ROUNDS:
             return None
-        planned, self._planned = self._planned, None
+        planned = self._planned
+        self._planned = None
         step_s = sum(self._outside) / len(self._outside)
         rate = f", and sends at {bit_s / 1e6:.3g} Mbit/s" if bit_s else ""
         return (

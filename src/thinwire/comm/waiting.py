@@ -95,7 +95,8 @@ class Limit:
     def wait(self, work: Work, *, in_slices: bool) -> None:
         """Wait until the work has ended; raise its error, or `RuntimeError` at the limit."""
         # shortly before the limit ask whether missing ranks are busy: then it moves, else it stands
-        self.limit_s, began_s = left_s(self.timeout_s), time.monotonic()
+        self.limit_s = left_s(self.timeout_s)
+        began_s = time.monotonic()
         ended = longer = denied = False
         while True:
             until_s = self.limit_s - (0.0 if denied else self.ask_before_s)
@@ -118,7 +119,8 @@ class Limit:
                     extension_s = self.extension_s()
                     waited_s = time.monotonic() - began_s
                     if extension_s > 0:
-                        longer, self.limit_s = True, max(self.limit_s, waited_s + extension_s)
+                        longer = True
+                        self.limit_s = max(self.limit_s, waited_s + extension_s)
                         continue
                     denied = True
                     if waited_s >= self.limit_s:
@@ -143,7 +145,9 @@ class Progress:
     """Logs every few seconds how much of a large exchange is done."""
 
     def __init__(self, action: str, total_bytes: int) -> None:
-        self._action, self._total, self._done = action, total_bytes, 0.0
+        self._action = action
+        self._total = total_bytes
+        self._done = 0.0
         self._began_s = self._logged_s = time.monotonic()
 
     def add(self, nbytes: float) -> None:
@@ -152,7 +156,8 @@ class Progress:
         self._done += nbytes
         now = time.monotonic()
         if now - self._logged_s >= _LOG_EVERY_S:
-            self._logged_s, rate = now, self._done / (now - self._began_s)
+            self._logged_s = now
+            rate = self._done / (now - self._began_s)
             megabytes = self._done / 1e6, self._total / 1e6, rate / 1e6
             left_s = (self._total - self._done) / rate
             text = "%s: %.1f of %.1f MB, %.2f MB/s, about %.0f s left"

@@ -57,7 +57,8 @@ def in_chunks(sizes: Mapping[_Key, int]) -> Iterator[list[_Key]]:
     for key, size in sizes.items():
         if chunk and size > room:
             yield chunk
-            chunk, room = [], _CHUNK
+            chunk = []
+            room = _CHUNK
         chunk.append(key)
         room -= size
     if chunk:
@@ -173,7 +174,8 @@ def step_along_list_(
         cuts = torch.searchsorted(touched, touched.new_tensor(starts[1:-1])).tolist()
         columns = touched.tensor_split(cuts), divided_(total, sources).tensor_split(cuts)
         for index, start, positions, step in zip(its, starts, *columns, strict=False):
-            param, at = params[index], positions - start
+            param = params[index]
+            at = positions - start
             flat = param.view(-1) if param.is_contiguous() else param.reshape(-1)
             flat[at] = (flat[at].to(dtype) - step * rates[index]).to(param.dtype)
             if not param.is_contiguous():

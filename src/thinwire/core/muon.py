@@ -153,5 +153,6 @@ def _iterated_by_gram(x: Tensor, iterations: int, rule: MuonRule) -> Tensor:
 def _iterations_of_a_gram(rule: MuonRule) -> int:
     """Return the number of iterations after which X Xᵀ must be computed again."""
     # rounding makes zero eigenvalues negative: times a² each iteration, they would pass -1
-    growth, noise = abs(rule.coefficients[0]), torch.finfo(rule.dtype).eps
+    growth = abs(rule.coefficients[0])
+    noise = torch.finfo(rule.dtype).eps
     return 1 + int(log(_LARGEST_NOISE / noise) / (2 * log(growth))) if growth > 1 else 1

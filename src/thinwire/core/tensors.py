@@ -152,7 +152,8 @@ def cache_sized(tensors: TensorList) -> Iterator[slice]:
         size += tensor.numel() * tensor.element_size()
         if (size >= _CACHED_BYTES and tensor.device.type == "cpu") or i == len(tensors) - 1:
             yield slice(start, i + 1)
-            start, size = i + 1, 0
+            start = i + 1
+            size = 0
 
 
 def require_loss(loss: object, *, trains: bool) -> None:

@@ -88,7 +88,8 @@ def _with_norms(
 ) -> Tensor:
     """Take a step on small tensors as a whole; on large ones in parts, first for their norms."""
     rows, sizes = _table(list(zip(*columns, strict=True)))
-    dtype, chunks = _DTYPES[columns[0][0].dtype], -(-sizes // loops.CHUNK)
+    dtype = _DTYPES[columns[0][0].dtype]
+    chunks = -(-sizes // loops.CHUNK)
     trust = np.array([rule.coefficient, rule.weight_decay, rule.eps, rule.low, rule.high])
     ratios = np.ones(len(sizes), dtype)
     sums = np.empty((int(chunks.sum()), 2))
@@ -123,7 +124,8 @@ def _by_kind(folds: Sequence[Fold]) -> dict[_Kind | None, list[int]]:
     """Group tensors; under None those whose state has no memory that a loop can take."""
     kinds: dict[_Kind | None, list[int]] = {}
     for i, (grad, state, buffer, momentum, nesterov) in enumerate(folds):
-        kind, dtype = None, state.dtype
+        kind = None
+        dtype = state.dtype
         plain = dtype in _DTYPES and has_address(state, dtype)
         if plain and buffer is None:
             kind = _Kind(_read_as(grad, dtype), dtype, loops.PLAIN, 0.0)
@@ -151,7 +153,9 @@ def _largest(
     kind: _Kind, folds: Sequence[Fold], ks: Sequence[int]
 ) -> list[tuple[Tensor, Tensor, bool]]:
     """Return the largest folded entries: candidates above an estimated floor, then the best."""
-    tensors, facts, dtype = _rows(kind, folds), kind.facts, _DTYPES[_wide(kind.state)]
+    tensors = _rows(kind, folds)
+    facts = kind.facts
+    dtype = _DTYPES[_wide(kind.state)]
     rows, sizes = _table(tensors)
     floors = np.empty(len(folds), dtype)
     samples = np.array([_sampling(n, k) for n, k in zip(sizes.tolist(), ks, strict=True)], np.int64)
@@ -208,7 +212,9 @@ def _candidates(
         pieces.setdefault(t, []).append(slice(at, at + count))
     found: dict[int, tuple[Array, Array]] = {}
     for t, its in pieces.items():
-        i, x, k = indices[its[0]], values[its[0]], ks[t]
+        i = indices[its[0]]
+        x = values[its[0]]
+        k = ks[t]
         if len(its) > 1:
             i, x = (
                 np.concatenate([of_all[piece] for piece in its]) for of_all in (indices, values)
@@ -249,7 +255,8 @@ def _commit_(
     items = []
     for t, start, stop in _parts_of(sizes):
         positions = pairs[t][0]
-        first, last = 0, positions.numel()
+        first = 0
+        last = positions.numel()
         if stop - start < sizes[t]:
             first, last = np.searchsorted(positions.numpy(), (start, stop)).tolist()
         items.append((t, start, stop, first, last))

@@ -151,7 +151,8 @@ def ones_of(code: Array, starts: Array, ends: Array) -> tuple[Array, Array]:
     """Return the bits set in each part of the code, counted from its start, and their parts."""
     parts = [code[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
     bits = np.unpackbits(np.concatenate(parts), bitorder="little")
-    ones, lengths = np.flatnonzero(bits.view(bool)), 8 * (ends - starts)
+    ones = np.flatnonzero(bits.view(bool))
+    lengths = 8 * (ends - starts)
     until = np.cumsum(lengths)
     part = np.arange(len(parts)).repeat(np.diff(np.searchsorted(ones, until), prepend=0))
     return ones - (until - lengths)[part], part

@@ -43,7 +43,9 @@ class AuthenticatedStore(Store):
         super().__init__()
         # torch's stubs know values of text only, where bytes are taken too
         self._store: Any = store
-        self._secret, self._prefix, self.session = secret, prefix, session
+        self._secret = secret
+        self._prefix = prefix
+        self.session = session
         self._key = None if secret is None else derived_key(secret, "values")
 
     @property
@@ -150,7 +152,8 @@ class KeyValueView:
     # repeated over a new connection, so writes must be idempotent, and valid when they arrive late
 
     def __init__(self, store: AuthenticatedStore, limit_s: float | None = None) -> None:
-        self.store, self.limit_s = store, limit_s
+        self.store = store
+        self.limit_s = limit_s
         self._warned: set[str] = set()
         self._call_began_s: float | None = None
         self._connect: Callable[..., AuthenticatedStore] | None = None
@@ -165,12 +168,14 @@ class KeyValueView:
         """Return a view with a connection of its own, to this port."""
         store, connections = _connected(connect, port)
         kv = cls(store, limit_s)
-        kv._connect, kv._connections = connect, connections
+        kv._connect = connect
+        kv._connections = connections
         return kv
 
     def under(self, prefix: str) -> KeyValueView:
         """Return the same view with a prefix before all keys, over the same connection."""
-        kv, connect = KeyValueView(self.store.under(prefix), self.limit_s), self._connect
+        kv = KeyValueView(self.store.under(prefix), self.limit_s)
+        connect = self._connect
         if connect is not None:
             kv._connect = lambda **limit: connect(**limit).under(prefix)
         kv._connections = self._connections
@@ -221,7 +226,8 @@ class KeyValueView:
             except ThinwireError:
                 break
             if store.session == self.store.session:
-                self.store, self._lost_connection = store, None
+                self.store = store
+                self._lost_connection = None
                 _log.warning("reconnected to the meeting place: %s", str(lost).partition("\n")[0])
                 if self._closed.is_set():  # closed by another thread meanwhile
                     self.disconnect()

@@ -42,7 +42,8 @@ def connect(
             "first one a letter or digit"
         )
     host = parse_address("address", address, scheme=True)
-    limit_s, begun = min(timeout.total_seconds(), at_most_s), time.monotonic()
+    limit_s = min(timeout.total_seconds(), at_most_s)
+    begun = time.monotonic()
     reached_from(host, limit_s)
     patience_s = min(limit_s, _GREETING_S)
     try:

@@ -60,7 +60,8 @@ def pack(
     raw = np.zeros(layout.nbytes, np.uint8)
     if not parts:
         return _stamped(raw, layout, step, bucket), []
-    table, device = layout.slot_table, parts[0][1].device
+    table = layout.slot_table
+    device = parts[0][1].device
     on_cpu = (_moved(column, torch.device("cpu")) for column in zip(*parts, strict=True))
     # spare room of a part does not count
     over = np.zeros_like(table[:, 1]) if layout.part else table[:, 1]
@@ -98,7 +99,8 @@ def unpack(layout: Layout, message: Tensor, *, step: int, bucket: int, source: i
             return Unpacked(CULPRIT.unpack(raw[HEADER_BYTES : HEADER_BYTES + CULPRIT.size])[0], [])
         if flags:
             raise PayloadCorrupt(f"flags {flags} came, expected 0")
-        table, code = layout.slot_table, np.frombuffer(raw, np.uint8)
+        table = layout.slot_table
+        code = np.frombuffer(raw, np.uint8)
         parts = codes.decode_slots(table, code, layout.value_bits)
         if (k := sum(indices.numel() for indices, _ in parts)) != carried:
             raise PayloadCorrupt(f"number of entries (k) {k} came, expected {carried}")

@@ -57,7 +57,9 @@ class WholeReader:
 
     def __init__(self, code: Tensor, bits: int) -> None:
         begin = scale_bytes(bits)
-        self._bits, self._scales, self._fields = bits, code[:begin], code[begin:]
+        self._bits = bits
+        self._scales = code[:begin]
+        self._fields = code[begin:]
         if bits <= 4:
             scales = self._scales.clone().view(torch.float32)  # a view must be aligned
             self._levels = torch.cat((scales[:1], -scales[1:]) if bits == 1 else (scales, -scales))
@@ -66,13 +68,15 @@ class WholeReader:
 
     def part(self, start: int, end: int, device: torch.device | None = None) -> Tensor:
         """Return the entries [start, end): float32; `start` is at the beginning of a byte."""
-        bits, numel = self._bits, end - start
+        bits = self._bits
+        numel = end - start
         fields = self._fields[start * bits // 8 : (end * bits + 7) // 8]
         fields = fields.to(device or fields.device)
         if bits > 4:
             return _from_grid(self._scales.to(fields.device), fields, bits)
         if not fields.is_cpu:
-            levels, known = _unpacked(fields, bits).view(-1)[:numel], self._levels.to(fields.device)
+            levels = _unpacked(fields, bits).view(-1)[:numel]
+            known = self._levels.to(fields.device)
             return torch.where(levels > 0, known[1], known[0]) if bits == 1 else known[levels.int()]
         entries = np.empty((fields.numel(), 8 // bits), np.float32)
         # without "clip" NumPy copies the result once more
@@ -126,11 +130,14 @@ def _sum(values: Tensor) -> Tensor:
 
 def _signs(chunks: Iterable[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Return the mean of the entries of each sign, and the packed signs."""
-    packed, sums, numel = [], [], 0
+    packed = []
+    sums = []
+    numel = 0
     for chunk in chunks:
         negative = _negative(chunk)
         packed.append(_packed(negative, 1))
-        positive_part, negative_part = chunk.clamp_min(0), chunk.clamp_max(0)
+        positive_part = chunk.clamp_min(0)
+        negative_part = chunk.clamp_max(0)
         sums.append(torch.stack([_count(negative), _sum(positive_part), _sum(negative_part)]))
         numel += chunk.numel()
     below, upper, lower = torch.stack(sums).sum(0)
