@@ -163,7 +163,7 @@ class LossScaler:
         return self.checks and bool(any_non_finite(grads))
 
     def agree(self, overflow: bool) -> bool:
-        """Agree on an overflow: True if any rank has one; this rank's own answer if the scale is local.
+        """Agree on an overflow: True if any rank has one; of a local scale this rank's own answer.
 
         Raises:
             Mismatch: A rank is in another call of this library.

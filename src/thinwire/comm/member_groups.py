@@ -101,11 +101,13 @@ class MemberGroups:
         except RuntimeError as error:
             self.disconnect()
             within = f"{timeout_s:.3g} s ({time.monotonic() - began_s:.1f} s taken)"
-            action = "making a process group"
-            rank = self._rank
-            size = self._size
             raise explain_failure(
-                error, action=action, rank=rank, size=size, within=within, advice=""
+                error,
+                action="making a process group",
+                rank=self._rank,
+                size=self._size,
+                within=within,
+                advice="",
             ) from error
 
     def _connect(self, name: str, kinds: Sequence[Kind], timeout_s: float) -> list[ProcessGroup]:

@@ -4,7 +4,7 @@ Measured here: the rate at which a rank sends, and its pace, which is compared w
 """
 
 import math
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 _NAMES = (
     "step microsteps dropped_steps averagings k_steps sparsity loss_scale applied_share bytes_sent "
@@ -113,10 +113,8 @@ class Pace:
         """Share of the time for which this rank waited; 0 before the second round."""
         return self._mean_wait_s / self._mean_s if self._mean_s else 0.0
 
-    def exclude(
-        self, seconds: float, lost: Literal["regrouping", "joining", "saving"] = "saving"
-    ) -> None:
-        """Count seconds lost to something other than steps."""
+    def exclude(self, seconds: float, lost: str = "saving") -> None:
+        """Count seconds lost to something other than steps: regrouping, joining or saving."""
         self._lost_s[lost] += seconds
 
     def goodput(self, useful: int, dropped: int) -> dict[str, Any]:
