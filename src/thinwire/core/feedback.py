@@ -170,7 +170,13 @@ def step_along_list_(
     for dtype in set(dtypes):
         its = [index for index, other in enumerate(dtypes) if other == dtype]
         starts = [0, *accumulate(params[index].numel() for index in its)]
-        touched, total = sum_sparse(_joined([parts[index] for index in its], starts), dtype)
+        joined = []  # one vector of each source for all tensors
+        for source in range(max(len(parts[index]) for index in its)):
+            pairs = zip(its, starts, strict=False)
+            own = [(start, *parts[i][source]) for i, start in pairs if parts[i][source:]]
+            positions = torch.cat([at + start for start, at, _ in own])
+            joined.append((positions, torch.cat([values for *_, values in own])))
+        touched, total = sum_sparse(joined, dtype)
         cuts = torch.searchsorted(touched, touched.new_tensor(starts[1:-1])).tolist()
         columns = touched.tensor_split(cuts), divided_(total, sources).tensor_split(cuts)
         for index, start, positions, step in zip(its, starts, *columns, strict=False):
@@ -180,20 +186,6 @@ def step_along_list_(
             flat[at] = (flat[at].to(dtype) - step * rates[index]).to(param.dtype)
             if not param.is_contiguous():
                 param.copy_(flat.view(param.shape))
-
-
-def _joined(
-    parts: Sequence[Sequence[tuple[Tensor, Tensor]]], starts: Sequence[int]
-) -> list[tuple[Tensor, Tensor]]:
-    """Return one vector of each source for all tensors, which begin at `starts`."""
-    joined = []
-    for source in range(max(map(len, parts))):
-        own = [
-            (start, *its[source]) for its, start in zip(parts, starts, strict=False) if its[source:]
-        ]
-        positions = torch.cat([i + start for start, i, _ in own])
-        joined.append((positions, torch.cat([x for _, _, x in own])))
-    return joined
 
 
 def top_k(values: Tensor, k: int) -> Tensor:

@@ -73,7 +73,7 @@ def descend_(
 ) -> None:
     """Update a matrix and its buffer, or this part of them; `shape` is the whole matrix's."""
     momentum_buffer.lerp_(grad, 1 - rule.momentum)
-    rows, columns = _sides(shape)
+    rows, columns = shape[0], prod(shape[1:])
     if rule.match_rms_adamw:
         factor = 0.2 * sqrt(max(rows, columns))
     else:
@@ -88,12 +88,8 @@ def products(shape: Sequence[int]) -> int:
     >>> products((4, 8))
     128
     """
-    rows, columns = _sides(shape)
+    rows, columns = shape[0], prod(shape[1:])
     return rows * columns * min(rows, columns)
-
-
-def _sides(shape: Sequence[int]) -> tuple[int, int]:
-    return shape[0], prod(shape[1:])
 
 
 def newton_schulz(matrix: Tensor, rule: MuonRule) -> Tensor:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,11 +53,27 @@ def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor,
 
 def commit_list_(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]) -> None:
     for kind, members in _by_kind(folds).items():
-        chosen = zip(*((folds[i], sent[i], seeds[i]) for i in members), strict=True)
+        chosen = [folds[i] for i in members]
+        its_sent = [sent[i] for i in members]
+        its_seeds = [seeds[i] for i in members]
         if kind is None:
-            reference.commit_list_(*chosen)
-        else:
-            _commit_(kind, *chosen)
+            reference.commit_list_(chosen, its_sent, its_seeds)
+            continue
+        wide = _wide(kind.state)
+        pairs = [(_addressed(i, torch.int64), _addressed(x, wide)) for i, x in its_sent]
+        tensors = [(*row, *pair) for row, pair in zip(_rows(kind, chosen), pairs, strict=True)]
+        rows, sizes = _table(tensors)
+        items = []
+        for t, start, stop in _parts_of(sizes):
+            positions = pairs[t][0]
+            first, last = 0, positions.numel()
+            if stop - start < sizes[t]:
+                first, last = np.searchsorted(positions.numpy(), (start, stop)).tolist()
+            items.append((t, start, stop, first, last))
+        rest = kind.facts, _like(wide), np.array(its_seeds, np.uint32)
+        _run_items(items, partial(loops.commit, rows, sizes, *rest))
+        states = (state for fold in chosen for state in fold[1:3] if state is not None)
+        torch.autograd.graph.increment_version(list(states))
 
 
 def lamb_(
@@ -100,7 +116,7 @@ def _with_norms(
 
     for phase, its in ((loops.SUMS, parts), (loops.WHOLE, whole), (loops.MOVE, parts)):
         _run_items(its, partial(step, rows, sizes, phase, rest))
-    _bump_versions(columns[0], *columns[2:])
+    torch.autograd.graph.increment_version([*columns[0], *chain(*columns[2:])])
     return torch.from_numpy(ratios)
 
 
@@ -126,19 +142,17 @@ def _by_kind(folds: Sequence[Fold]) -> dict[_Kind | None, list[int]]:
     for i, (grad, state, buffer, momentum, nesterov) in enumerate(folds):
         kind = None
         dtype = state.dtype
-        plain = dtype in _DTYPES and has_address(state, dtype)
-        if plain and buffer is None:
-            kind = _Kind(_read_as(grad, dtype), dtype, loops.PLAIN, 0.0)
-        elif plain and buffer is not None and has_address(buffer, dtype):
+        held = state if buffer is None else buffer
+        if dtype in _DTYPES and has_address(state, dtype) and has_address(held, dtype):
+            half = grad.dtype == torch.bfloat16 and dtype != torch.float64
+            read = torch.bfloat16 if half else _wide(dtype)
             mode = loops.NESTEROV if nesterov else loops.MOMENTUM
-            kind = _Kind(_read_as(grad, dtype), dtype, mode, momentum)
+            if buffer is None:
+                kind = _Kind(read, dtype, loops.PLAIN, 0.0)
+            else:
+                kind = _Kind(read, dtype, mode, momentum)
         kinds.setdefault(kind, []).append(i)
     return kinds
-
-
-def _read_as(grad: Tensor, state: torch.dtype) -> torch.dtype:
-    half = grad.dtype == torch.bfloat16 and state != torch.float64
-    return torch.bfloat16 if half else _wide(state)
 
 
 def _rows(kind: _Kind, folds: Sequence[Fold]) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -245,26 +259,6 @@ def _sampling(n: int, k: int) -> tuple[int, int, int]:
     return runs, stride, int(hits + 6 * hits**0.5 + 4)
 
 
-def _commit_(
-    kind: _Kind, folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]
-) -> None:
-    wide = _wide(kind.state)
-    pairs = [(_addressed(i, torch.int64), _addressed(x, wide)) for i, x in sent]
-    tensors = [(*row, *pair) for row, pair in zip(_rows(kind, folds), pairs, strict=True)]
-    rows, sizes = _table(tensors)
-    items = []
-    for t, start, stop in _parts_of(sizes):
-        positions = pairs[t][0]
-        first = 0
-        last = positions.numel()
-        if stop - start < sizes[t]:
-            first, last = np.searchsorted(positions.numpy(), (start, stop)).tolist()
-        items.append((t, start, stop, first, last))
-    rest = kind.facts, _like(wide), np.array(seeds, np.uint32)
-    _run_items(items, partial(loops.commit, rows, sizes, *rest))
-    _bump_versions([tensor for fold in folds for tensor in fold[1:3] if tensor is not None])
-
-
 _DTYPES: dict[torch.dtype, Any] = {
     torch.float32: np.float32,
     torch.float64: np.float64,
@@ -324,11 +318,6 @@ def takes(*lists: Tensors) -> bool:
         has_address(tensor, dtype) for group in lists for tensor in group
     )
     return fit and not share_memory(lists[0])
-
-
-def _bump_versions(*lists: Tensors) -> None:
-    """Tell autograd that loops wrote to these tensors, so that older graphs raise an error."""
-    torch.autograd.graph.increment_version([tensor for tensors in lists for tensor in tensors])
 
 
 SMALLEST = 1 << 16
