@@ -14,8 +14,8 @@ from thinwire import _validate as check
 from thinwire.checkpoint import combine, on_all_ranks, read_rank_file, write_rank_file
 from thinwire.checkpoint.manifest import found_at
 from thinwire.comm import Group
-from thinwire.core.provenance import without_provenance
 from thinwire.errors import CheckpointCorrupt, StrategyError
+from thinwire.exchange.provenance import without_provenance
 from thinwire.strategy.distributed_strategy import DistributedStrategy
 from thinwire.strategy.engine import Engine
 

@@ -22,9 +22,9 @@ from thinwire.compress import tag_of
 from thinwire.compress.protocol import Compression, report_coverage
 from thinwire.core.arithmetic import arithmetic
 from thinwire.core.norms import grad_norm
-from thinwire.core.provenance import PROVENANCE, Provenance, without_provenance
 from thinwire.errors import PeerLost
 from thinwire.exchange.digest import DIGEST_EVERY
+from thinwire.exchange.provenance import PROVENANCE, Provenance, without_provenance
 from thinwire.exchange.synchronizer import NO_TRAFFIC, Ranks
 from thinwire.local import saving
 from thinwire.local.averager import Averager, OwnScale
