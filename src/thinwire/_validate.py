@@ -79,7 +79,7 @@ def real(
     return number
 
 
-def integer(name: str, value: Any, *, at_least: int | None = None) -> int:
+def integer(name: str, value: Any, *, at_least: int) -> int:
     """Return `value` as an int; raise `TypeError` or `ValueError` unless it is in the range."""
     try:
         if isinstance(value, bool) or _is_unfit_tensor(value):
@@ -89,7 +89,7 @@ def integer(name: str, value: Any, *, at_least: int | None = None) -> int:
         raise TypeError(
             f"{name} must be an integer, got {shown(value)} of type {type(value).__name__}"
         ) from None
-    if at_least is not None and number < at_least:
+    if number < at_least:
         raise ValueError(f"{name} must be an integer >= {at_least}, got {shown(value)}")
     return number
 
@@ -126,9 +126,8 @@ def scalar(name: str, value: object, *, at_least: float | None = None) -> float:
 def instance(name: str, value: object, kinds: type | tuple[type, ...], *, advice: str = "") -> None:
     """Raise `TypeError` unless `value` is an instance of one of `kinds`."""
     if not isinstance(value, kinds):
-        names = " or ".join(
-            kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,))
-        )
+        allowed = kinds if isinstance(kinds, tuple) else (kinds,)
+        names = " or ".join(kind.__name__ for kind in allowed)
         hint = f"; {advice}" if advice else ""
         raise TypeError(
             f"{name} must be {names}, got {shown(value)} of type {type(value).__name__}{hint}"

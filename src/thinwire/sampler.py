@@ -125,7 +125,9 @@ class ShardedSampler(Sampler[int]):
         if epoch not in self._orders:
             order = list(range(self._length))
             if self._shuffle:
-                source = torch.Generator().manual_seed(_mixed(self._seed, epoch))
+                # close numbers give distant seeds, 63 bits wide
+                mixed = self._seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03
+                source = torch.Generator().manual_seed(mixed % (1 << 63))
                 order = torch.randperm(self._length, generator=source, device="cpu").tolist()
             kept = {e: known for e, known in self._orders.items() if e == epoch - 1}
             self._orders = kept | {epoch: order}
@@ -210,8 +212,3 @@ class ShardedSampler(Sampler[int]):
         self._seed = seed
         self._orders = {}
         self._go_on(epoch, left)
-
-
-def _mixed(seed: int, epoch: int) -> int:
-    """Return a hash of both numbers, 63 bits wide; close inputs give distant hashes."""
-    return (seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03) % (1 << 63)
