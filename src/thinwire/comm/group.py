@@ -14,7 +14,7 @@ from functools import partial
 from itertools import cycle
 from math import ceil
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -104,10 +104,10 @@ class Group:
     # a private process group carries the traffic: collectives of the user cannot interleave.
     # Making it is collective. After a failure all exchanges over these ranks are refused
 
-    on_the_wire: ClassVar[int] = 0
+    on_the_wire = 0
     """`bytes_sent` of all groups of this process: a gathered message W-1 times, a reduced one
     2(W-1)/W times, without TCP and IP headers."""
-    within_sites: ClassVar[int] = 0
+    within_sites = 0
     """The part of `on_the_wire` between ranks of one site, which shard a model."""
     one_site = False
     """True if these ranks are those of one site."""

@@ -29,7 +29,6 @@ from thinwire.errors import ThinwireError
 
 _T = TypeVar("_T")
 _Pending = tuple[ProcessGroup, dist.Work, Sequence[Tensor]]
-_Make = Callable[[float], ProcessGroup]
 
 
 _NEVER = datetime.timedelta(days=30)
@@ -118,7 +117,13 @@ class Private:
         own = torch.device("cpu") in parent._device_types  # nccl stays on the thread of its device
         return self._limited(timeout_s, make, own_thread=own)
 
-    def _limited(self, timeout_s: float, make: _Make, *, own_thread: bool = True) -> ProcessGroup:
+    def _limited(
+        self,
+        timeout_s: float,
+        make: Callable[[float], ProcessGroup],
+        *,
+        own_thread: bool = True,
+    ) -> ProcessGroup:
         """Return the group of `make`, which gets the time left."""
         limit_s = max(left_s(timeout_s), 0.1)
         begun = time.monotonic()

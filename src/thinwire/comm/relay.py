@@ -13,18 +13,18 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from thinwire._wording import host_port
 from thinwire.errors import Mismatch, PeerLost, ThinwireError
 
-HEAD: Final = struct.Struct("<IhhBIII")
+HEAD = struct.Struct("<IhhBIII")
 """Length, receiver, sender, kind, number of the message, offset of this part, full length."""
-FRAME_BYTES: Final = 16 << 10
+FRAME_BYTES = 16 << 10
 """Size of a part: small enough that the relay forwards over a slow link while it still reads."""
-ALL: Final = -1
-GREETING: Final = b"twrelay1"
-NONCE_BYTES: Final = 16
+ALL = -1
+GREETING = b"twrelay1"
+NONCE_BYTES = 16
 _CONNECT_S, _RETRY_S, _FLUSH_S = 5.0, 0.2, 1.0
 _SILENCE_S = 10.0
 """Seconds of silence after which the relay counts as lost; it sends a heartbeat every 2 s."""
@@ -76,12 +76,9 @@ def hello_mac(key: bytes, nonce: bytes, hello: bytes) -> bytes:
     return hashlib.blake2b(nonce + hello, key=key, digest_size=16).digest()
 
 
-_Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
 async def _connect(
     endpoint: RelayEndpoint, room: str, rank: int, direct: Set[int] = frozenset()
-) -> _Streams:
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to the relay, as one rank in a room; messages for all are not for `direct`."""
     async with asyncio.timeout(_CONNECT_S):
         try:
@@ -236,7 +233,7 @@ class RelayClient:
         return all(number in self._arrived[channel, rank] for rank, number in wanted.items())
 
     def failure(
-        self, channel: Kind, wanted: Mapping[int, int], sent: Set[int] = frozenset()
+        self, channel: Kind, wanted: Mapping[int, int], sent: Set[int]
     ) -> RuntimeError | None:
         """Return why these messages, or ranks in `sent`, cannot come. Hold `changed`."""
         missing = {r for r, number in wanted.items() if number not in self._arrived[channel, r]}
@@ -332,10 +329,8 @@ class RelayClient:
             try:
                 async with asyncio.timeout(_FLUSH_S):
                     await writer.wait_closed()
-            except TimeoutError:
+            except (TimeoutError, OSError):  # no answer, or the connection was lost
                 writer.transport.abort()
-            except OSError:
-                pass  # the connection was lost
             await asyncio.sleep(0)  # for its socket to be closed
         for task in done:
             task.result()

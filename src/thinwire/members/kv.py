@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final, TypeVar, final
+from typing import Any, TypeVar, final
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError, DistNetworkError
@@ -21,10 +21,10 @@ from thinwire.comm.sockets import Connection, connections, end_unanswered, has_e
 from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
 from thinwire.members.credentials import derived_key
 
-_MAGIC: Final = b"tws1"
-_MAC_BYTES: Final = hashlib.sha256().digest_size
-_OVERHEAD_BYTES: Final = len(_MAGIC) + _MAC_BYTES
-_ABSENT: Final = b"\0nothing"
+_MAGIC = b"tws1"
+_MAC_BYTES = hashlib.sha256().digest_size
+_OVERHEAD_BYTES = len(_MAGIC) + _MAC_BYTES
+_ABSENT = b"\0nothing"
 """Argument of the compare-and-set that reads a key: a key without a value returns it."""
 
 
