@@ -79,7 +79,7 @@ def real(
     return number
 
 
-def integer(name: str, value: Any, *, at_least: int) -> int:
+def integer(name: str, value: Any, *, at_least: int | None = None) -> int:
     """Return `value` as an int; raise `TypeError` or `ValueError` unless it is in the range."""
     try:
         if isinstance(value, bool) or _is_unfit_tensor(value):
@@ -89,7 +89,7 @@ def integer(name: str, value: Any, *, at_least: int) -> int:
         raise TypeError(
             f"{name} must be an integer, got {shown(value)} of type {type(value).__name__}"
         ) from None
-    if number < at_least:
+    if at_least is not None and number < at_least:
         raise ValueError(f"{name} must be an integer >= {at_least}, got {shown(value)}")
     return number
 

@@ -30,7 +30,7 @@ def warn_user(text: str) -> None:
     level = 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(PASSED):
         frame = frame.f_back
-        level = level + 1
+        level += 1
     warnings.warn(text, UserWarning, level)
 
 

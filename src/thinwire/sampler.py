@@ -156,7 +156,7 @@ class ShardedSampler(Sampler[int]):
 
     def _remaining(self, taken: Sequence[Taken | None]) -> tuple[int, list[int]]:
         """Return the latest epoch of any rank, and the samples left of all epochs until then."""
-        known = [(self._start, 0) if report is None else report for report in taken]
+        known = [report or (self._start, 0) for report in taken]
         top = max(epoch for epoch, _ in known)
         left: list[int] = []
         for epoch in range(min(epoch for epoch, _ in known), top + 1):

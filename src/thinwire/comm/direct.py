@@ -44,15 +44,15 @@ def connections_between(local: Endpoint, remote: Set[Endpoint]) -> list[Connecti
 
 def answering(endpoints: Mapping[int, Endpoint], limit_s: float) -> set[int]:
     """Return the ranks whose endpoint accepts a connection within the limit."""
+    found: set[int] = set()
 
-    def accepts(rank: int) -> bool:
+    def look(rank: int) -> None:
         with contextlib.suppress(OSError), socket.create_connection(endpoints[rank], limit_s):
-            return True
-        return False
+            found.add(rank)
 
     with ThreadPoolExecutor(len(endpoints) or 1) as pool:
-        found = pool.map(accepts, endpoints)
-        return {rank for rank, there in zip(endpoints, found, strict=True) if there}
+        list(pool.map(look, endpoints))
+    return found
 
 
 class PrefetchingStore(Store):

@@ -1,7 +1,6 @@
 """The ranks that exchange, as one object that also works on a single rank."""
 
 import contextlib
-import datetime
 import hashlib
 import os
 import struct
@@ -37,6 +36,7 @@ from thinwire.comm.stats import Rate
 from thinwire.comm.waiting import (
     Limit,
     Progress,
+    Timeout,
     one_deadline,
     seconds_of,
     set_activity,
@@ -142,7 +142,7 @@ class Group:
     def __init__(
         self,
         process_group: dist.ProcessGroup | None = None,
-        timeout: float | datetime.timedelta | None = None,
+        timeout: Timeout = None,
         streams: int | None = None,
         *,
         gloo: bool = False,
@@ -221,7 +221,7 @@ class Group:
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
         """Leave exchanges inside the block out of `bytes_sent` and `bytes_received`."""
-        groups = [group for group in (self, self.shards, self.replicas) if group is not None]
+        groups = filter(None, (self, self.shards, self.replicas))
         counted = [(group, group.bytes_sent, group.bytes_received) for group in groups]
         yield
         for group, sent, received in counted:
@@ -657,9 +657,7 @@ def sealed(payload: bytes) -> bytes:
     return payload + _CHECKSUM.pack(zlib.crc32(payload))
 
 
-def time_limit_s(
-    process_group: dist.ProcessGroup | None, timeout: float | datetime.timedelta | None
-) -> float:
+def time_limit_s(process_group: dist.ProcessGroup | None, timeout: Timeout) -> float:
     """Return the longest wait in one call: `timeout`, or that of the process group."""
     require_process_group(process_group)
     own_s = seconds_of(timeout)

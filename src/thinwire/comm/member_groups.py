@@ -68,7 +68,7 @@ class MemberGroups:
         self.name = ""
         self.launched = [0, 0]
         self.most_streams = 0
-        self._listening: tuple[Any, Endpoint] | tuple[None, None] = None, None
+        self._listening: Any = None, None
         if endpoint.own_address is not None:
             self._listening = listening_device(endpoint.own_address)
         self._direct: Mapping[int, Endpoint] = {}

@@ -3,7 +3,6 @@
 A site holds a whole model in shards, a pipeline holds it in stages.
 """
 
-import datetime
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.comm.group import Group, Pending, time_limit_s
 from thinwire.comm.private import is_alone, private_group
+from thinwire.comm.waiting import Timeout
 from thinwire.errors import StrategyError, ThinwireError
 
 DIMENSIONS = ("replicate", "shard")
@@ -51,7 +51,7 @@ def require_mesh(mesh: Any, **besides: object) -> None:
 
 def sites_of(
     mesh: DeviceMesh,
-    timeout: float | datetime.timedelta | None = None,
+    timeout: Timeout = None,
     streams: int | None = None,
 ) -> Group:
     """Return all ranks of this job, with `Group.shards` and `Group.replicas`."""
@@ -180,7 +180,7 @@ class Grid:
     # rank = replica * stages + stage. `peers` agree apart from the traffic of `stage_group`, `job`
     # on every update
 
-    def __init__(self, stages: int, timeout: float | datetime.timedelta | None = None) -> None:
+    def __init__(self, stages: int, timeout: Timeout = None) -> None:
         joined = not is_alone()
         rank, size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
         if size % stages:

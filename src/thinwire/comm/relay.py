@@ -32,6 +32,14 @@ _BUFFER_BYTES, _MAX_MESSAGE_BYTES = 64 << 20, 1 << 30
 _log = logging.getLogger("thinwire")
 
 
+Contents = bytes | Mapping[int, bytes]
+"""A message for all other ranks, or one for each of some."""
+Numbers = Mapping[int, int]
+"""Numbers of messages by sender."""
+_Source = tuple[int, int]
+"""A channel and a sender."""
+
+
 class Kind(IntEnum):
     """Kind of a frame."""
 
@@ -142,7 +150,7 @@ class SentMessage:
 
     channel: Kind
     number: int
-    contents: bytes | Mapping[int, bytes]
+    contents: Contents
     unacknowledged: set[int]
 
     def frames(self, to: int) -> Iterator[bytes]:
@@ -178,14 +186,14 @@ class RelayClient:
         self.departed: set[int] = set()
         self.closed = False
         self._outage: tuple[float, str] | None = time.monotonic(), "not connected yet"
-        self._arrived: defaultdict[tuple[int, int], dict[int, bytearray]] = defaultdict(dict)
+        self._arrived: defaultdict[_Source, dict[int, bytearray]] = defaultdict(dict)
         """Received messages by number, for each channel and sender."""
-        self._next_in: defaultdict[tuple[int, int], int] = defaultdict(int)
-        self._claimed: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self._next_in: defaultdict[_Source, int] = defaultdict(int)
+        self._claimed: defaultdict[_Source, int] = defaultdict(int)
         self._next_out: defaultdict[int, int] = defaultdict(int)
         self._buffered_bytes = 0
         # on the thread
-        self._parts: defaultdict[tuple[int, int], bytearray] = defaultdict(bytearray)
+        self._parts: defaultdict[_Source, bytearray] = defaultdict(bytearray)
         self._present: set[int] = set()
         self._sent: deque[SentMessage] = deque()
         self._queue: deque[tuple[SentMessage, int]] = deque()
@@ -203,7 +211,7 @@ class RelayClient:
             self.changed.wait_for(lambda: self.refusal or self._present >= self.others, limit_s)
             return self._present >= self.others
 
-    def send(self, channel: Kind, contents: bytes | Mapping[int, bytes]) -> SentMessage:
+    def send(self, channel: Kind, contents: Contents) -> SentMessage:
         """Send to all other ranks, or to those named in a mapping."""
         messages = [contents] if isinstance(contents, bytes) else contents.values()
         longest = max(map(len, messages), default=0)
@@ -228,13 +236,11 @@ class RelayClient:
         self._schedule(self._consumed.set)
         return number
 
-    def arrived(self, channel: Kind, wanted: Mapping[int, int]) -> bool:
+    def arrived(self, channel: Kind, wanted: Numbers) -> bool:
         """Return True if all these messages, numbers by sender, have arrived. Hold `changed`."""
         return all(number in self._arrived[channel, rank] for rank, number in wanted.items())
 
-    def failure(
-        self, channel: Kind, wanted: Mapping[int, int], sent: Set[int]
-    ) -> RuntimeError | None:
+    def failure(self, channel: Kind, wanted: Numbers, sent: Set[int]) -> RuntimeError | None:
         """Return why these messages, or ranks in `sent`, cannot come. Hold `changed`."""
         missing = {r for r, number in wanted.items() if number not in self._arrived[channel, r]}
         missing |= sent
@@ -248,7 +254,7 @@ class RelayClient:
             return RuntimeError("connection closed by this member")
         return None
 
-    def pop(self, channel: Kind, wanted: Mapping[int, int]) -> dict[int, bytearray]:
+    def pop(self, channel: Kind, wanted: Numbers) -> dict[int, bytearray]:
         """Remove these messages and return them by sender."""
         with self.changed:
             return {r: self._arrived[channel, r].pop(number) for r, number in wanted.items()}

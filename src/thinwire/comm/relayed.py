@@ -11,7 +11,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from thinwire.comm.private import forget, keep_alive
-from thinwire.comm.relay import Kind, RelayClient, SentMessage
+from thinwire.comm.relay import Contents, Kind, RelayClient, SentMessage
+
+_Received = Mapping[int, bytearray]
+"""Relayed messages by sender."""
+_Store = Callable[[_Received], None]
 
 
 class _RelayedWork(Work):
@@ -23,7 +27,7 @@ class _RelayedWork(Work):
         channel: Kind,
         sources: Iterable[int],
         direct: Sequence[Work],
-        store_results: Callable[[Mapping[int, bytearray]], None],
+        store_results: _Store,
         sent: SentMessage | None = None,
     ) -> None:
         super().__init__()
@@ -92,10 +96,10 @@ class RelayedGroup(ProcessGroup):
 
     def _exchanged(
         self,
-        contents: bytes | Mapping[int, bytes] | None,
+        contents: Contents | None,
         direct: Sequence[Work],
         sources: Iterable[int] = (),
-        store_results: Callable[[Mapping[int, bytearray]], None] = lambda _: None,
+        store_results: _Store = lambda _: None,
     ) -> Work:
         if contents is not None:
             self._client.send(self._channel, contents)
@@ -117,7 +121,7 @@ class RelayedGroup(ProcessGroup):
         if self._reached:
             direct = [self._launched(dist.all_gather, [rows[r] for r in self._reached], own)]
 
-        def store(received: Mapping[int, bytearray]) -> None:
+        def store(received: _Received) -> None:
             _fill(rows, received)
             then()
 
@@ -172,7 +176,7 @@ class RelayedGroup(ProcessGroup):
             sizes = taken, [input_sizes[r] for r in self._reached]
             direct = [self._launched(dist.all_to_all_single, received, given, *sizes)]
 
-        def store(relayed: Mapping[int, bytearray]) -> None:
+        def store(relayed: _Received) -> None:
             _fill(rows, relayed)
             for rank, row in zip(self._reached, torch.split(received, taken), strict=True):
                 rows[rank].copy_(row)
@@ -196,7 +200,7 @@ def _bytes_of(tensor: Tensor) -> bytes:
     return tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes()
 
 
-def _fill(rows: Mapping[int, Tensor] | Sequence[Tensor], received: Mapping[int, bytearray]) -> None:
+def _fill(rows: Mapping[int, Tensor] | Sequence[Tensor], received: _Received) -> None:
     """Write what came; zeros, which no checksum has, where it has another length."""
     for rank, content in received.items():
         row = rows[rank]

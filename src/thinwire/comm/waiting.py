@@ -23,6 +23,8 @@ _SLICE_S = 1.0
 """Interval at which a wait checks the clock and lets signals in."""
 _LOG_EVERY_S = 5.0
 _log = logging.getLogger("thinwire")
+Timeout = float | datetime.timedelta | None
+"""Argument of a user: seconds, or the time-out of the process group."""
 Awaited = tuple[str, bool, int]
 """Exchange that is waited for: name of its group, True for a control message, and number."""
 _activity: list[tuple[str, Awaited | None, float, str]] = [("", None, time.monotonic(), "")]
@@ -164,7 +166,7 @@ class Progress:
             _log.info(text, self._action, *megabytes, left_s)
 
 
-def seconds_of(timeout: float | datetime.timedelta | None) -> float | None:
+def seconds_of(timeout: Timeout) -> float | None:
     """Return a user's `timeout=` in seconds; None stays None, for the process group's own."""
     return None if timeout is None else _seconds("timeout", timeout)
 
