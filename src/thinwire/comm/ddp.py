@@ -58,8 +58,10 @@ def _gradients(bucket: dist.GradBucket) -> list[Tensor]:  # type: ignore[name-de
         part = buffer.narrow(0, at, param.numel())
         at += param.numel()
         dense = torch.empty_like(param, device="meta").stride() == param.stride()
-        layout = param.shape, param.stride(), part.storage_offset()
-        found.append(part.as_strided(*layout) if dense else part.view(param.shape))
+        if dense:
+            found.append(part.as_strided(param.shape, param.stride(), part.storage_offset()))
+        else:
+            found.append(part.view(param.shape))
     return found
 
 

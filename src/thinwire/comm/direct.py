@@ -90,8 +90,9 @@ def listening_device(address: str) -> tuple[Any, Endpoint]:
             new = {endpoint for inode, endpoint in listeners().items() if inode not in before}
             if len(new) == 1:  # else other threads have begun to listen meanwhile
                 return device, new.pop()
-    text = "times in a row, another thread of this process began to listen at the same time"
-    raise RuntimeError(f"{_DEVICES_TRIED} {text}")
+    raise RuntimeError(
+        f"{_DEVICES_TRIED} times in a row, another thread of this process began to listen too"
+    )
 
 
 def gloo_group(

@@ -274,7 +274,11 @@ def explain_failure(
     return PeerLost(f"{where}: {_lost_text(others)}{advice}. ({text})")
 
 
-def _stalled_text(others: dict[int, Heartbeat | None] | None, within: str, *, known: bool) -> str:
+_Others = dict[int, Heartbeat | None] | None
+"""Last heartbeats of the other ranks; None where the store does not answer."""
+
+
+def _stalled_text(others: _Others, within: str, *, known: bool) -> str:
     end = f"{state_after_failure()}."
     if others is None:
         why = (
@@ -296,7 +300,7 @@ def _stalled_text(others: dict[int, Heartbeat | None] | None, within: str, *, kn
     )
 
 
-def _lost_text(others: dict[int, Heartbeat | None] | None) -> str:
+def _lost_text(others: _Others) -> str:
     state = state_after_failure()
     left = f"closed its connection: it died, or left after an error of its own. {state}"
     if others is None:

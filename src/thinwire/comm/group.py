@@ -167,9 +167,10 @@ class Group:
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
         if self.rank < 0:
-            advice = "pass the group that this rank belongs to"
-            raise ValueError(f"process_group does not contain this rank: {advice}")
-        parent = process_group if process_group is not None else dist.group.WORLD
+            raise ValueError(
+                "process_group does not contain this rank: pass the group that it belongs to"
+            )
+        parent = process_group or dist.group.WORLD
         assert parent is not None
         if self.size > 1:
             require_linux("training on several ranks")
@@ -385,8 +386,7 @@ class Group:
     @property
     def seems_near(self) -> bool:
         """True if one connection fills the line to every other rank, as far as this rank saw."""
-        shared = self._shared
-        quick = shared is not None and shared.round_trip_s < _NEAR_S
+        quick = self._shared is not None and self._shared.round_trip_s < _NEAR_S
         return quick and self.rate_bit_s >= _FAST_BIT_S
 
     def _piece_bytes(self, nbytes: int) -> int:
@@ -453,9 +453,8 @@ class Group:
         after = (self.rank - source) % self.size
         copies = self.copies * (not after) if self.relayed else children(after, self.size)
         wire = copies * buffer.nbytes, buffer.nbytes if after else 0
-        held = [carried]
         done = partial(buffer.copy_, carried)
-        return self._launched(launches, done, action, held, wire=wire, rated=False)
+        return self._launched(launches, done, action, [carried], wire=wire, rated=False)
 
     def take_regroup_s(self) -> float:
         """Return the seconds spent on forming new generations since the last call."""
@@ -463,8 +462,8 @@ class Group:
 
     def gather_bytes(self, payload: bytes, *, action: str) -> list[bytes]:
         """Return every rank's byte string, of any lengths, in rank order."""
-        rows = self.launch_bytes(payload, action=action).wait()
-        return [row for row in rows if row is not None]
+        gathered = self.launch_bytes(payload, action=action)
+        return [row for row in gathered.wait() if row is not None]
 
     def launch_bytes(
         self, payload: bytes, *, action: str, common: bytes | None = None
@@ -627,8 +626,7 @@ class Group:
     def _look(self, waited_s: float) -> None:
         """Raise `Mismatch` if this rank and another one wait for each other, in different calls."""
         heartbeats = self._shared and self._shared.heartbeats
-        due = int(waited_s).bit_count() == 1
-        if due and heartbeats and (text := heartbeats.mismatch()):
+        if int(waited_s).bit_count() == 1 and heartbeats and (text := heartbeats.mismatch()):
             self.abandon(text, Mismatch)
             raise Mismatch(f"{text}. {state_after_failure()}")
 
@@ -672,16 +670,19 @@ def collective_calls() -> int:
     # those of other libraries count, those of other threads of this library do not
     groups = dist.distributed_c10d._world.pg_map
     backends: list[Any] = [g._get_backend(device) for g in groups for device in g._device_types]
-    known = (backend for backend in backends if backend.name() in ("gloo", "nccl"))
-    return sum(backend._get_sequence_number_for_group() for backend in known)
+    return sum(
+        backend._get_sequence_number_for_group()
+        for backend in backends
+        if backend.name() in ("gloo", "nccl")
+    )
 
 
 def require_process_group(value: object) -> None:
     """Raise `TypeError` unless `value` is a process group or None (all ranks)."""
-    if value is None or isinstance(value, dist.ProcessGroup):
+    # the ranks of a group check one that is none of theirs
+    known = isinstance(value, dist.ProcessGroup) or value is dist.GroupMember.NON_GROUP_MEMBER
+    if value is None or known:
         return
-    if value is dist.GroupMember.NON_GROUP_MEMBER:
-        return  # the ranks of the group check it
     raise TypeError(
         "process_group must be a torch.distributed.ProcessGroup or None for all ranks, got "
         f"{value!r} of type {type(value).__name__}: pass what new_group returned"

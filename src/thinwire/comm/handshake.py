@@ -131,8 +131,6 @@ def while_busy(
         kinds = {row.get("kind") for row in rows if "problem" in row}
         kind = next((one for one in error.__subclasses__() if kinds == {one.__name__}), error)
         failure = kind(f"{action} failed on {'; '.join(problems)}")
-        if cause is None:
-            raise failure
         raise failure from cause
     return [row["result"] for row in rows]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.comm.group import Group, Pending, time_limit_s
-from thinwire.comm.private import is_alone, private_group
+from thinwire.comm.private import private_group, rank_and_size_in
 from thinwire.comm.waiting import Timeout
 from thinwire.errors import StrategyError, ThinwireError
 
@@ -162,7 +162,7 @@ def node_size_of(ranks: Sequence[int], node_size: int | None) -> tuple[int, str]
 
 def require_divisor(node_size: int | None, ranks: int) -> None:
     """Raise `ValueError` if the ranks do not divide into nodes of the given size."""
-    if node_size is not None and ranks % node_size:
+    if node_size and ranks % node_size:
         raise ValueError(
             f"node_size={node_size} does not divide the {ranks} ranks that exchange: give a "
             f"divisor of {ranks}, or 1 to make every rank a source of its own"
@@ -181,8 +181,7 @@ class Grid:
     # on every update
 
     def __init__(self, stages: int, timeout: Timeout = None) -> None:
-        joined = not is_alone()
-        rank, size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+        rank, size = rank_and_size_in()
         if size % stages:
             fitting = sorted({stages * max(size // stages, 1), stages * (size // stages + 1)})
             raise StrategyError(
@@ -192,7 +191,7 @@ class Grid:
         self.stages = stages
         self.replicas = size // stages
         self.replica, self.stage = divmod(rank, stages)
-        world = dist.group.WORLD if joined else None
+        world = dist.group.WORLD
         limit_s = time_limit_s(None, timeout)
         grid = f"{stages} stages, {limit_s} s"
         first = rank - self.stage

@@ -303,7 +303,7 @@ def is_alone() -> bool:
 
 def next_identity(process_group: ProcessGroup | None = None) -> int:
     """Return the number, from 1, of the next object that these ranks (None: all) make."""
-    parent = process_group if process_group is not None else dist.group.WORLD
+    parent = process_group or dist.group.WORLD
     if not isinstance(parent, ProcessGroup):
         return 0
     _numbered[parent] = _numbered.get(parent, 0) + 1
