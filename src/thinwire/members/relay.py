@@ -61,6 +61,10 @@ def certificate(cert: Path, key: Path | None) -> ssl.SSLContext:
     return context
 
 
+class _Goodbye(Exception):
+    """A rank leaves."""
+
+
 class _Relay:
     """Connections of all ranks, by room; those of the store's clients are passed on."""
 
@@ -125,8 +129,9 @@ class _Relay:
             leave = partial(self._leave, name, rank, writer)
             # a broken connection is no departure yet
             ends.callback(asyncio.get_running_loop().call_later, patience_s, leave)
-            while await self._hand_on(room, rank, reader, direct):
-                pass
+            with contextlib.suppress(_Goodbye):
+                while True:
+                    await self._hand_on(room, rank, reader, direct)
             leave()
 
     async def _connected(
@@ -209,15 +214,14 @@ class _Relay:
 
     async def _hand_on(
         self, room: _Room, rank: int, reader: asyncio.StreamReader, direct: set[int]
-    ) -> bool:
-        """Pass one frame on; return False for the last one of a rank that leaves."""
+    ) -> None:
         head = await reader.readexactly(HEAD.size)
         length, to, _, kind, *position = HEAD.unpack(head)
         if length > FRAME_BYTES or kind not in _SENT_BY_MEMBERS:
             raise ValueError("no frame of a member")
         frame = HEAD.pack(length, to, rank, kind, *position) + await reader.readexactly(length)
         if kind == Kind.GOODBYE:
-            return False
+            raise _Goodbye
         recipients = [
             writer
             for other, writer in room.items()
@@ -233,7 +237,6 @@ class _Relay:
                 recipient.transport.abort()
             except OSError:
                 pass  # it has disconnected, and its own task cleans up
-        return True
 
 
 async def _first_byte(sock: socket.socket) -> bytes:
