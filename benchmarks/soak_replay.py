@@ -17,9 +17,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from benchmarks.soak_member import CONFIGS, Trainee, digest
 from thinwire.comm import Group
-from thinwire.comm.group import Rate
 from thinwire.comm.member_groups import MemberGroups
 from thinwire.comm.relay import RelayEndpoint
+from thinwire.comm.stats import Rate
 from thinwire.core.feedback import compile_loops
 from thinwire.local.averaging import Averaging, PendingAveraging
 from thinwire.local.model import LocalModel

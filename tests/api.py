@@ -26,7 +26,6 @@ _NAMES = {
     ),
     "thinwire.comm.direct": "connections_between",
     "thinwire.comm.failures": "HeartbeatThread",
-    "thinwire.comm.group": "Rate",
     "thinwire.comm.nodes": "Grid",
     "thinwire.comm.private": "next_identity warn_of_restarts",
     "thinwire.comm.macs": "ALL_RANKS MessageMacs",
@@ -37,6 +36,7 @@ _NAMES = {
     "thinwire.comm.member_groups": "Channel MemberGroups",
     "thinwire.comm.replicate": "make_equal_",
     "thinwire.comm.sockets": "connections has_ended listeners shut_down",
+    "thinwire.comm.stats": "Pace Rate planned_row",
     "thinwire.comm.waiting": "left_s one_deadline",
     "thinwire.compress": "COMPRESSIONS",
     "thinwire.compress.dense": "send_dense",
@@ -57,18 +57,16 @@ _NAMES = {
     "thinwire.core.layerwise": "lamb_ lars_",
     "thinwire.core.loss_scale": "any_non_finite initial_scale next_scale",
     "thinwire.core.norms": "sketch global_norm norm trust_ratio",
-    "thinwire.core.stats": "Pace planned_row",
     "thinwire.core.tensors": "narrowed",
     "thinwire.exchange": "ranks=synchronizer",
     "thinwire.exchange.gradients": "GradientExchange gradients_of",
     "thinwire.exchange.overlap": "Overlap Readiness",
     "thinwire.exchange.checks": "GradientPattern",
     "thinwire.exchange.round": "Round",
-    "thinwire.kernels": "Kernels compiled_steps numba_body=cpu reference threads",
+    "thinwire.kernels": "Kernels compiled_steps numba_body=cpu reference threads=cpu",
+    "thinwire.kernels.cpu": "has_address share_memory",
     "thinwire.kernels.reference": "mixed",
-    "thinwire.kernels.rules": (
-        "Fold LambRule LarsRule OuterRule TrustRule has_address share_memory"
-    ),
+    "thinwire.kernels.rules": "Fold LambRule LarsRule OuterRule TrustRule",
     "thinwire.layout": "traffic",
     "thinwire.layout.message": (
         "HEADER_BYTES Layout CHECKSUM_BYTES SKETCH_NUMEL Slot VALUE_BITS WHOLE_BITS WholeLayout "

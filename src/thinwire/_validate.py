@@ -126,9 +126,8 @@ def scalar(name: str, value: object, *, at_least: float | None = None) -> float:
 def instance(name: str, value: object, kinds: type | tuple[type, ...], *, advice: str = "") -> None:
     """Raise `TypeError` unless `value` is an instance of one of `kinds`."""
     if not isinstance(value, kinds):
-        names = " or ".join(
-            kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,))
-        )
+        allowed = kinds if isinstance(kinds, tuple) else (kinds,)
+        names = " or ".join(kind.__name__ for kind in allowed)
         hint = f"; {advice}" if advice else ""
         raise TypeError(
             f"{name} must be {names}, got {shown(value)} of type {type(value).__name__}{hint}"

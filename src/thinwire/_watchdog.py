@@ -16,6 +16,20 @@ class Late(Exception):
     """The work did not end within its time limit."""
 
 
+def started(work: Callable[[], _T], name: str) -> "Future[_T]":
+    """Begin `work` on a thread of this name; return its outcome, whatever that is."""
+    outcome: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as failure:
+            outcome.set_exception(failure)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome
+
+
 def within(
     limit_s: float,
     work: Callable[[], _T],
@@ -27,16 +41,8 @@ def within(
 
     The limit counts from the beginning, or from the time that `moved_s` returns.
     """
-    outcome: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as failure:
-            outcome.set_exception(failure)
-
+    outcome = started(work, name)
     begun_s = time.monotonic()
-    threading.Thread(target=run, name=name, daemon=True).start()
     left_s = limit_s
     while not wait([outcome], min(left_s, _LONGEST_S)).done:
         since_s = begun_s if moved_s is None else moved_s()

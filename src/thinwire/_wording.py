@@ -26,9 +26,11 @@ def shown(value: object) -> str:
 
 def warn_user(text: str) -> None:
     """Warn at the line of the user's code that called the library, through torch's hooks too."""
-    frame, level = sys._getframe(1), 2
+    frame = sys._getframe(1)
+    level = 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(PASSED):
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level += 1
     warnings.warn(text, UserWarning, level)
 
 
@@ -70,7 +72,8 @@ def near(word: str, candidates: Iterable[str]) -> list[str]:
 
 def _distance(a: str, b: str) -> int:
     """Return the restricted Damerau-Levenshtein distance between two words."""
-    two_before, before = [0] * (len(b) + 1), list(range(len(b) + 1))
+    two_before = [0] * (len(b) + 1)
+    before = list(range(len(b) + 1))
     for i, letter in enumerate(a, start=1):
         row = [i]
         for j, other in enumerate(b, start=1):

@@ -163,7 +163,7 @@ class LossScaler:
         return self.checks and bool(any_non_finite(grads))
 
     def agree(self, overflow: bool) -> bool:
-        """Return True if any rank has an overflow; this rank's own answer if the scale is local.
+        """Agree on an overflow: True if any rank has one; of a local scale this rank's own answer.
 
         Raises:
             Mismatch: A rank is in another call of this library.
@@ -174,7 +174,8 @@ class LossScaler:
             return overflow
         if self._group is None:
             self._group = Group(self._process_group)
-        own, purpose = b"1" if overflow else b"0", "agreeing on an overflow of scaled gradients"
+        own = b"1" if overflow else b"0"
+        purpose = "agreeing on an overflow of scaled gradients"
         answers = self._group.gather_bytes(own, action=purpose)
         for rank, answer in enumerate(answers):
             if answer not in (b"0", b"1"):
@@ -193,7 +194,8 @@ class LossScaler:
         """
         if overflow is not None:
             self._adapted(overflow)
-        self._begun, self._unscaled = None, {}
+        self._begun = None
+        self._unscaled = {}
 
     def _adapted(self, overflow: bool) -> float:
         """Adapt the scale once a step, and return the scale of the losses."""

@@ -99,7 +99,8 @@ class ShardedSampler(Sampler[int]):
 
     def _begin(self, epoch: int) -> None:
         if epoch != self._epoch:
-            self._epoch, self._taken = epoch, 0
+            self._epoch = epoch
+            self._taken = 0
 
     def __len__(self) -> int:
         """Return the number of this rank's samples that are left in the epoch."""
@@ -124,7 +125,9 @@ class ShardedSampler(Sampler[int]):
         if epoch not in self._orders:
             order = list(range(self._length))
             if self._shuffle:
-                source = torch.Generator().manual_seed(_mixed(self._seed, epoch))
+                # close numbers give distant seeds, 63 bits wide
+                mixed = self._seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03
+                source = torch.Generator().manual_seed(mixed % (1 << 63))
                 order = torch.randperm(self._length, generator=source, device="cpu").tolist()
             kept = {e: known for e, known in self._orders.items() if e == epoch - 1}
             self._orders = kept | {epoch: order}
@@ -153,7 +156,7 @@ class ShardedSampler(Sampler[int]):
 
     def _remaining(self, taken: Sequence[Taken | None]) -> tuple[int, list[int]]:
         """Return the latest epoch of any rank, and the samples left of all epochs until then."""
-        known = [(self._start, 0) if report is None else report for report in taken]
+        known = [report or (self._start, 0) for report in taken]
         top = max(epoch for epoch, _ in known)
         left: list[int] = []
         for epoch in range(min(epoch for epoch, _ in known), top + 1):
@@ -205,11 +208,7 @@ class ShardedSampler(Sampler[int]):
         gone = set(state["dealt_beyond"])
         left = [~sample for sample in state["left_before"]]
         left += [position for position in range(dealt, self._length) if position not in gone]
-        self._shuffle, self._seed = check.boolean("shuffle", state["shuffle"]), seed
+        self._shuffle = check.boolean("shuffle", state["shuffle"])
+        self._seed = seed
         self._orders = {}
         self._go_on(epoch, left)
-
-
-def _mixed(seed: int, epoch: int) -> int:
-    """Return a hash of both numbers, 63 bits wide; close inputs give distant hashes."""
-    return (seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03) % (1 << 63)

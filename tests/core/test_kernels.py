@@ -279,9 +279,9 @@ def test_a_forked_child_has_threads_of_its_own():
 def test_a_selection_stays_in_its_memory_whatever_it_is_from(tmp_path):
     code = """
 import torch
-from thinwire.kernels import cpu as numba_body, reference, threads
+from thinwire.kernels import cpu as numba_body, reference
 from thinwire.kernels.rules import Fold
-threads.SMALLEST, numba_body._SMALLEST_ROOM = 64, 1
+numba_body.SMALLEST, numba_body._SMALLEST_ROOM = 64, 1
 torch.get_num_threads = lambda: 3
 generator = torch.Generator().manual_seed(0)
 nan, inf = float("nan"), float("inf")

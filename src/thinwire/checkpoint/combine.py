@@ -68,7 +68,9 @@ def combine(
 
 class _Combiner:
     def __init__(self, rules: Mapping[str, Rule], rank: int, read: Read) -> None:
-        self.rules, self.rank, self.read = rules, rank, read
+        self.rules = rules
+        self.rank = rank
+        self.read = read
         self._own = partial(mapped, read, kinds=STORED)
 
     def node(self, path: Path, nodes: list[Any]) -> Any:
@@ -124,7 +126,8 @@ class _Combiner:
 
     def _mean(self, leaves: list[Any], zeros: int) -> Tensor:
         first = self.read(leaves[0])
-        total, equal = first.to(_wide(first.dtype), copy=True), zeros == 0
+        total = first.to(_wide(first.dtype), copy=True)
+        equal = zeros == 0
         for leaf in leaves[1:]:
             # ranks with the same bytes refer to the same tensor of a file
             other = first if isinstance(leaf, TensorRef) and leaf == leaves[0] else self.read(leaf)

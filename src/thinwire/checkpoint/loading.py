@@ -64,11 +64,13 @@ class CheckpointReader:
                 f"ranks are now stages {sorted(set(parts))}. Load it with the number of stages "
                 f"that saved it; or {EXPORTED}"
             )
-        self.path, self.manifest = path, manifest
+        self.path = path
+        self.manifest = manifest
         peers = [r for r, part in enumerate(parts) if part == parts[rank]]
         every = range(len(manifest.parts))
         old = [r for r in every if self._sharding is not None or manifest.parts[r] == parts[rank]]
-        self._position, self._rank = peers.index(rank), rank
+        self._position = peers.index(rank)
+        self._rank = rank
         self._is_own = self._sharding is None and len(old) == len(peers) and not combined
         self._sources = [old[self._position]] if self._is_own else old
         self.trees: list[Any] = []
@@ -123,7 +125,8 @@ class CheckpointReader:
     def _require_intact(self, name: str) -> None:
         if name in self._intact:
             return
-        path, directories = self.path / name, self.manifest.directories
+        path = self.path / name
+        directories = self.manifest.directories
         if problem := damage_of(path, *self.manifest.files[name]):
             if not path.exists() and len(directories) > 1:
                 problem += (
@@ -211,7 +214,8 @@ def load(
         if any(answers):
             problems += [(at, text) for text in by_rank(answers)]
             continue
-        path, newer = verified[0].path, [text for other, text in problems if other >= at]
+        path = verified[0].path
+        newer = [text for other, text in problems if other >= at]
         if newer:
             text = f"loading {path}, because the newer checkpoints cannot be loaded: "
             warn_user(text + "; ".join(newer))

@@ -181,7 +181,8 @@ class Found:
 
 def name_of(step: int, taken: Iterable[str]) -> str:
     """Return a name for a new checkpoint. Existing ones may have the same step."""
-    base, used = f"step_{step:010d}", set(taken)
+    base = f"step_{step:010d}"
+    used = set(taken)
     names = (base if i == 1 else f"{base}_{i}" for i in count(1))
     return next(name for name in names if name not in used)
 

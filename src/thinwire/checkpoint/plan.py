@@ -53,7 +53,9 @@ class RankWriter:
 
     def __init__(self, root: Path, rank: int, token: str) -> None:
         self._token_path = root / token_name(rank, token)
-        self._root, self._rank, self._token = root, rank, token
+        self._root = root
+        self._rank = rank
+        self._token = token
         self._tensors: dict[str, Tensor] = {}
         self._hashes: dict[str, Hash] = {}
         self._digests: dict[str, str] = {}
@@ -158,7 +160,10 @@ class SaveLayout:
     ) -> None:
         [self._neighbours] = [directory for directory in directories if rank in directory]
         self.leads = rank == self._neighbours[0]
-        self.root, self.step, self._directories, self._facts = root, step, directories, facts
+        self.root = root
+        self.step = step
+        self._directories = directories
+        self._facts = facts
         name = name_of(step, (name for row in surveys for name in row["names"]))
         self.path = root / name
         self.token = surveys[self._neighbours[0]]["token"]

@@ -110,7 +110,8 @@ def prune(group: Group, plan: SaveLayout, keep: int | None) -> list[str]:
     gone = {key for row in leaders for key, entry in row.items() if entry["step"] == plan.step}
     known = {(entry["serial"], key) for row in leaders for key, entry in row.items()}
     order = [key for _, key in sorted(known, reverse=True) if key not in gone]
-    whole, verified = 1, keep == 1
+    whole = 1
+    verified = keep == 1
     for key in order if keep is not None and len(order) >= keep else []:
         if whole == keep:
             gone.add(key)

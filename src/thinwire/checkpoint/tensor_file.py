@@ -181,7 +181,8 @@ class TensorReader:
     """Reads the tensors of a checkpoint's folder one by one. Files stay open in the context."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._stack = folder, ExitStack()
+        self._folder = folder
+        self._stack = ExitStack()
         self._files: dict[int, Any] = {}
 
     def __enter__(self) -> "TensorReader":
@@ -247,9 +248,11 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -
     offset = 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
-        code, shape = PLAIN.get(tensor.dtype), list(tensor.shape)
+        code = PLAIN.get(tensor.dtype)
+        shape = list(tensor.shape)
         if code is None:
-            code, shape = "U8", [size]
+            code = "U8"
+            shape = [size]
         entries[name] = {"dtype": code, "shape": shape, "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(entries).encode()

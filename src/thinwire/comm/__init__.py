@@ -1,7 +1,6 @@
 """Communication with other ranks; the only package that calls `torch.distributed`."""
 
 from thinwire.comm.ddp import tap_buckets
-from thinwire.comm.failures import state_in_errors
 from thinwire.comm.group import (
     Group,
     Pending,
@@ -20,7 +19,14 @@ from thinwire.comm.handshake import (
 from thinwire.comm.macs import ALL_RANKS, wrong_mac_text
 from thinwire.comm.nodes import Sources, node_size_of, require_mesh, sites_of, sources_of
 from thinwire.comm.private import is_alone, next_identity, rank_and_size_in
-from thinwire.comm.waiting import busy, long_waits_logged, one_deadline, own_deadlines, seconds_of
+from thinwire.comm.waiting import (
+    busy,
+    long_waits_logged,
+    one_deadline,
+    own_deadlines,
+    seconds_of,
+    state_in_errors,
+)
 
 __all__ = [
     "ALL_RANKS",

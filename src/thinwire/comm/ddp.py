@@ -1,10 +1,9 @@
 """Tap DistributedDataParallel's backward pass where gradients become ready, bucket by bucket."""
 
-import gc
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.group import Group
 
-_T = TypeVar("_T")
 OnBucket = Callable[[int, Sequence[Parameter], Sequence[Tensor]], None]
 
 _taps: "weakref.WeakKeyDictionary[DistributedDataParallel, BucketTap]" = weakref.WeakKeyDictionary()
@@ -29,12 +27,6 @@ class BucketTap:
         self.on_bucket: OnBucket | None = None
         self._ddp = weakref.ref(ddp)
         ddp.register_comm_hook(None, self._hook)
-
-    def open(self, on_bucket: OnBucket, instead: str) -> None:
-        """Start to call the function, and refuse DDP's `join` with the advice `instead`."""
-        self.on_bucket = on_bucket
-        if (ddp := self._ddp()) is not None:
-            vars(ddp)["join_hook"] = partial(_refuse_join, instead)
 
     def close(self) -> None:
         """Stop calling the function; gradients pass through."""
@@ -59,13 +51,17 @@ def _gradients(bucket: dist.GradBucket) -> list[Tensor]:  # type: ignore[name-de
     """Return views of a bucket in the layouts of the parameters, as DDP's reducer lays them out."""
     # `bucket.gradients()` returns some layouts, such as channels_last, in the wrong order
     # Source: torch/csrc/distributed/c10d/reducer.cpp, `initialize_bucket_views`.
-    buffer, at, found = bucket.buffer(), 0, []
+    buffer = bucket.buffer()
+    at = 0
+    found = []
     for param in bucket.parameters():
         part = buffer.narrow(0, at, param.numel())
         at += param.numel()
         dense = torch.empty_like(param, device="meta").stride() == param.stride()
-        layout = param.shape, param.stride(), part.storage_offset()
-        found.append(part.as_strided(*layout) if dense else part.view(param.shape))
+        if dense:
+            found.append(part.as_strided(param.shape, param.stride(), part.storage_offset()))
+        else:
+            found.append(part.view(param.shape))
     return found
 
 
@@ -94,7 +90,8 @@ def tap_buckets(
             "this DistributedDataParallel model is attached already: call remove() on its handle "
             "first"
         )
-    tap.open(on_bucket, instead)
+    tap.on_bucket = on_bucket
+    vars(ddp)["join_hook"] = partial(_refuse_join, instead)
     return tap
 
 
@@ -104,9 +101,3 @@ def _refuse_join(instead: str, **_: Any) -> NoReturn:
         "in step(), which a rank without batches does not call: give all ranks equally many "
         f"batches, or {instead}"
     )
-
-
-def living(kind: type[_T]) -> list[_T]:
-    """Return all objects of a type in this process; visits every object, which takes a moment."""
-    # type() and not isinstance, which would resolve the class of proxies
-    return [value for value in gc.get_objects() if issubclass(type(value), kind)]

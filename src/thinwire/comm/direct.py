@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from thinwire.comm.sockets import Connection, Endpoint, connections, listeners
 
 _NEVER = datetime.timedelta(days=30)
+_Gloo: Any = ProcessGroupGloo  # torch has more of it than its stub
 _DEVICES_TRIED = 20
 _listening = threading.Lock()
 
@@ -43,15 +44,15 @@ def connections_between(local: Endpoint, remote: Set[Endpoint]) -> list[Connecti
 
 def answering(endpoints: Mapping[int, Endpoint], limit_s: float) -> set[int]:
     """Return the ranks whose endpoint accepts a connection within the limit."""
+    found: set[int] = set()
 
-    def accepts(rank: int) -> bool:
+    def look(rank: int) -> None:
         with contextlib.suppress(OSError), socket.create_connection(endpoints[rank], limit_s):
-            return True
-        return False
+            found.add(rank)
 
     with ThreadPoolExecutor(len(endpoints) or 1) as pool:
-        found = pool.map(accepts, endpoints)
-        return {rank for rank, there in zip(endpoints, found, strict=True) if there}
+        list(pool.map(look, endpoints))
+    return found
 
 
 class PrefetchingStore(Store):
@@ -82,30 +83,30 @@ class PrefetchingStore(Store):
 
 def listening_device(address: str) -> tuple[Any, Endpoint]:
     """Return a gloo device that listens on an address of this machine, and where."""
-    kind: Any = ProcessGroupGloo  # torch has it, its stub not
     with _listening:  # the new one is recognised by what was there before
         for _ in range(_DEVICES_TRIED):
             before = listeners()
-            device = kind.create_device(hostname=address, lazy_init=False)
+            device = _Gloo.create_device(hostname=address, lazy_init=False)
             new = {endpoint for inode, endpoint in listeners().items() if inode not in before}
             if len(new) == 1:  # else other threads have begun to listen meanwhile
                 return device, new.pop()
-    text = "times in a row, another thread of this process began to listen at the same time"
-    raise RuntimeError(f"{_DEVICES_TRIED} {text}")
+    raise RuntimeError(
+        f"{_DEVICES_TRIED} times in a row, another thread of this process began to listen too"
+    )
 
 
 def gloo_group(
     store: Store, rank: int, size: int, timeout_s: float, device: Any = None
 ) -> ProcessGroup:
     """Return a gloo group that is not in torch's registry. Without a device it uses torch's own."""
-    kind: Any = ProcessGroupGloo
     timeout = datetime.timedelta(seconds=timeout_s)
     if device is None:
-        backend = kind(store, rank, size, timeout)
+        backend = _Gloo(store, rank, size, timeout)
     else:
-        options = kind._Options()
-        options._devices, options._timeout = [device], timeout
-        backend = kind(store, rank, size, options)
+        options = _Gloo._Options()
+        options._devices = [device]
+        options._timeout = timeout
+        backend = _Gloo(store, rank, size, options)
     group = ProcessGroup(store, rank, size)
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)

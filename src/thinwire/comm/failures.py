@@ -8,17 +8,22 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
 from thinwire.comm.sockets import Connection, connections, shut_down
-from thinwire.comm.waiting import Awaited, activity, idle_s, launches, note_call
+from thinwire.comm.waiting import (
+    Awaited,
+    activity,
+    idle_s,
+    launches,
+    note_call,
+    state_after_failure,
+)
 from thinwire.errors import Mismatch, PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
 
 _KEY_PREFIX = "thinwire/alive"
@@ -72,7 +77,8 @@ class HeartbeatThread:
     # abort the interpreter
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float) -> None:
-        self._rank, self._size = rank, size
+        self._rank = rank
+        self._size = size
         self._began_s = time.monotonic()
         self.interval_s = min(max(timeout_s / 10, _SHORTEST_S), _LONGEST_S)
         self._failed = ""
@@ -228,23 +234,6 @@ _LOST = re.compile(
 )
 
 
-_state = ContextVar("state", default="Nothing of this exchange was applied")
-
-
-@contextmanager
-def state_in_errors(state: str) -> Iterator[None]:
-    """Let errors of exchanges inside the block describe the state of this rank, in a sentence."""
-    before = _state.set(state)
-    try:
-        yield
-    finally:
-        _state.reset(before)
-
-
-state_after_failure = _state.get
-"""Returns the state after an exchange that fails now, as a sentence without its full stop."""
-
-
 RESTART = "; restart from the last checkpoint"
 
 
@@ -285,7 +274,11 @@ def explain_failure(
     return PeerLost(f"{where}: {_lost_text(others)}{advice}. ({text})")
 
 
-def _stalled_text(others: dict[int, Heartbeat | None] | None, within: str, *, known: bool) -> str:
+_Others = dict[int, Heartbeat | None] | None
+"""Last heartbeats of the other ranks; None where the store does not answer."""
+
+
+def _stalled_text(others: _Others, within: str, *, known: bool) -> str:
     end = f"{state_after_failure()}."
     if others is None:
         why = (
@@ -307,7 +300,7 @@ def _stalled_text(others: dict[int, Heartbeat | None] | None, within: str, *, kn
     )
 
 
-def _lost_text(others: dict[int, Heartbeat | None] | None) -> str:
+def _lost_text(others: _Others) -> str:
     state = state_after_failure()
     left = f"closed its connection: it died, or left after an error of its own. {state}"
     if others is None:

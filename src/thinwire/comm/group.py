@@ -1,7 +1,6 @@
 """The ranks that exchange, as one object that also works on a single rank."""
 
 import contextlib
-import datetime
 import hashlib
 import os
 import struct
@@ -14,7 +13,7 @@ from functools import partial
 from itertools import cycle
 from math import ceil
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from thinwire._launched import one_of_several, require_linux
 from thinwire._wording import warn_user
-from thinwire.comm.failures import RESTART, explain_failure, state_after_failure
+from thinwire.comm.failures import RESTART, explain_failure
 from thinwire.comm.macs import MessageMacs, wrong_mac_text
 from thinwire.comm.private import (
     UNKNOWN_S,
@@ -33,7 +32,17 @@ from thinwire.comm.private import (
     private_group,
     timeout_s_of,
 )
-from thinwire.comm.waiting import Limit, Progress, one_deadline, seconds_of, set_activity, whole_s
+from thinwire.comm.stats import Rate
+from thinwire.comm.waiting import (
+    Limit,
+    Progress,
+    Timeout,
+    one_deadline,
+    seconds_of,
+    set_activity,
+    state_after_failure,
+    whole_s,
+)
 from thinwire.errors import Mismatch, PayloadCorrupt, ThinwireError
 from thinwire.layout.traffic import STREAMS, children, streams_between
 
@@ -79,7 +88,8 @@ class Pending(Generic[_T_co]):
 
     def forward(self) -> None:
         """Wait for the first of several rounds, and launch the second; once."""
-        rest, self._rest = self._rest, None
+        rest = self._rest
+        self._rest = None
         if rest is not None:
             next(rest, None)
 
@@ -94,10 +104,10 @@ class Group:
     # a private process group carries the traffic: collectives of the user cannot interleave.
     # Making it is collective. After a failure all exchanges over these ranks are refused
 
-    on_the_wire: ClassVar[int] = 0
+    on_the_wire = 0
     """`bytes_sent` of all groups of this process: a gathered message W-1 times, a reduced one
     2(W-1)/W times, without TCP and IP headers."""
-    within_sites: ClassVar[int] = 0
+    within_sites = 0
     """The part of `on_the_wire` between ranks of one site, which shard a model."""
     one_site = False
     """True if these ranks are those of one site."""
@@ -132,7 +142,7 @@ class Group:
     def __init__(
         self,
         process_group: dist.ProcessGroup | None = None,
-        timeout: float | datetime.timedelta | None = None,
+        timeout: Timeout = None,
         streams: int | None = None,
         *,
         gloo: bool = False,
@@ -146,18 +156,26 @@ class Group:
                     "process_group was given but torch.distributed is not initialized: call "
                     "init_process_group first"
                 )
-            _warn_unless_alone()
+            if (which := one_of_several(os.environ)) is not None:
+                warn_user(
+                    f"this is {which}, and there is no process group, so that each rank trains for "
+                    'itself: call torch.distributed.init_process_group("gloo") first, with RANK, '
+                    "WORLD_SIZE, MASTER_ADDR and MASTER_PORT set (docs/machines.md). To train "
+                    "alone, set WORLD_SIZE=1"
+                )
             return
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
         if self.rank < 0:
-            advice = "pass the group that this rank belongs to"
-            raise ValueError(f"process_group does not contain this rank: {advice}")
-        parent = process_group if process_group is not None else dist.group.WORLD
+            raise ValueError(
+                "process_group does not contain this rank: pass the group that it belongs to"
+            )
+        parent = process_group or dist.group.WORLD
         assert parent is not None
         if self.size > 1:
             require_linux("training on several ranks")
-            ranks, name = dist.get_process_group_ranks(parent), "gloo" if gloo else "all"
+            ranks = dist.get_process_group_ranks(parent)
+            name = "gloo" if gloo else "all"
             self._shared = private_group(parent, name, self.timeout_s, ranks, gloo=gloo)
 
     @classmethod
@@ -204,11 +222,12 @@ class Group:
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
         """Leave exchanges inside the block out of `bytes_sent` and `bytes_received`."""
-        groups = [group for group in (self, self.shards, self.replicas) if group is not None]
+        groups = filter(None, (self, self.shards, self.replicas))
         counted = [(group, group.bytes_sent, group.bytes_received) for group in groups]
         yield
         for group, sent, received in counted:
-            group.bytes_sent, group.bytes_received = sent, received
+            group.bytes_sent = sent
+            group.bytes_received = received
 
     @property
     def all_ranks(self) -> "Group":
@@ -286,7 +305,8 @@ class Group:
         if self.size == 1:
             return Pending(lambda: message.unsqueeze(0))
         out = message.new_empty(self.size * message.numel())
-        rows, limit = out.view(self.size, -1), self._piece_bytes(message.numel())
+        rows = out.view(self.size, -1)
+        limit = self._piece_bytes(message.numel())
         held = [out, message]
         # gloo's gather hands every message on W - 1 times, a round trip each; this needs one
         at_once = self.size > 2 and not self.relayed
@@ -294,7 +314,7 @@ class Group:
             held.append(copies := message.repeat(self.size))
             launches = [partial(dist.all_to_all_single, out, copies)]
         elif message.numel() <= limit:
-            launches = [partial(all_gather_single, out, message)]
+            launches = [partial(getattr(dist, _GATHER), out, message)]
         else:
             cuts = [slice(at, at + limit) for at in range(0, message.numel(), limit)]
             launches = [
@@ -317,11 +337,13 @@ class Group:
     ) -> Pending[Tensor]:
         """Launch an all-to-all of strings whose lengths differ by sender too."""
         # `lengths` by sender, then by receiver; the result has the strings one after the other
-        given, taken = lengths[self.rank], [row[self.rank] for row in lengths]
+        given = lengths[self.rank]
+        taken = [row[self.rank] for row in lengths]
         own = given[self.rank]
         if self.size == 1:
             return Pending(lambda: parts)
-        device, parts = parts.device, parts.to(self._carrier(parts.device))
+        device = parts.device
+        parts = parts.to(self._carrier(parts.device))
         longest = max(1, *map(max, lengths))
         width = ceil(self._piece_bytes(self.size * longest) / self.size)
         begins = range(0, longest, width)
@@ -364,12 +386,20 @@ class Group:
     @property
     def seems_near(self) -> bool:
         """True if one connection fills the line to every other rank, as far as this rank saw."""
-        shared = self._shared
-        quick = shared is not None and shared.round_trip_s < _NEAR_S
+        quick = self._shared is not None and self._shared.round_trip_s < _NEAR_S
         return quick and self.rate_bit_s >= _FAST_BIT_S
 
     def _piece_bytes(self, nbytes: int) -> int:
-        cautious = piece_bytes(nbytes, self.timeout_s)
+        """Return the bytes of a piece: those in flight cross 0.5 Mbit/s within the time-out."""
+        # the same on all ranks, and for any number of streams: sums are made piece by piece
+        wanted = int(min(self.timeout_s, 1e6)) * _BYTES_PER_S
+        cautious = min(max(wanted, _SMALLEST_BYTES), _LARGEST_BYTES)
+        if nbytes > _WHOLE_BYTES:
+            # every stream carries as many pieces; whole numbers of any type
+            streams = min(1 << (nbytes // _OF_STREAM_BYTES).bit_length() - 1, STREAMS)
+            most = min(max(wanted // STREAMS, _SMALLEST_BYTES), _LARGEST_BYTES)
+            pieces = ceil(nbytes / streams / most)
+            cautious = 16 * ceil(nbytes / streams / pieces / 16)
         # a near line that becomes a hundred times slower must still pass a piece in time
         quick = int(self.timeout_s * _FAST_BIT_S / 8 / 100)
         return max(cautious, min(_NEAR_BYTES, quick // 16 * 16)) if self.near else cautious
@@ -423,8 +453,8 @@ class Group:
         after = (self.rank - source) % self.size
         copies = self.copies * (not after) if self.relayed else children(after, self.size)
         wire = copies * buffer.nbytes, buffer.nbytes if after else 0
-        held, done = [carried], partial(buffer.copy_, carried)
-        return self._launched(launches, done, action, held, wire=wire, rated=False)
+        done = partial(buffer.copy_, carried)
+        return self._launched(launches, done, action, [carried], wire=wire, rated=False)
 
     def take_regroup_s(self) -> float:
         """Return the seconds spent on forming new generations since the last call."""
@@ -432,8 +462,8 @@ class Group:
 
     def gather_bytes(self, payload: bytes, *, action: str) -> list[bytes]:
         """Return every rank's byte string, of any lengths, in rank order."""
-        rows = self.launch_bytes(payload, action=action).wait()
-        return [row for row in rows if row is not None]
+        gathered = self.launch_bytes(payload, action=action)
+        return [row for row in gathered.wait() if row is not None]
 
     def launch_bytes(
         self, payload: bytes, *, action: str, common: bytes | None = None
@@ -443,7 +473,8 @@ class Group:
         # `common` is on all ranks, None stands for the strings of other parts
         parts = () if common is None or not self.static_membership else self.parts
         shared = common if parts and common is not None else payload
-        own = _HEAD.pack(len(payload), _digest(payload), _digest(shared))
+        digests = (hashlib.blake2b(one, digest_size=8).digest() for one in (payload, shared))
+        own = _HEAD.pack(len(payload), *digests)
         heads = self.launch_now(own, action)
 
         def gathered() -> Sequence[bytes | None]:
@@ -477,11 +508,10 @@ class Group:
             rows = gathered.wait()
             if macs is not None:
                 rows, wrong = macs.verified(rows, number)
-                if wrong:
-                    text = wrong_mac_text(action, wrong[0])
+                for source in wrong:
+                    text = wrong_mac_text(action, source)
                     raise PayloadCorrupt(f"{text}. {state_after_failure()}")
-            found = [row.numpy().tobytes() for row in rows]
-            return self.unsealed(found, action)
+            return self.unsealed([row.numpy().tobytes() for row in rows], action)
 
         return Pending(strings)
 
@@ -494,9 +524,10 @@ class Group:
 
     def ended_by_damage(self, source: int, action: str) -> PayloadCorrupt:
         """End the group, since no other rank knows of the damage; return this rank's error."""
-        where = f"rank {self.rank} of {self.size}, {action}"
-        damage = f"{where}: the message from rank {source} was damaged in transit"
-        text = f"{damage}. {state_after_failure()}"
+        text = (
+            f"rank {self.rank} of {self.size}, {action}: the message from rank {source} was "
+            f"damaged in transit. {state_after_failure()}"
+        )
         if self._shared is not None and self._shared.heartbeats is not None:
             self._shared.heartbeats.ask("damaged", 0.0)
         self.abandon(text, PayloadCorrupt)
@@ -514,8 +545,9 @@ class Group:
         control: bool = False,
     ) -> Pending[Tensor]:
         """Launch all pieces. `held` is kept until they end; `wire`: bytes sent and received."""
-        group, launched_s, shared = self._private, time.perf_counter(), self._shared
+        group, shared = self._private, self._shared
         assert shared is not None, "there are other ranks"
+        launched_s = time.perf_counter()
         sent, received = wire
         self.bytes_sent += sent
         self.bytes_received += received
@@ -542,7 +574,8 @@ class Group:
             begin_s = time.perf_counter()
             try:
                 self._wait_for_all(works, action, held, by_gloo=by_gloo)
-                nbytes, now_s = sent if rated and not control else 0, time.perf_counter()
+                nbytes = sent if rated and not control else 0
+                now_s = time.perf_counter()
                 self._rate.ended(nbytes, launched_s, begin_s, now_s)
                 if control:
                     shared.round_trip_s = min(shared.round_trip_s, now_s - launched_s)
@@ -592,8 +625,8 @@ class Group:
 
     def _look(self, waited_s: float) -> None:
         """Raise `Mismatch` if this rank and another one wait for each other, in different calls."""
-        heartbeats, due = self._shared and self._shared.heartbeats, int(waited_s).bit_count() == 1
-        if due and heartbeats and (text := heartbeats.mismatch()):
+        heartbeats = self._shared and self._shared.heartbeats
+        if int(waited_s).bit_count() == 1 and heartbeats and (text := heartbeats.mismatch()):
             self.abandon(text, Mismatch)
             raise Mismatch(f"{text}. {state_after_failure()}")
 
@@ -606,9 +639,15 @@ class Group:
 
     def explained(self, error: RuntimeError, action: str, within: str) -> ThinwireError:
         """Return the error to raise for a failed exchange of these ranks."""
-        how: dict[str, Any] = {"action": action, "within": within, "advice": self._advice}
-        how["heartbeats"] = self._shared and self._shared.heartbeats
-        return explain_failure(error, rank=self.rank, size=self.size, **how)
+        return explain_failure(
+            error,
+            action=action,
+            rank=self.rank,
+            size=self.size,
+            within=within,
+            heartbeats=None if self._shared is None else self._shared.heartbeats,
+            advice=self._advice,
+        )
 
 
 def sealed(payload: bytes) -> bytes:
@@ -616,13 +655,7 @@ def sealed(payload: bytes) -> bytes:
     return payload + _CHECKSUM.pack(zlib.crc32(payload))
 
 
-def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=8).digest()
-
-
-def time_limit_s(
-    process_group: dist.ProcessGroup | None, timeout: float | datetime.timedelta | None
-) -> float:
+def time_limit_s(process_group: dist.ProcessGroup | None, timeout: Timeout) -> float:
     """Return the longest wait in one call: `timeout`, or that of the process group."""
     require_process_group(process_group)
     own_s = seconds_of(timeout)
@@ -637,56 +670,23 @@ def collective_calls() -> int:
     # those of other libraries count, those of other threads of this library do not
     groups = dist.distributed_c10d._world.pg_map
     backends: list[Any] = [g._get_backend(device) for g in groups for device in g._device_types]
-    known = (backend for backend in backends if backend.name() in ("gloo", "nccl"))
-    return sum(backend._get_sequence_number_for_group() for backend in known)
+    return sum(
+        backend._get_sequence_number_for_group()
+        for backend in backends
+        if backend.name() in ("gloo", "nccl")
+    )
 
 
 def require_process_group(value: object) -> None:
     """Raise `TypeError` unless `value` is a process group or None (all ranks)."""
-    if value is None or isinstance(value, dist.ProcessGroup):
+    # the ranks of a group check one that is none of theirs
+    known = isinstance(value, dist.ProcessGroup) or value is dist.GroupMember.NON_GROUP_MEMBER
+    if value is None or known:
         return
-    if value is dist.GroupMember.NON_GROUP_MEMBER:
-        return  # the ranks of the group check it
     raise TypeError(
         "process_group must be a torch.distributed.ProcessGroup or None for all ranks, got "
         f"{value!r} of type {type(value).__name__}: pass what new_group returned"
     )
-
-
-def _warn_unless_alone() -> None:
-    which = one_of_several(os.environ)
-    if which is not None:
-        warn_user(
-            f"this is {which}, and there is no process group, so that each rank trains for itself: "
-            'call torch.distributed.init_process_group("gloo") first, with RANK, WORLD_SIZE, '
-            "MASTER_ADDR and MASTER_PORT set (docs/machines.md). To train alone, set WORLD_SIZE=1"
-        )
-
-
-_LEAST_BYTES, _SEEN_S = 2**16, 1e-4
-_KEPT = 0.95
-"""Weight of the old mean at each exchange: the mean covers about the last 20."""
-
-
-class Rate:
-    """Moving mean of this rank's send throughput during exchanges."""
-
-    def __init__(self) -> None:
-        self._bytes = self._s = self._until_s = 0.0
-
-    @property
-    def bit_s(self) -> float:
-        """Bits a second; 0 before the first exchange that counts."""
-        return 8 * self._bytes / self._s if self._s else 0.0
-
-    def ended(self, nbytes: float, launched_s: float, waits_s: float, now_s: float) -> None:
-        """Count an exchange by the times of its launch, of the first wait, and of its end."""
-        if nbytes < _LEAST_BYTES or now_s - waits_s < _SEEN_S:
-            return
-        seconds = now_s - max(launched_s, self._until_s)
-        self._until_s = now_s
-        self._bytes = _KEPT * self._bytes + nbytes
-        self._s = _KEPT * self._s + seconds
 
 
 _NEAR_S, _FAST_BIT_S, _NEAR_BYTES = 2e-3, 2e8, 32 << 20
@@ -695,21 +695,5 @@ _WHOLE_BYTES, _OF_STREAM_BYTES = 512 << 10, 128 << 10
 _BYTES_PER_S = 32 << 10
 
 
-def piece_bytes(nbytes: int, timeout_s: float) -> int:
-    """Return the bytes of a piece: those in flight cross 0.5 Mbit/s within the time-out."""
-    # the same on all ranks, and for any number of streams: sums are made piece by piece
-    wanted = int(min(timeout_s, 1e6)) * _BYTES_PER_S
-    if nbytes <= _WHOLE_BYTES:
-        return min(max(wanted, _SMALLEST_BYTES), _LARGEST_BYTES)
-    # every stream carries as many pieces; whole numbers of any type
-    streams = min(1 << (nbytes // _OF_STREAM_BYTES).bit_length() - 1, STREAMS)
-    most = min(max(wanted // STREAMS, _SMALLEST_BYTES), _LARGEST_BYTES)
-    pieces = ceil(nbytes / streams / most)
-    return 16 * ceil(nbytes / streams / pieces / 16)
-
-
-def all_gather_single(output: Tensor, message: Tensor, **options: Any) -> dist.Work:
-    """Call torch's function of this name, which had another one before torch 2.13."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: dist.Work = gather(output, message, **options)
-    return work
+_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+"""Name of torch's function, and that before torch 2.13."""

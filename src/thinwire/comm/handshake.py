@@ -3,13 +3,13 @@
 import json
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import cache
 from typing import Any, TypeVar
 
+from thinwire._watchdog import started
 from thinwire._wording import warn_user
 from thinwire.comm.group import Group
 from thinwire.comm.waiting import own_deadlines
@@ -121,28 +121,16 @@ def while_busy(
     """Run `act` on every rank and wait for all of them, however long they take."""
     # on a second thread, so that the main thread can report that it is still running. Work that
     # exceeds `limit_s` keeps running, and its result is lost
-    outcome: Future[_T] = Future()
-
-    def work() -> None:
-        try:
-            outcome.set_result(act())
-        except BaseException as failure:  # every failure must be reported to the other ranks
-            outcome.set_exception(failure)
-
-    if group.size == 1 and limit_s is None:
-        work()
-        rows = [_answer(outcome)]
-    else:
-        threading.Thread(target=work, name="thinwire-work", daemon=True).start()
-        rows = _answers(group, action, outcome, limit_s, moved)
+    outcome = started(act, "thinwire-work")
+    rows = _answers(group, action, outcome, limit_s, moved)
     problems = by_rank([row.get("problem") for row in rows])
     if problems:
         cause = outcome.exception() if outcome.done() else None
         if isinstance(cause, ThinwireError | OSError):  # the text has all of it
             cause = cause.__cause__
-        failure = _kind(error, rows)(f"{action} failed on {'; '.join(problems)}")
-        if cause is None:
-            raise failure
+        kinds = {row.get("kind") for row in rows if "problem" in row}
+        kind = next((one for one in error.__subclasses__() if kinds == {one.__name__}), error)
+        failure = kind(f"{action} failed on {'; '.join(problems)}")
         raise failure from cause
     return [row["result"] for row in rows]
 
@@ -159,18 +147,13 @@ def by_rank(texts: Sequence[str | None]) -> list[str]:
     ]
 
 
-def _kind(error: type[ThinwireError], rows: Sequence[_Answer]) -> type[ThinwireError]:
-    kinds = {row.get("kind") for row in rows if row.get("problem") is not None}
-    return next((kind for kind in error.__subclasses__() if kinds == {kind.__name__}), error)
-
-
 def _answer(outcome: Future[Any]) -> _Answer:
     failure = outcome.exception()
     if failure is None:
         return {"result": outcome.result()}
     kind = type(failure).__name__
-    named = f"{'' if isinstance(failure, ThinwireError) else f'{kind}: '}{failure}"
-    return {"problem": named, "kind": kind}
+    problem = str(failure) if isinstance(failure, ThinwireError) else f"{kind}: {failure}"
+    return {"problem": problem, "kind": kind}
 
 
 def _answers(

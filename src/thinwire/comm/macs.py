@@ -4,14 +4,14 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Sequence
-from typing import Final, final
+from typing import final
 
 import torch
 from torch import Tensor
 
-MAC_BYTES: Final = 16
-_HEADER: Final = struct.Struct("<QIi")
-ALL_RANKS: Final = -1
+MAC_BYTES = 16
+_HEADER = struct.Struct("<QIi")
+ALL_RANKS = -1
 
 
 @final
@@ -27,7 +27,7 @@ class MessageMacs:
         self._count = 0
 
     def next(self) -> int:
-        """Return the number of the next exchange."""
+        """Count an exchange, and return its number."""
         self._count += 1
         return self._count - 1
 

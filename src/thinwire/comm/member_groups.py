@@ -5,7 +5,7 @@ import datetime
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -57,14 +57,18 @@ class MemberGroups:
         self.abandoned: tuple[type[ThinwireError], str] | None = None
         self.group: ProcessGroup | None = None
         self.control: ProcessGroup | None = None
-        self._rank, self._size, self._endpoint = rank, size, endpoint
+        self._rank = rank
+        self._size = size
+        self._endpoint = endpoint
         # torch's store of a run has a prefix and a session, which nobody else has
         self._room = getattr(store, "room", "")
         self._connections: list[Connection] = []
         self._clients: list[RelayClient] = []
         self.more: list[ProcessGroup] = []
-        self.name, self.launched, self.most_streams = "", [0, 0], 0
-        self._listening: tuple[Any, Endpoint] | tuple[None, None] = None, None
+        self.name = ""
+        self.launched = [0, 0]
+        self.most_streams = 0
+        self._listening: Any = None, None
         if endpoint.own_address is not None:
             self._listening = listening_device(endpoint.own_address)
         self._direct: Mapping[int, Endpoint] = {}
@@ -97,9 +101,13 @@ class MemberGroups:
         except RuntimeError as error:
             self.disconnect()
             within = f"{timeout_s:.3g} s ({time.monotonic() - began_s:.1f} s taken)"
-            action, rank, size = "making a process group", self._rank, self._size
             raise explain_failure(
-                error, action=action, rank=rank, size=size, within=within, advice=""
+                error,
+                action="making a process group",
+                rank=self._rank,
+                size=self._size,
+                within=within,
+                advice="",
             ) from error
 
     def _connect(self, name: str, kinds: Sequence[Kind], timeout_s: float) -> list[ProcessGroup]:
@@ -123,7 +131,8 @@ class MemberGroups:
         device, local = self._listening
         assert local is not None, "others reach it"
         before = {connection.inode for connection in connections()}
-        ranks, remote = sorted(self._direct), set(self._direct.values()) - {local}
+        ranks = sorted(self._direct)
+        remote = set(self._direct.values()) - {local}
         here = ranks.index(self._rank), len(ranks), timeout_s, device
         groups = [gloo_group(PrefixStore(name, self._store), *here) for name in names]
         found = connections_between(local, remote)
@@ -155,6 +164,7 @@ class MemberGroups:
 _HEAD = struct.Struct("<QQ")
 """Bytes of the content, and of the second message after this one."""
 _AHEAD = 2
+_COPYING = "copying the state of a member"
 _LEAST_BYTES, _MOST_BYTES = 512, 8 << 20
 
 
@@ -171,7 +181,8 @@ class Channel:
         self._timeout_s = timeout_s
         self._other = 1 if sending else 0
         self._sizes = deque([_LEAST_BYTES] * _AHEAD)
-        self._sent, self._awaited = deque[Work](), deque[tuple[Work, bytearray] | RuntimeError]()
+        self._sent = deque[Work]()
+        self._awaited = deque[tuple[Work, bytearray] | RuntimeError]()
         for _ in range(_AHEAD):
             self._await(_LEAST_BYTES)
 
@@ -186,22 +197,18 @@ class Channel:
         self._sizes.append(min(max(then_bytes + _HEAD.size, _LEAST_BYTES), _MOST_BYTES))
         _HEAD.pack_into(message, 0, len(content), self._sizes[-1])
         message[_HEAD.size : _HEAD.size + len(content)] = content
-        try:
+        with self._explaining():
             self._sent.append(self._launched(message, sending=True)[0])
             while len(self._sent) >= _AHEAD:
                 self._wait(self._sent.popleft())
-        except RuntimeError as error:
-            raise self._explained(error) from error.__context__
 
     def receive(self) -> memoryview:
         """Return the content of the next message."""
-        awaited = self._awaited.popleft()
-        try:
+        with self._explaining():
+            awaited = self._awaited.popleft()
             if isinstance(awaited, RuntimeError):
                 raise awaited
             self._wait(awaited[0])
-        except RuntimeError as error:
-            raise self._explained(error) from error.__context__
         message = memoryview(awaited[1])
         nbytes, size = _HEAD.unpack_from(message)
         if nbytes > len(message) - _HEAD.size or not _LEAST_BYTES <= size <= _MOST_BYTES:
@@ -217,9 +224,10 @@ class Channel:
             self._awaited.append(error)
 
     def _launched(self, message: bytearray, *, sending: bool) -> tuple[Work, bytearray]:
-        group, tensor = self._groups.group, torch.frombuffer(message, dtype=torch.uint8)
+        group = self._groups.group
+        tensor = torch.frombuffer(message, dtype=torch.uint8)
         if group is None:
-            raise PeerLost("copying the state of a member: the connection was closed")
+            raise PeerLost(f"{_COPYING}: the connection was closed")
         work = (group.send if sending else group.recv)([tensor], self._other, 0)
         keep_alive(group, work, [tensor])
         return work, message
@@ -228,14 +236,19 @@ class Channel:
         work.wait(datetime.timedelta(seconds=self._timeout_s))
         forget(work)
 
-    def _explained(self, error: RuntimeError) -> ThinwireError:
-        self.close()
-        exchange, within = "copying the state of a member", f"{self._timeout_s:g} s"
-        explained = explain_failure(
-            error, action=exchange, rank=1 - self._other, size=2, within=within, advice=""
-        )
-        known = isinstance(explained, PeerLost | PeerStalled)
-        return explained if known else PeerLost(str(explained))
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            self.close()
+            within = f"{self._timeout_s:g} s"
+            own = 1 - self._other
+            explained = explain_failure(
+                error, action=_COPYING, rank=own, size=2, within=within, advice=""
+            )
+            known = isinstance(explained, PeerLost | PeerStalled)
+            raise (explained if known else PeerLost(str(explained))) from error.__context__
 
     def close(self) -> None:
         """Close the connections, and end what nobody will wait for."""

@@ -3,7 +3,6 @@
 A site holds a whole model in shards, a pipeline holds it in stages.
 """
 
-import datetime
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,7 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.comm.group import Group, Pending, time_limit_s
-from thinwire.comm.private import is_alone, private_group
+from thinwire.comm.private import private_group, rank_and_size_in
+from thinwire.comm.waiting import Timeout
 from thinwire.errors import StrategyError, ThinwireError
 
 DIMENSIONS = ("replicate", "shard")
@@ -51,7 +51,7 @@ def require_mesh(mesh: Any, **besides: object) -> None:
 
 def sites_of(
     mesh: DeviceMesh,
-    timeout: float | datetime.timedelta | None = None,
+    timeout: Timeout = None,
     streams: int | None = None,
 ) -> Group:
     """Return all ranks of this job, with `Group.shards` and `Group.replicas`."""
@@ -80,17 +80,21 @@ class Nodes:
         self.node_size = node_size
         self.rank, index = divmod(all_ranks.rank, node_size)
         self.size = all_ranks.size // node_size
-        ranks, first, shared = all_ranks.global_ranks, self.rank * node_size, all_ranks._shared
+        ranks = all_ranks.global_ranks
+        first = self.rank * node_size
+        shared = all_ranks._shared
         parent = shared and shared.parent and shared.parent()
         assert shared is not None and isinstance(parent, dist.ProcessGroup), "it was made"
-        name, limit_s = f"{shared.name}, nodes of {node_size}", all_ranks.timeout_s
+        name = f"{shared.name}, nodes of {node_size}"
+        limit_s = all_ranks.timeout_s
         own = ranks[first : first + node_size]
         node = private_group(parent, f"{name}, {first}", limit_s, own)
         self.node = Group.over_private(node, limit_s)
         between = None
         if index == 0 and self.size > 1:
             # by gloo, unless the user named a group, whose backend counts
-            gloo, own = parent is dist.group.WORLD, ranks[::node_size]
+            gloo = parent is dist.group.WORLD
+            own = ranks[::node_size]
             between = private_group(parent, f"{name}, leaders", limit_s, own, gloo=gloo)
         self.leaders = Group.over_private(between, limit_s)
         """The first ranks of all nodes; a group of one on a rank that leads none."""
@@ -132,34 +136,11 @@ Sources = Group | Nodes
 """Sources of an exchange: ranks, or nodes of ranks. An exchange does not ask which."""
 
 
-def job_ranks() -> list[int]:
-    """Return all ranks of this job, [0] without a process group; no communication."""
-    return [0] if is_alone() else list(range(dist.get_world_size()))
-
-
 def node_size_of(ranks: Sequence[int], node_size: int | None) -> tuple[int, str]:
     """Return how many consecutive ranks of a group share a node, and the reason in words."""
-    if node_size is None:
-        return _launched_size(ranks)
-    require_divisor(node_size, len(ranks))
-    return node_size, f"node_size={node_size} was given"
-
-
-def require_divisor(node_size: int | None, ranks: int) -> None:
-    """Raise `ValueError` if the ranks do not divide into nodes of the given size."""
-    if node_size is not None and ranks % node_size:
-        raise ValueError(
-            f"node_size={node_size} does not divide the {ranks} ranks that exchange: give a "
-            f"divisor of {ranks}, or 1 to make every rank a source of its own"
-        )
-
-
-def sources_of(group: Group, node_size: int) -> Sources:
-    """Return the group itself if every rank is a source, else its nodes."""
-    return group if node_size == 1 else Nodes(group, node_size)
-
-
-def _launched_size(ranks: Sequence[int]) -> tuple[int, str]:
+    if node_size is not None:
+        require_divisor(node_size, len(ranks))
+        return node_size, f"node_size={node_size} was given"
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not local_world_size.isdecimal() or int(local_world_size) < 2:
         return 1, "LOCAL_WORLD_SIZE, which torchrun sets, names no second rank of a machine"
@@ -171,11 +152,26 @@ def _launched_size(ranks: Sequence[int]) -> tuple[int, str]:
     if agents.isdigit() and job.isdigit() and int(agents) * local != int(job):
         return 1, f"the {agents} machines of this job do not all have {size} ranks"
     machines = [rank // local for rank in ranks]
-    blocks = [set(machines[at : at + local]) for at in range(0, len(machines), local)]
-    whole = len(machines) % local == 0 and all(len(block) == 1 for block in blocks)
-    if not whole or len(set.union(*blocks)) < len(blocks):
+    blocks = [machines[at : at + local] for at in range(0, len(machines), local)]
+    # each block is one machine, and no machine is in two
+    firsts = dict.fromkeys(block[0] for block in blocks)
+    if blocks != [[first] * local for first in firsts]:
         return 1, f"the ranks that exchange are not whole machines of {size} consecutive ranks"
     return local, f"{size} and {len(blocks)} machines"
+
+
+def require_divisor(node_size: int | None, ranks: int) -> None:
+    """Raise `ValueError` if the ranks do not divide into nodes of the given size."""
+    if node_size and ranks % node_size:
+        raise ValueError(
+            f"node_size={node_size} does not divide the {ranks} ranks that exchange: give a "
+            f"divisor of {ranks}, or 1 to make every rank a source of its own"
+        )
+
+
+def sources_of(group: Group, node_size: int) -> Sources:
+    """Return the group itself if every rank is a source, else its nodes."""
+    return group if node_size == 1 else Nodes(group, node_size)
 
 
 class Grid:
@@ -184,19 +180,21 @@ class Grid:
     # rank = replica * stages + stage. `peers` agree apart from the traffic of `stage_group`, `job`
     # on every update
 
-    def __init__(self, stages: int, timeout: float | datetime.timedelta | None = None) -> None:
-        joined = not is_alone()
-        rank, size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+    def __init__(self, stages: int, timeout: Timeout = None) -> None:
+        rank, size = rank_and_size_in()
         if size % stages:
             fitting = sorted({stages * max(size // stages, 1), stages * (size // stages + 1)})
             raise StrategyError(
                 f"a pipeline of {stages} stages needs a multiple of {stages} ranks, there are "
                 f"{size}: start {' or '.join(map(str, fitting))} ranks, or change stages"
             )
-        self.stages, self.replicas = stages, size // stages
+        self.stages = stages
+        self.replicas = size // stages
         self.replica, self.stage = divmod(rank, stages)
-        world, limit_s = dist.group.WORLD if joined else None, time_limit_s(None, timeout)
-        grid, first = f"{stages} stages, {limit_s} s", rank - self.stage
+        world = dist.group.WORLD
+        limit_s = time_limit_s(None, timeout)
+        grid = f"{stages} stages, {limit_s} s"
+        first = rank - self.stage
         ranks = {
             f"{grid}, replica {self.replica}": list(range(first, first + stages)),
             f"{grid}, stage {self.stage}": list(range(self.stage, size, stages)),

@@ -29,7 +29,6 @@ from thinwire.errors import ThinwireError
 
 _T = TypeVar("_T")
 _Pending = tuple[ProcessGroup, dist.Work, Sequence[Tensor]]
-_Make = Callable[[float], ProcessGroup]
 
 
 _NEVER = datetime.timedelta(days=30)
@@ -102,7 +101,8 @@ class Private:
     def _like(self, parent: ProcessGroup, timeout_s: float) -> ProcessGroup:
         """Return a group with the backend of the parent."""
         torch_groups: Any = dist.distributed_c10d
-        backend, world = dist.get_backend(parent), torch_groups._get_default_group()
+        backend = dist.get_backend(parent)
+        world = torch_groups._get_default_group()
 
         def make(limit_s: float) -> ProcessGroup:
             # as `new_group` does, whose names depend on the groups that this rank has made before
@@ -117,9 +117,16 @@ class Private:
         own = torch.device("cpu") in parent._device_types  # nccl stays on the thread of its device
         return self._limited(timeout_s, make, own_thread=own)
 
-    def _limited(self, timeout_s: float, make: _Make, *, own_thread: bool = True) -> ProcessGroup:
+    def _limited(
+        self,
+        timeout_s: float,
+        make: Callable[[float], ProcessGroup],
+        *,
+        own_thread: bool = True,
+    ) -> ProcessGroup:
         """Return the group of `make`, which gets the time left."""
-        limit_s, begun = max(left_s(timeout_s), 0.1), time.monotonic()
+        limit_s = max(left_s(timeout_s), 0.1)
+        begun = time.monotonic()
         try:
             # a store whose host is stopped never answers, whatever its time-out
             return made_within(limit_s, partial(make, limit_s)) if own_thread else make(limit_s)
@@ -133,12 +140,15 @@ class Private:
 
     def detached(self, timeout_s: float) -> "Private":
         """Return a gloo group over the same ranks, for the agreements of one other thread."""
-        new, parent = copy.copy(self), self.group
+        new = copy.copy(self)
+        parent = self.group
         assert parent is not None, "an exchange has just succeeded"
         new.group = new.control = self._gloo(f"detached/{next_identity(parent)}", timeout_s)
         new.name, new.launched = "", [0, 0]  # heartbeats tell what the other threads wait for
-        new.more, new.abandoned = [], None
-        new.watched, new.parent = True, None
+        new.more = []
+        new.abandoned = None
+        new.watched = True
+        new.parent = None
         released_at_exit(new)
         return new
 
@@ -172,7 +182,8 @@ class Private:
         """Drop the groups, which joins their threads, unless one of these may be blocked."""
         if self.group is None:
             return
-        groups, self.group = dict.fromkeys([self.group, self.control]), None
+        groups = dict.fromkeys([self.group, self.control])
+        self.group = None
         del self.control
         self.more.clear()  # they end with their last reference, those in flight too
         for group in groups:
@@ -232,9 +243,10 @@ def forget(work: dist.Work) -> None:
 
 def in_flight(groups: Sequence[ProcessGroup | None]) -> bool:
     """Return True while a large exchange of one of these groups is kept and has not ended."""
-    own = [(work, held) for owner, work, held in list(_pending.values()) if owner in groups]
-    large = [work for work, held in own if sum(tensor.nbytes for tensor in held) > _SMALL_BYTES]
-    return not all(work.is_completed() for work in large)
+    return any(
+        owner in groups and sum(t.nbytes for t in held) > _SMALL_BYTES and not work.is_completed()
+        for owner, work, held in list(_pending.values())
+    )
 
 
 @cache
@@ -291,9 +303,7 @@ def is_alone() -> bool:
 
 def next_identity(process_group: ProcessGroup | None = None) -> int:
     """Return the number, from 1, of the next object that these ranks (None: all) make."""
-    if is_alone():
-        return 0
-    parent = process_group if process_group is not None else dist.group.WORLD
+    parent = process_group or dist.group.WORLD
     if not isinstance(parent, ProcessGroup):
         return 0
     _numbered[parent] = _numbered.get(parent, 0) + 1

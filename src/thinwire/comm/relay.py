@@ -13,23 +13,31 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from thinwire._wording import host_port
 from thinwire.errors import Mismatch, PeerLost, ThinwireError
 
-HEAD: Final = struct.Struct("<IhhBIII")
+HEAD = struct.Struct("<IhhBIII")
 """Length, receiver, sender, kind, number of the message, offset of this part, full length."""
-FRAME_BYTES: Final = 16 << 10
+FRAME_BYTES = 16 << 10
 """Size of a part: small enough that the relay forwards over a slow link while it still reads."""
-ALL: Final = -1
-GREETING: Final = b"twrelay1"
-NONCE_BYTES: Final = 16
+ALL = -1
+GREETING = b"twrelay1"
+NONCE_BYTES = 16
 _CONNECT_S, _RETRY_S, _FLUSH_S = 5.0, 0.2, 1.0
 _SILENCE_S = 10.0
 """Seconds of silence after which the relay counts as lost; it sends a heartbeat every 2 s."""
 _BUFFER_BYTES, _MAX_MESSAGE_BYTES = 64 << 20, 1 << 30
 _log = logging.getLogger("thinwire")
+
+
+Contents = bytes | Mapping[int, bytes]
+"""A message for all other ranks, or one for each of some."""
+Numbers = Mapping[int, int]
+"""Numbers of messages by sender."""
+_Source = tuple[int, int]
+"""A channel and a sender."""
 
 
 class Kind(IntEnum):
@@ -76,12 +84,9 @@ def hello_mac(key: bytes, nonce: bytes, hello: bytes) -> bytes:
     return hashlib.blake2b(nonce + hello, key=key, digest_size=16).digest()
 
 
-_Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
 async def _connect(
     endpoint: RelayEndpoint, room: str, rank: int, direct: Set[int] = frozenset()
-) -> _Streams:
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to the relay, as one rank in a room; messages for all are not for `direct`."""
     async with asyncio.timeout(_CONNECT_S):
         try:
@@ -145,7 +150,7 @@ class SentMessage:
 
     channel: Kind
     number: int
-    contents: bytes | Mapping[int, bytes]
+    contents: Contents
     unacknowledged: set[int]
 
     def frames(self, to: int) -> Iterator[bytes]:
@@ -171,7 +176,9 @@ class RelayClient:
         size: int,
         direct: Set[int] = frozenset(),
     ) -> None:
-        self.endpoint, self._room, self.rank = endpoint, room, rank
+        self.endpoint = endpoint
+        self._room = room
+        self.rank = rank
         self._direct = direct
         self.others = frozenset(range(size)) - {rank} - direct
         self.changed = threading.Condition()
@@ -179,14 +186,14 @@ class RelayClient:
         self.departed: set[int] = set()
         self.closed = False
         self._outage: tuple[float, str] | None = time.monotonic(), "not connected yet"
-        self._arrived: defaultdict[tuple[int, int], dict[int, bytearray]] = defaultdict(dict)
+        self._arrived: defaultdict[_Source, dict[int, bytearray]] = defaultdict(dict)
         """Received messages by number, for each channel and sender."""
-        self._next_in: defaultdict[tuple[int, int], int] = defaultdict(int)
-        self._claimed: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self._next_in: defaultdict[_Source, int] = defaultdict(int)
+        self._claimed: defaultdict[_Source, int] = defaultdict(int)
         self._next_out: defaultdict[int, int] = defaultdict(int)
         self._buffered_bytes = 0
         # on the thread
-        self._parts: defaultdict[tuple[int, int], bytearray] = defaultdict(bytearray)
+        self._parts: defaultdict[_Source, bytearray] = defaultdict(bytearray)
         self._present: set[int] = set()
         self._sent: deque[SentMessage] = deque()
         self._queue: deque[tuple[SentMessage, int]] = deque()
@@ -204,7 +211,7 @@ class RelayClient:
             self.changed.wait_for(lambda: self.refusal or self._present >= self.others, limit_s)
             return self._present >= self.others
 
-    def send(self, channel: Kind, contents: bytes | Mapping[int, bytes]) -> SentMessage:
+    def send(self, channel: Kind, contents: Contents) -> SentMessage:
         """Send to all other ranks, or to those named in a mapping."""
         messages = [contents] if isinstance(contents, bytes) else contents.values()
         longest = max(map(len, messages), default=0)
@@ -229,13 +236,11 @@ class RelayClient:
         self._schedule(self._consumed.set)
         return number
 
-    def arrived(self, channel: Kind, wanted: Mapping[int, int]) -> bool:
+    def arrived(self, channel: Kind, wanted: Numbers) -> bool:
         """Return True if all these messages, numbers by sender, have arrived. Hold `changed`."""
         return all(number in self._arrived[channel, rank] for rank, number in wanted.items())
 
-    def failure(
-        self, channel: Kind, wanted: Mapping[int, int], sent: Set[int] = frozenset()
-    ) -> RuntimeError | None:
+    def failure(self, channel: Kind, wanted: Numbers, sent: Set[int]) -> RuntimeError | None:
         """Return why these messages, or ranks in `sent`, cannot come. Hold `changed`."""
         missing = {r for r, number in wanted.items() if number not in self._arrived[channel, r]}
         missing |= sent
@@ -249,7 +254,7 @@ class RelayClient:
             return RuntimeError("connection closed by this member")
         return None
 
-    def pop(self, channel: Kind, wanted: Mapping[int, int]) -> dict[int, bytearray]:
+    def pop(self, channel: Kind, wanted: Numbers) -> dict[int, bytearray]:
         """Remove these messages and return them by sender."""
         with self.changed:
             return {r: self._arrived[channel, r].pop(number) for r, number in wanted.items()}
@@ -330,10 +335,8 @@ class RelayClient:
             try:
                 async with asyncio.timeout(_FLUSH_S):
                     await writer.wait_closed()
-            except TimeoutError:
+            except (TimeoutError, OSError):  # no answer, or the connection was lost
                 writer.transport.abort()
-            except OSError:
-                pass  # the connection was lost
             await asyncio.sleep(0)  # for its socket to be closed
         for task in done:
             task.result()

@@ -11,7 +11,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from thinwire.comm.private import forget, keep_alive
-from thinwire.comm.relay import Kind, RelayClient, SentMessage
+from thinwire.comm.relay import Contents, Kind, RelayClient, SentMessage
+
+_Received = Mapping[int, bytearray]
+"""Relayed messages by sender."""
+_Store = Callable[[_Received], None]
 
 
 class _RelayedWork(Work):
@@ -23,13 +27,16 @@ class _RelayedWork(Work):
         channel: Kind,
         sources: Iterable[int],
         direct: Sequence[Work],
-        store_results: Callable[[Mapping[int, bytearray]], None],
+        store_results: _Store,
         sent: SentMessage | None = None,
     ) -> None:
         super().__init__()
-        self._client, self._channel, self._store_results = client, channel, store_results
+        self._client = client
+        self._channel = channel
+        self._store_results = store_results
         self._expected = {source: client.claim(channel, source) for source in sources}
-        self._direct, self._sent, self._done = direct, sent, False
+        self._direct = direct
+        self._sent = sent
 
     def is_completed(self) -> bool:
         if any(work.is_completed() and not work.is_success() for work in self._direct):
@@ -41,24 +48,19 @@ class _RelayedWork(Work):
 
     def _is_here(self) -> bool:
         acknowledged = self._sent is None or not self._sent.unacknowledged
-        here = acknowledged and self._client.arrived(self._channel, self._expected)
-        return self._done or here
+        return acknowledged and self._client.arrived(self._channel, self._expected)
 
     def _failure(self) -> RuntimeError | None:
-        if self._done:
-            return None
         receivers = set() if self._sent is None else self._sent.unacknowledged
         return self._client.failure(self._channel, self._expected, receivers)
 
-    def _raise_failure(self) -> None:
-        error = self._failure()
-        if error is not None:
-            raise error
-
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        client, limit_s, begun = self._client, timeout.total_seconds() or None, time.monotonic()
+        client = self._client
+        limit_s = timeout.total_seconds() or None
+        begun = time.monotonic()
         with client.changed:
-            self._raise_failure()
+            if (failure := self._failure()) is not None:
+                raise failure
         for work in self._direct:
             work.wait(*([] if limit_s is None else [_left(limit_s, begun)]))
             forget(work)
@@ -66,11 +68,10 @@ class _RelayedWork(Work):
             left_s = None if limit_s is None else _left(limit_s, begun).total_seconds()
             client.changed.wait_for(lambda: self._is_here() or self._failure(), left_s)
             if not self._is_here():
-                self._raise_failure()
-                raise RuntimeError(f"Timed out{client.outage()}")
-        if not self._done:
-            self._done = True
-            self._store_results(client.pop(self._channel, self._expected))
+                raise self._failure() or RuntimeError(f"Timed out{client.outage()}")
+        if self._expected:
+            expected, self._expected = self._expected, {}  # a second wait finds all done
+            self._store_results(client.pop(self._channel, expected))
         return True
 
 
@@ -86,19 +87,21 @@ class RelayedGroup(ProcessGroup):
     ) -> None:
         # what a class of Python's may inherit from; torch's stub has another one
         super().__init__(client.rank, size)  # type: ignore[call-arg]
-        self._client, self._channel, self._own_rank = client, channel, client.rank
+        self._client = client
+        self._channel = channel
+        self._own_rank = client.rank
         self._direct = direct
         self._reached = [] if direct is None else sorted(set(range(size)) - client.others)
         """Ranks of `direct`."""
 
     def _exchanged(
         self,
-        contents: bytes | Mapping[int, bytes],
-        sources: Iterable[int],
-        store_results: Callable[[Mapping[int, bytearray]], None],
-        direct: Sequence[Work] = (),
+        contents: Contents | None,
+        direct: Sequence[Work],
+        sources: Iterable[int] = (),
+        store_results: _Store = lambda _: None,
     ) -> Work:
-        if isinstance(contents, bytes) or contents:
+        if contents is not None:
             self._client.send(self._channel, contents)
         return _RelayedWork(self._client, self._channel, sources, direct, store_results)
 
@@ -118,11 +121,11 @@ class RelayedGroup(ProcessGroup):
         if self._reached:
             direct = [self._launched(dist.all_gather, [rows[r] for r in self._reached], own)]
 
-        def store(received: Mapping[int, bytearray]) -> None:
+        def store(received: _Received) -> None:
             _fill(rows, received)
             then()
 
-        return self._exchanged(_bytes_of(own), self._client.others, store, direct)
+        return self._exchanged(_bytes_of(own), direct, self._client.others, store)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         return self._gathered(input, output.view(-1, input.numel()).unbind())
@@ -151,11 +154,9 @@ class RelayedGroup(ProcessGroup):
         if source in self._reached:
             index = self._reached.index(source)
             direct = [self._launched(dist.broadcast, tensor, group_src=index)]
-        if source == self._own_rank:
-            return self._exchanged(_bytes_of(tensor), [], lambda _: None, direct)
-        if direct:
-            return self._exchanged({}, [], lambda _: None, direct)
-        return self.recv(tensors, source, 0)
+        if not direct and source != self._own_rank:
+            return self.recv(tensors, source, 0)
+        return self._exchanged(_bytes_of(tensor) if source == self._own_rank else None, direct)
 
     def alltoall_base(
         self,
@@ -167,20 +168,21 @@ class RelayedGroup(ProcessGroup):
     ) -> Work:
         rows, parts = torch.split(output, output_sizes), torch.split(input, input_sizes)
         rows[self._own_rank].copy_(parts[self._own_rank])
-        direct, taken, received = [], [output_sizes[r] for r in self._reached], output.new_empty(0)
+        direct = []
+        taken = [output_sizes[r] for r in self._reached]
+        received = output.new_empty(sum(taken))
         if self._reached:
-            received = output.new_empty(sum(taken))
             given = torch.cat([parts[r] for r in self._reached])
             sizes = taken, [input_sizes[r] for r in self._reached]
             direct = [self._launched(dist.all_to_all_single, received, given, *sizes)]
 
-        def store(relayed: Mapping[int, bytearray]) -> None:
+        def store(relayed: _Received) -> None:
             _fill(rows, relayed)
             for rank, row in zip(self._reached, torch.split(received, taken), strict=True):
                 rows[rank].copy_(row)
 
         contents = {rank: _bytes_of(parts[rank]) for rank in self._client.others}
-        return self._exchanged(contents, self._client.others, store, direct)
+        return self._exchanged(contents, direct, self._client.others, store)
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]  # this form of two
 
@@ -190,14 +192,15 @@ class RelayedGroup(ProcessGroup):
         return _RelayedWork(self._client, self._channel, [], [], lambda _: None, sent)
 
     def recv(self, tensors: Any, source: int, tag: int) -> Work:
-        return self._exchanged({}, [source], lambda received: _fill({source: tensors[0]}, received))
+        row = {source: tensors[0]}
+        return self._exchanged(None, [], [source], lambda received: _fill(row, received))
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
     return tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes()
 
 
-def _fill(rows: Mapping[int, Tensor] | Sequence[Tensor], received: Mapping[int, bytearray]) -> None:
+def _fill(rows: Mapping[int, Tensor] | Sequence[Tensor], received: _Received) -> None:
     """Write what came; zeros, which no checksum has, where it has another length."""
     for rank, content in received.items():
         row = rows[rank]

@@ -9,9 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from thinwire.comm.failures import state_after_failure
 from thinwire.comm.group import Group
-from thinwire.comm.waiting import Progress, own_deadlines
+from thinwire.comm.waiting import Progress, own_deadlines, state_after_failure
 from thinwire.errors import PayloadCorrupt
 
 _DIGEST_BYTES = 16
@@ -25,25 +24,20 @@ def copy_from_first_(tensors: Iterable[Tensor], group: Group, *, action: str) ->
     """Overwrite `tensors`, alike on all ranks, with those of rank 0: all or none."""
     # if they arrived damaged here the other ranks do not know
     nonempty = [tensor for tensor in tensors if tensor.numel()]
-    arrived: list[tuple[list[Tensor], Tensor]] = []
-    for device in dict.fromkeys(tensor.device for tensor in nonempty):
-        on_device = [tensor for tensor in nonempty if tensor.device == device]
-        content = torch.cat([_bytes_of(tensor) for tensor in on_device])
-        checksum = torch.frombuffer(bytearray(_digest(content)), dtype=torch.uint8).to(device)
-        arrived.append(
-            (on_device, group.broadcast_(torch.cat([content, checksum]), action=action).wait())
+    if not nonempty:
+        return
+    content = torch.cat([_bytes_of(tensor).to(group.device) for tensor in nonempty])
+    checksum = torch.frombuffer(bytearray(_digest(content)), dtype=torch.uint8)
+    message = torch.cat([content, checksum.to(content.device)])
+    group.broadcast_(message, action=action).wait()
+    content, checksum = message[:-_DIGEST_BYTES], message[-_DIGEST_BYTES:]
+    if _digest(content) != checksum.cpu().numpy().tobytes():
+        raise PayloadCorrupt(
+            f"{action}: they arrived damaged on rank {group.rank}. {state_after_failure()}"
         )
-    for _, message in arrived:
-        if _digest(message[:-_DIGEST_BYTES]) != message[-_DIGEST_BYTES:].cpu().numpy().tobytes():
-            raise PayloadCorrupt(
-                f"{action}: they arrived damaged on rank {group.rank}. {state_after_failure()}"
-            )
-    for on_device, message in arrived:
-        at = 0
-        for tensor in on_device:
-            nbytes = tensor.numel() * tensor.element_size()
-            _write_(tensor, message[at : at + nbytes])
-            at += nbytes
+    parts = torch.split(content, [tensor.nbytes for tensor in nonempty])
+    for tensor, part in zip(nonempty, parts, strict=True):
+        _write_(tensor, part)
 
 
 @torch.no_grad()
@@ -66,11 +60,8 @@ def make_equal_(
         if group.rank != source:
             copies = [torch.empty_like(copy) for copy in copies]
         _copy_(copies, group, action, source)
-        bad = [
-            names[i]
-            for i, received in zip(moved, copies, strict=True)
-            if _digest(received) != expected_digests[i]
-        ]
+        pairs = list(zip(moved, copies, strict=True))
+        bad = [names[i] for i, received in pairs if _digest(received) != expected_digests[i]]
         if moved:
             answers = group.gather_bytes("\n".join(bad).encode(), action=f"{action}: verifying it")
             for rank, answer in enumerate(answers):
@@ -80,7 +71,7 @@ def make_equal_(
                         f"{action}: {name} arrived damaged on rank {rank}. Nothing was written on "
                         "any rank: start again"
                     )
-    for i, received in zip(moved, copies, strict=True):
+    for i, received in pairs:
         if digests[i] != expected_digests[i]:
             _write_(own[i], received)
 
@@ -102,19 +93,19 @@ def make_models_equal_(
 
 
 def _copy_(buffers: list[Tensor], group: Group, action: str, source: int) -> None:
-    total, done = sum(buffer.numel() for buffer in buffers), 0
+    total = sum(buffer.numel() for buffer in buffers)
+    done = 0
     size = max(min(_FIRST_BYTES, int(group.timeout_s * 8192)), _SMALLEST_BYTES)
     target_s = min(group.timeout_s / 20, _PIECE_S)
     progress = Progress(action, total)
     while done < total:
         parts = list(_parts(buffers, done, done + size))
-        piece, begin_s = torch.cat(parts), time.monotonic()
+        piece = torch.cat(parts)
+        begin_s = time.monotonic()
         group.broadcast_(piece, action=action, source=source).wait()
         taken_s = time.monotonic() - begin_s
-        at = 0
-        for part in parts:
-            part.copy_(piece[at : at + part.numel()])
-            at += part.numel()
+        for part, came in zip(parts, torch.split(piece, list(map(len, parts))), strict=True):
+            part.copy_(came)
         done += piece.numel()
         # the slowest rank decides, so that all ranks cut pieces of one size
         times = group.gather_now(_SECONDS.pack(taken_s), action=action)

@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 _SYSTEM = ctypes.CDLL(None) if sys.platform != "win32" else ctypes.pythonapi
 """C library of this process; its calls here return 0 on success. Windows makes none."""
-_LONGEST_NAME_BYTES = 128
-"""Size of a `sockaddr_storage`."""
 _ESTABLISHED = 1
 """State of a connection that is open, in the first byte of the kernel's `tcp_info`."""
 
@@ -110,7 +108,7 @@ def _option(descriptor: int, option: int, level: int = socket.SOL_SOCKET) -> int
 
 
 def _address_of(function: str, descriptor: int) -> Endpoint | None:
-    name = ctypes.create_string_buffer(_LONGEST_NAME_BYTES)
+    name = ctypes.create_string_buffer(128)  # a `sockaddr_storage`
     if getattr(_SYSTEM, function)(descriptor, name, ctypes.byref(ctypes.c_uint32(len(name)))) != 0:
         return None
     raw = name.raw

@@ -1,4 +1,4 @@
-"""Waiting for other ranks: time-outs of calls, log lines, and the exchange of this process."""
+"""Waiting for other ranks: time-outs of calls, log lines, and what this rank does meanwhile."""
 
 import datetime
 import logging
@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,8 @@ _SLICE_S = 1.0
 """Interval at which a wait checks the clock and lets signals in."""
 _LOG_EVERY_S = 5.0
 _log = logging.getLogger("thinwire")
+Timeout = float | datetime.timedelta | None
+"""Argument of a user: seconds, or the time-out of the process group."""
 Awaited = tuple[str, bool, int]
 """Exchange that is waited for: name of its group, True for a control message, and number."""
 _activity: list[tuple[str, Awaited | None, float, str]] = [("", None, time.monotonic(), "")]
@@ -94,7 +97,8 @@ class Limit:
     def wait(self, work: Work, *, in_slices: bool) -> None:
         """Wait until the work has ended; raise its error, or `RuntimeError` at the limit."""
         # shortly before the limit ask whether missing ranks are busy: then it moves, else it stands
-        self.limit_s, began_s = left_s(self.timeout_s), time.monotonic()
+        self.limit_s = left_s(self.timeout_s)
+        began_s = time.monotonic()
         ended = longer = denied = False
         while True:
             until_s = self.limit_s - (0.0 if denied else self.ask_before_s)
@@ -117,7 +121,8 @@ class Limit:
                     extension_s = self.extension_s()
                     waited_s = time.monotonic() - began_s
                     if extension_s > 0:
-                        longer, self.limit_s = True, max(self.limit_s, waited_s + extension_s)
+                        longer = True
+                        self.limit_s = max(self.limit_s, waited_s + extension_s)
                         continue
                     denied = True
                     if waited_s >= self.limit_s:
@@ -142,7 +147,9 @@ class Progress:
     """Logs every few seconds how much of a large exchange is done."""
 
     def __init__(self, action: str, total_bytes: int) -> None:
-        self._action, self._total, self._done = action, total_bytes, 0.0
+        self._action = action
+        self._total = total_bytes
+        self._done = 0.0
         self._began_s = self._logged_s = time.monotonic()
 
     def add(self, nbytes: float) -> None:
@@ -151,14 +158,15 @@ class Progress:
         self._done += nbytes
         now = time.monotonic()
         if now - self._logged_s >= _LOG_EVERY_S:
-            self._logged_s, rate = now, self._done / (now - self._began_s)
+            self._logged_s = now
+            rate = self._done / (now - self._began_s)
             megabytes = self._done / 1e6, self._total / 1e6, rate / 1e6
             left_s = (self._total - self._done) / rate
             text = "%s: %.1f of %.1f MB, %.2f MB/s, about %.0f s left"
             _log.info(text, self._action, *megabytes, left_s)
 
 
-def seconds_of(timeout: float | datetime.timedelta | None) -> float | None:
+def seconds_of(timeout: Timeout) -> float | None:
     """Return a user's `timeout=` in seconds; None stays None, for the process group's own."""
     return None if timeout is None else _seconds("timeout", timeout)
 
@@ -236,3 +244,20 @@ def idle_s() -> float | None:
 def activity() -> tuple[str, Awaited | None, float, str]:
     """Return the current or last exchange, which one it waits for, since when, and the call."""
     return _activity[0]
+
+
+_state = ContextVar("state", default="Nothing of this exchange was applied")
+
+
+@contextmanager
+def state_in_errors(state: str) -> Iterator[None]:
+    """Let errors of exchanges inside the block describe the state of this rank, in a sentence."""
+    before = _state.set(state)
+    try:
+        yield
+    finally:
+        _state.reset(before)
+
+
+state_after_failure = _state.get
+"""Returns the state after an exchange that fails now, as a sentence without its full stop."""

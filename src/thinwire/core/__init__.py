@@ -1,4 +1,5 @@
 """The mathematics of the methods: tensors in, tensors out.
 
-It does not depend on ranks, modules or optimizers. Every package above it may import it.
+Beside it what all packages ask of models: optimizers combined, shards, trees of state. It does not
+depend on ranks. Every package above it may import it.
 """

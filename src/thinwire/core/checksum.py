@@ -59,7 +59,26 @@ def bit_sums(tensors: Sequence[Tensor]) -> list[Tensor]:
     >>> int(bit_sums([torch.tensor([5])])[0])
     5
     """
-    return [_word_sum(tensor) for tensor in tensors]
+    sums = []
+    for tensor in tensors:
+        size = tensor.element_size()
+        if (
+            tensor.dim()
+            and tensor.numel()
+            and tensor.is_contiguous()
+            and tensor.shape[-1] * size % 8 == tensor.storage_offset() * size % 8 == 0
+            and not (tensor.is_complex() or tensor.is_neg())
+        ):
+            # the common case, in the fewest calls
+            sums.append(tensor.detach().view(torch.int64).sum())
+            continue
+        flat = flat_bytes(tensor)
+        rest = flat.numel() % 8
+        words = flat[: flat.numel() - rest].view(torch.int64).sum()
+        if rest:
+            words += torch.nn.functional.pad(flat[-rest:], (0, 8 - rest)).view(torch.int64)[0]
+        sums.append(words)
+    return sums
 
 
 def checked_mean_(total: Tensor, count: int, *, bits: bool) -> Tensor:
@@ -80,7 +99,7 @@ def checked_mean_(total: Tensor, count: int, *, bits: bool) -> Tensor:
     for piece in torch.split(total, length) if total.numel() > length else [total]:
         sums.append((piece if count == 1 else piece.div_(total.new_full((), count))).sum())
         words += bit_sums([piece]) if bits else []
-    finite = (sums[0] if len(sums) == 1 else torch.stack(sums).sum()).isfinite().long()
+    finite = torch.stack(sums).sum().isfinite().long()
     if len(words) > 1:
         # odd weights preserve every bit of a change
         weights = torch.arange(len(words), device=total.device).mul_(2).add_(1)
@@ -101,24 +120,6 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     # a column stays strided, and a single entry keeps its stride
     flat = local.reshape(-1).contiguous().as_strided((local.numel(),), (1,)).view(torch.uint8)
     return flat if flat.storage_offset() % 8 == 0 else flat.clone()
-
-
-def _word_sum(tensor: Tensor) -> Tensor:
-    size = tensor.element_size()
-    if (
-        tensor.dim()
-        and tensor.numel()
-        and tensor.is_contiguous()
-        and tensor.shape[-1] * size % 8 == tensor.storage_offset() * size % 8 == 0
-        and not (tensor.is_complex() or tensor.is_neg())
-    ):
-        return tensor.detach().view(torch.int64).sum()  # the common case, in the fewest calls
-    flat = flat_bytes(tensor)
-    rest = flat.numel() % 8
-    if not rest:
-        return flat.view(torch.int64).sum()
-    words = flat[: flat.numel() - rest].view(torch.int64).sum()
-    return words + torch.nn.functional.pad(flat[-rest:], (0, 8 - rest)).view(torch.int64)[0]
 
 
 def _sums(flat: Tensor) -> Tensor:

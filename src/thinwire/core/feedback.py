@@ -26,9 +26,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.kernels import for_device, reference
+from thinwire.kernels import for_device, reference, require_lengths
 from thinwire.kernels.reference import divided_, mixed
-from thinwire.kernels.rules import Fold, require_lengths
+from thinwire.kernels.rules import Fold
 
 _CHUNK = 1 << 22
 """Entries of all tensors of one call."""
@@ -57,7 +57,8 @@ def in_chunks(sizes: Mapping[_Key, int]) -> Iterator[list[_Key]]:
     for key, size in sizes.items():
         if chunk and size > room:
             yield chunk
-            chunk, room = [], _CHUNK
+            chunk = []
+            room = _CHUNK
         chunk.append(key)
         room -= size
     if chunk:
@@ -169,29 +170,22 @@ def step_along_list_(
     for dtype in set(dtypes):
         its = [index for index, other in enumerate(dtypes) if other == dtype]
         starts = [0, *accumulate(params[index].numel() for index in its)]
-        touched, total = sum_sparse(_joined([parts[index] for index in its], starts), dtype)
+        joined = []  # one vector of each source for all tensors
+        for source in range(max(len(parts[index]) for index in its)):
+            pairs = zip(its, starts, strict=False)
+            own = [(start, *parts[i][source]) for i, start in pairs if parts[i][source:]]
+            positions = torch.cat([at + start for start, at, _ in own])
+            joined.append((positions, torch.cat([values for *_, values in own])))
+        touched, total = sum_sparse(joined, dtype)
         cuts = torch.searchsorted(touched, touched.new_tensor(starts[1:-1])).tolist()
         columns = touched.tensor_split(cuts), divided_(total, sources).tensor_split(cuts)
         for index, start, positions, step in zip(its, starts, *columns, strict=False):
-            param, at = params[index], positions - start
+            param = params[index]
+            at = positions - start
             flat = param.view(-1) if param.is_contiguous() else param.reshape(-1)
             flat[at] = (flat[at].to(dtype) - step * rates[index]).to(param.dtype)
             if not param.is_contiguous():
                 param.copy_(flat.view(param.shape))
-
-
-def _joined(
-    parts: Sequence[Sequence[tuple[Tensor, Tensor]]], starts: Sequence[int]
-) -> list[tuple[Tensor, Tensor]]:
-    """Return one vector of each source for all tensors, which begin at `starts`."""
-    joined = []
-    for source in range(max(map(len, parts))):
-        own = [
-            (start, *its[source]) for its, start in zip(parts, starts, strict=False) if its[source:]
-        ]
-        positions = torch.cat([i + start for start, i, _ in own])
-        joined.append((positions, torch.cat([x for _, _, x in own])))
-    return joined
 
 
 def top_k(values: Tensor, k: int) -> Tensor:

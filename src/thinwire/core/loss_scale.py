@@ -101,7 +101,15 @@ def next_scale(config: LossScale, state: ScaleState, *, overflow: bool) -> Scale
     hold that, and the count restarts. A fixed scale only counts.
     """
     if overflow:
-        return _after_overflow(config, state)
+        in_a_row = state.overflows_in_a_row + 1
+        if in_a_row > _MOST_OVERFLOWS_IN_A_ROW:
+            raise NonFinite(
+                f"{in_a_row} steps in a row were dropped for gradients that are not finite, at a "
+                f"loss scale of {state.scale:g}; the model itself produces infinities or NaN: "
+                "lower the learning rate, or find the first such value"
+            )
+        factor = config.scale_factor if isinstance(config, DynamicLossScale) else 1.0
+        return ScaleState(max(state.scale / factor, 1.0), 0, in_a_row, state.dropped_steps + 1)
     if isinstance(config, FixedLossScale):
         return replace(state, overflows_in_a_row=0)
     good = state.good_updates + 1
@@ -124,17 +132,3 @@ def any_non_finite(grads: Iterable[Tensor]) -> Tensor:
     if not flags:
         return torch.tensor(False, device="cpu")
     return torch.stack([flag.to(flags[0].device) for flag in flags]).any()
-
-
-def _after_overflow(config: LossScale, state: ScaleState) -> ScaleState:
-    in_a_row = state.overflows_in_a_row + 1
-    if in_a_row > _MOST_OVERFLOWS_IN_A_ROW:
-        raise NonFinite(
-            f"{in_a_row} steps in a row were dropped for gradients that are not finite, at a loss "
-            f"scale of {state.scale:g}; the model itself produces infinities or NaN: lower the "
-            "learning rate, or find the first such value"
-        )
-    scale = state.scale
-    if isinstance(config, DynamicLossScale):
-        scale = max(scale / config.scale_factor, 1.0)
-    return ScaleState(scale, 0, in_a_row, state.dropped_steps + 1)

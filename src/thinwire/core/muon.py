@@ -73,7 +73,7 @@ def descend_(
 ) -> None:
     """Update a matrix and its buffer, or this part of them; `shape` is the whole matrix's."""
     momentum_buffer.lerp_(grad, 1 - rule.momentum)
-    rows, columns = _sides(shape)
+    rows, columns = shape[0], prod(shape[1:])
     if rule.match_rms_adamw:
         factor = 0.2 * sqrt(max(rows, columns))
     else:
@@ -88,12 +88,8 @@ def products(shape: Sequence[int]) -> int:
     >>> products((4, 8))
     128
     """
-    rows, columns = _sides(shape)
+    rows, columns = shape[0], prod(shape[1:])
     return rows * columns * min(rows, columns)
-
-
-def _sides(shape: Sequence[int]) -> tuple[int, int]:
-    return shape[0], prod(shape[1:])
 
 
 def newton_schulz(matrix: Tensor, rule: MuonRule) -> Tensor:
@@ -153,5 +149,6 @@ def _iterated_by_gram(x: Tensor, iterations: int, rule: MuonRule) -> Tensor:
 def _iterations_of_a_gram(rule: MuonRule) -> int:
     """Return the number of iterations after which X Xᵀ must be computed again."""
     # rounding makes zero eigenvalues negative: times a² each iteration, they would pass -1
-    growth, noise = abs(rule.coefficients[0]), torch.finfo(rule.dtype).eps
+    growth = abs(rule.coefficients[0])
+    noise = torch.finfo(rule.dtype).eps
     return 1 + int(log(_LARGEST_NOISE / noise) / (2 * log(growth))) if growth > 1 else 1

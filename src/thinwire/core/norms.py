@@ -119,7 +119,7 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 def norm_of(tensors: Iterable[Tensor]) -> float:
     """Return the global norm, or 0 of no tensor. Synchronizes with the host."""
-    found = [coalesced(tensor) for tensor in tensors]
+    found = list(map(coalesced, tensors))
     return float(global_norm(found)) if found else 0.0
 
 
@@ -177,11 +177,8 @@ def sketch(values: Tensor, key: int) -> Tensor:
     draws, signs = _plan(flat.numel(), key, flat.device)
     # one order of additions, wherever the tensor is
     signed = (flat if draws is None else flat[draws]).cpu().double() * signs
-    return (
-        torch.nn.functional.pad(signed, (0, -signed.numel() % SKETCH_NUMEL))
-        .view(-1, SKETCH_NUMEL)
-        .sum(0)
-    )
+    whole = torch.nn.functional.pad(signed, (0, -signed.numel() % SKETCH_NUMEL))
+    return whole.view(-1, SKETCH_NUMEL).sum(0)
 
 
 @functools.lru_cache(maxsize=512)
@@ -189,8 +186,8 @@ def _plan(numel: int, key: int, device: torch.device) -> tuple[Tensor | None, Te
     """Return the drawn entries (None for all) and their signs times the scale; at most 64 KiB."""
     count = min(numel, _MOST)
     positions = torch.arange(count, device=device)
-    signs = 1.0 - 2.0 * (mixed(mixed(positions + (_SIGNS << 20)) + mixed(key)) & 1)
-    signs = signs.cpu().double() * math.sqrt(max(1, numel) / max(1, count))
-    if count == numel:
-        return None, signs
-    return mixed(mixed(positions + (_DRAWS << 20)) + mixed(key)) % numel, signs
+    draws, odd = (
+        mixed(mixed(positions + (purpose << 20)) + mixed(key)) for purpose in (_DRAWS, _SIGNS)
+    )
+    signs = (1.0 - 2.0 * (odd & 1)).cpu().double() * math.sqrt(max(1, numel) / max(1, count))
+    return None if count == numel else draws % numel, signs

@@ -56,7 +56,8 @@ class SeveralOptimizers(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`; keys of parameters may be any numbers."""
-        groups, own = list(state_dict["param_groups"]), state_dict["each"]
+        groups = list(state_dict["param_groups"])
+        own = state_dict["each"]
         if len(own) != len(self.optimizers) or len(groups) != len(self.param_groups):
             raise ValueError(
                 f"the state is of {len(own)} optimizers with {len(groups)} groups, and there are "

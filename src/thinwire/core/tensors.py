@@ -1,9 +1,10 @@
-"""Helpers for tensors: stored entries, types of computation, memory and cache sizes; a module call.
+"""Helpers for tensors: stored entries, types, memory and cache sizes; for modules and objects.
 
 A sparse gradient is a COO tensor here; row-sparse means sparse_dim 1, so that its values are whole
 rows of the parameter. All functions expect it coalesced, with duplicates summed.
 """
 
+import gc
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -54,6 +55,7 @@ def entries_of(param: Tensor, grad: Tensor) -> Tensor:
 
 
 _Key = TypeVar("_Key")
+_T = TypeVar("_T")
 
 
 def with_own_storage(tensors: Mapping[_Key, Tensor]) -> set[_Key]:
@@ -150,7 +152,8 @@ def cache_sized(tensors: TensorList) -> Iterator[slice]:
         size += tensor.numel() * tensor.element_size()
         if (size >= _CACHED_BYTES and tensor.device.type == "cpu") or i == len(tensors) - 1:
             yield slice(start, i + 1)
-            start, size = i + 1, 0
+            start = i + 1
+            size = 0
 
 
 def require_loss(loss: object, *, trains: bool) -> None:
@@ -174,3 +177,9 @@ def called(module: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return module(**inputs)
     return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
+
+
+def living(kind: type[_T]) -> list[_T]:
+    """Return all objects of a type in this process; visits every object, which takes a moment."""
+    # type() and not isinstance, which would resolve the class of proxies
+    return [value for value in gc.get_objects() if issubclass(type(value), kind)]

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire._wording import warn_user
-from thinwire.comm.ddp import living
-from thinwire.core.tensors import coalesced, sparse_rows, values_of
+from thinwire.core.tensors import coalesced, living, sparse_rows, values_of
 from thinwire.errors import Mismatch
 from thinwire.exchange.agreement import Answers, Report, Vote
 

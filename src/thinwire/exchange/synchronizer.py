@@ -29,9 +29,9 @@ from thinwire.comm import (
     time_limit_s,
     while_busy,
 )
+from thinwire.comm.stats import Pace
 from thinwire.core.arithmetic import CURES
 from thinwire.core.norms import norm_of
-from thinwire.core.stats import Pace
 from thinwire.exchange.agreement import COMPARING, Agreement, Check, Drops
 from thinwire.exchange.checks import DuplicateBatchCheck
 from thinwire.exchange.digest import FORWARD, RollingDigest
@@ -250,7 +250,7 @@ class Synchronizer:
         return sum(group.wait_s for group in self._groups)
 
     def traffic(self) -> dict[str, Any]:
-        """Return counters and rates under the names of `thinwire.core.stats`."""
+        """Return counters and rates under the names of `thinwire.comm.stats`."""
         rates = {"rate_bit_s": self.sources.rate_bit_s, "waiting_share": self.pace.waiting_share}
         return {**self.counted(), **rates, "error_norm": norm_of(self._residuals())}
 

@@ -62,7 +62,7 @@ class _PerRankCallback(Callback):
         self._saved = state_dict["states"]
 
     def _resumes(self, trainer: Trainer) -> bool:
-        """Return True if the fit resumes a checkpoint with the state of the ranks."""
+        """Look at the checkpoint that the fit resumes; True if it has the state of the ranks."""
         if trainer.ckpt_path is None:  # `validate` and `test` load the state of callbacks too
             self._saved = None
         if self._saved == []:
@@ -85,7 +85,8 @@ class _PerRankCallback(Callback):
         for state, saved in zip(self._states, self._saved or [], strict=resumes):
             state.folder = Path(trainer.ckpt_path).parent
             state.load_state_dict(saved)
-        self._saved, self._flush = None, flush
+        self._saved = None
+        self._flush = flush
         self._undo.close()
         # after callbacks that put other weights into the model, but before those that save it
         trainer.callbacks = sorted(
@@ -110,7 +111,8 @@ class _PerRankCallback(Callback):
             for i, state in enumerate(self._states):
                 state.remove(Path(filepath).parent, _name(filepath, i))
 
-        strategy.save_checkpoint, strategy.remove_checkpoint = save_checkpoint, remove_checkpoint
+        strategy.save_checkpoint = save_checkpoint
+        strategy.remove_checkpoint = remove_checkpoint
         trainer.save_checkpoint = save_equal
         self._undo.callback(vars(strategy).pop, "save_checkpoint")
         self._undo.callback(vars(strategy).pop, "remove_checkpoint")
@@ -123,7 +125,8 @@ class _PerRankCallback(Callback):
                 "path only: save to a folder of the file system, and copy it from there"
             )
         for i, state in enumerate(self._states):
-            state.folder, state.name = Path(filepath).parent, _name(filepath, i)
+            state.folder = Path(filepath).parent
+            state.name = _name(filepath, i)
         return [state.state_dict() for state in self._states]
 
     def on_exception(
@@ -222,7 +225,8 @@ class LocalAveraging(_PerRankCallback):
     def __init__(self, config: LocalConfig, process_group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         check.instance("config", config, (LocalSGD, AdaptiveLocalSGD))
-        self._config, self._process_group = config, process_group
+        self._config = config
+        self._process_group = process_group
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Enter the block of local updates, after Lightning has restored a checkpoint."""
@@ -289,7 +293,8 @@ class ThinwireCallback(_PerRankCallback):
         optimizer = _only_optimizer(trainer)
         if self._resumes(trainer):
             reset_optimizer_(optimizer)
-        self._limit, clip = trainer.gradient_clip_val, None
+        self._limit = trainer.gradient_clip_val
+        clip = None
         if self._limit:
             by_value = trainer.gradient_clip_algorithm == "value"
             clip = ClipByValue(self._limit) if by_value else ClipByGlobalNorm(self._limit)

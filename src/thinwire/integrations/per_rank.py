@@ -14,8 +14,8 @@ from thinwire import _validate as check
 from thinwire.checkpoint import combine, on_all_ranks, read_rank_file, write_rank_file
 from thinwire.checkpoint.manifest import found_at
 from thinwire.comm import Group
-from thinwire.core.provenance import without_provenance
 from thinwire.errors import CheckpointCorrupt, StrategyError
+from thinwire.exchange.provenance import without_provenance
 from thinwire.strategy.distributed_strategy import DistributedStrategy
 from thinwire.strategy.engine import Engine
 
@@ -34,7 +34,9 @@ class _BesideCheckpoint:
     """State in the folder of a framework's checkpoint, under a name."""
 
     def __init__(self, folder: str | Path | None, name: str, first: str) -> None:
-        self.folder, self.name, self._first = folder, name, first
+        self.folder = folder
+        self.name = name
+        self._first = first
 
     def register(self, accelerator: Any) -> Self:
         """Register the state with Accelerate, and return this object. Several may be registered:
@@ -109,7 +111,8 @@ class PerRankState(_BesideCheckpoint):
             if not callable(getattr(stateful, method, None)):
                 raise TypeError(f"stateful must have {method}(), got {type(stateful).__name__}")
         super().__init__(folder, name, f"{name}_0")
-        self._stateful, self._process_group = stateful, process_group
+        self._stateful = stateful
+        self._process_group = process_group
         self._group: Group | None = None
         self._in_use: Path | None = None
         """File of this rank that was last loaded or saved."""
@@ -124,7 +127,8 @@ class PerRankState(_BesideCheckpoint):
             ValueError: There is no folder yet.
             CheckpointError: A rank's state could not be read or written; on all ranks.
         """
-        folder, group = self._parent(), self._joined()
+        folder = self._parent()
+        group = self._joined()
         state: Any
         try:
             state = self._stateful.state_dict()
@@ -163,7 +167,9 @@ class PerRankState(_BesideCheckpoint):
                 "state_dict must hold the name and the checksums of the ranks' files, got the "
                 f"keys {sorted(state_dict)}: pass the result of PerRankState.state_dict()"
             )
-        folder, group, own = self._parent(), self._joined(), list[Any]()
+        folder = self._parent()
+        group = self._joined()
+        own = list[Any]()
 
         def read() -> None:
             ranks = [group.rank] if len(sums) == group.size else range(len(sums))

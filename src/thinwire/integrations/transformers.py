@@ -14,9 +14,9 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from thinwire.checkpoint import on_all_ranks
 from thinwire.comm import Group
-from thinwire.comm.ddp import living
 from thinwire.core.checksum import checksum
 from thinwire.core.gradients import ClipByGlobalNorm
+from thinwire.core.tensors import living
 from thinwire.errors import CheckpointMismatch, CheckpointMissing, StrategyError
 from thinwire.integrations.per_rank import require_fields, reset_optimizer_
 from thinwire.local.model import bare_optimizer
@@ -87,7 +87,8 @@ class ThinwireCallback(TrainerCallback):
 
     def __init__(self, strategy: DistributedStrategy, *, publish: str | None = None) -> None:
         require_fields(strategy, _INSTEAD)
-        self._strategy, self._publish = strategy, publish
+        self._strategy = strategy
+        self._publish = publish
         self._max_grad_norm = 0.0
         self._losses: list[Tensor] = []
         self._by_items = False
@@ -145,7 +146,8 @@ class ThinwireCallback(TrainerCallback):
 
     def on_step_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """Keep the Trainer from clipping before the exchange; the engine clips after it."""
-        self._max_grad_norm, args.max_grad_norm = args.max_grad_norm, 0.0
+        self._max_grad_norm = args.max_grad_norm
+        args.max_grad_norm = 0.0
 
     def on_pre_optimizer_step(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """Restore the argument, for code that reads or saves it."""

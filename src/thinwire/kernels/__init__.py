@@ -7,21 +7,14 @@ rounding of trust ratios in `compiled_steps`.
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from thinwire.kernels import reference
-from thinwire.kernels.rules import (
-    Fold,
-    Sparse,
-    Tensors,
-    has_address,
-    require_lengths,
-    share_memory,
-)
+from thinwire.kernels.rules import Fold, Sparse, Tensors
 
 
 class Kernels(Protocol):
@@ -58,20 +51,23 @@ def body_name(device: torch.device) -> str:
 
 
 def compiled_steps(*lists: Tensors) -> Any:
-    """Return `kernels.cpu` for lists of tensors, the first not empty; None if torch must compute.
-
-    All tensors must be contiguous, all float32 or all float64, on the CPU, of torch's own classes:
-    shards and tensors of a compiler's trace have no memory that may be written to. No tensor of the
-    first list may share memory with another one, since several threads work on them.
-    """
-    dtype = lists[0][0].dtype
-    fit = dtype in (torch.float32, torch.float64) and all(
-        has_address(tensor, dtype) for group in lists for tensor in group
-    )
-    if not fit or share_memory(lists[0]) or for_device(lists[0][0].device) is reference:
+    """Return `kernels.cpu` if it takes these lists of tensors; None if torch must compute."""
+    body: Any = for_device(lists[0][0].device)
+    if body is reference or not body.takes(*lists):
         return None
     require_lengths(zip(*filter(None, lists), strict=True))
-    return _numba_kernels()
+    return body
+
+
+def require_lengths(rows: Iterable[Iterable[Any]]) -> None:
+    """Raise for tensors of unequal lengths in a row: loops would read behind an end."""
+    for first, *rest in rows:
+        for other in rest:
+            if isinstance(other, Tensor) and other.numel() != first.numel():
+                raise ValueError(
+                    f"tensors of one update have {first.numel()} and {other.numel()} entries: a "
+                    "parameter changed its shape after its state was made. Make a new optimizer"
+                )
 
 
 @functools.cache

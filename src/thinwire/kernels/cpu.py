@@ -4,9 +4,17 @@ LAMB's direction may differ by a rounding, where torch's root does. Norms are su
 here, so a ratio has no error but its rounding to the type of the tensors, and squares neither
 overflow nor underflow in float32. The reference sums n squares in that type, with a relative error
 of up to about n 2^-24. All bits follow from values and lengths: the number of threads changes none.
+
+numba's own threads are not used: its layer must not be entered by two threads, and exchanges run on
+a thread of their own beside the training.
 """
 
+import os
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache, partial
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,19 +23,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.kernels import loops, reference
-from thinwire.kernels.rules import (
-    Fold,
-    LambRule,
-    LarsRule,
-    Sparse,
-    Tensors,
-    TrustRule,
-    bump_versions,
-    has_address,
-)
-from thinwire.kernels.threads import Item, parts_of, run_items, share_of
+from thinwire.kernels.rules import Fold, LambRule, LarsRule, Sparse, Tensors, TrustRule
 
 Array = NDArray[Any]
+_Item = tuple[int, int, int]
+"""Index of the tensor, start and stop."""
 
 _SMALLEST_ROOM = 8192
 """Candidates; below, clearing the histograms costs more than sorting out."""
@@ -37,8 +37,7 @@ _SMALLEST_SAMPLE = 1024
 
 
 def top_k(values: Tensor, k: int) -> Tensor:
-    wide = values if values.dtype in (torch.float32, torch.float64) else values.float()
-    flat = wide.detach().contiguous()
+    flat = _addressed(values, _wide(values.dtype))
     kind = _Kind(flat.dtype, flat.dtype, loops.VALUES, 0.0)
     return _largest(kind, [Fold(flat, flat, None, 0.0, False)], [k])[0][0]
 
@@ -54,11 +53,27 @@ def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor,
 
 def commit_list_(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]) -> None:
     for kind, members in _by_kind(folds).items():
-        chosen = zip(*((folds[i], sent[i], seeds[i]) for i in members), strict=True)
+        chosen = [folds[i] for i in members]
+        its_sent = [sent[i] for i in members]
+        its_seeds = [seeds[i] for i in members]
         if kind is None:
-            reference.commit_list_(*chosen)
-        else:
-            _commit_(kind, *chosen)
+            reference.commit_list_(chosen, its_sent, its_seeds)
+            continue
+        wide = _wide(kind.state)
+        pairs = [(_addressed(i, torch.int64), _addressed(x, wide)) for i, x in its_sent]
+        tensors = [(*row, *pair) for row, pair in zip(_rows(kind, chosen), pairs, strict=True)]
+        rows, sizes = _table(tensors)
+        items = []
+        for t, start, stop in _parts_of(sizes):
+            positions = pairs[t][0]
+            first, last = 0, positions.numel()
+            if stop - start < sizes[t]:
+                first, last = np.searchsorted(positions.numpy(), (start, stop)).tolist()
+            items.append((t, start, stop, first, last))
+        rest = kind.facts, _like(wide), np.array(its_seeds, np.uint32)
+        _run_items(items, partial(loops.commit, rows, sizes, *rest))
+        states = (state for fold in chosen for state in fold[1:3] if state is not None)
+        torch.autograd.graph.increment_version(list(states))
 
 
 def lamb_(
@@ -78,11 +93,7 @@ def lars_(params: Tensors, grads: Tensors, velocities: Tensors | None, rule: Lar
         kind = loops.LOOKAHEAD if rule.nesterov else loops.HEAVY_BALL
     columns = params, grads, params if velocities is None else velocities
     constants = rule.lr, rule.momentum, rule.trust.weight_decay
-
-    def lars(rows: Array, sizes: Array, items: Array, phase: int, rest: loops.Rest) -> None:
-        loops.lars(rows, sizes, items, phase, kind, rest)
-
-    return _with_norms(lars, columns, constants, rule.trust)
+    return _with_norms(partial(loops.lars, kind), columns, constants, rule.trust)
 
 
 def _with_norms(
@@ -92,28 +103,20 @@ def _with_norms(
     rule: TrustRule,
 ) -> Tensor:
     """Take a step on small tensors as a whole; on large ones in parts, first for their norms."""
-    rows, sizes = _addresses(list(zip(*columns, strict=True))), _sizes(columns[0])
-    like, chunks = _like(columns[0][0].dtype), -(-sizes // loops.CHUNK)
+    rows, sizes = _table(list(zip(*columns, strict=True)))
+    dtype = _DTYPES[columns[0][0].dtype]
+    chunks = -(-sizes // loops.CHUNK)
     trust = np.array([rule.coefficient, rule.weight_decay, rule.eps, rule.low, rule.high])
-    ratios = np.ones(len(sizes), like.dtype)
-    rest = (
-        np.array(constants, like.dtype),
-        trust,
-        np.cumsum(chunks) - chunks,
-        np.empty((int(chunks.sum()), 2)),
-        ratios,
-    )
-    items, share = parts_of(sizes), share_of(sizes)
+    ratios = np.ones(len(sizes), dtype)
+    sums = np.empty((int(chunks.sum()), 2))
+    rest = np.array(constants, dtype), trust, np.cumsum(chunks) - chunks, sums, ratios
+    items = _parts_of(sizes)
     whole = [item for item in items if item[2] - item[1] == sizes[item[0]]]
     parts = [item for item in items if item[2] - item[1] < sizes[item[0]]]
 
-    def run(phase: int, its: Sequence[Item]) -> None:
-        run_items(its, share, lambda bundle: step(rows, sizes, bundle, phase, rest))
-
-    run(loops.SUMS, parts)
-    run(loops.WHOLE, whole)
-    run(loops.MOVE, parts)
-    bump_versions(columns[0], *columns[2:])
+    for phase, its in ((loops.SUMS, parts), (loops.WHOLE, whole), (loops.MOVE, parts)):
+        _run_items(its, partial(step, rows, sizes, phase, rest))
+    torch.autograd.graph.increment_version([*columns[0], *chain(*columns[2:])])
     return torch.from_numpy(ratios)
 
 
@@ -127,68 +130,56 @@ class _Kind(NamedTuple):
     momentum: float
 
     @property
-    def wide(self) -> torch.dtype:
-        """Type of the computation."""
-        return torch.float64 if self.state == torch.float64 else torch.float32
-
-    @property
     def facts(self) -> loops.Facts:
-        """Return what the loops want to know of all tensors."""
-        momentum = _like(self.wide).dtype.type(self.momentum)
+        """What the loops want to know of all tensors."""
+        momentum = _DTYPES[_wide(self.state)](self.momentum)
         return _like(self.grad), _like(self.state), momentum, self.mode
 
 
 def _by_kind(folds: Sequence[Fold]) -> dict[_Kind | None, list[int]]:
     """Group tensors; under None those whose state has no memory that a loop can take."""
-    alike: dict[tuple[Any, ...], list[int]] = {}
-    for i, (grad, state, buffer, momentum, nesterov) in enumerate(folds):
-        plain = has_address(state, state.dtype) and (
-            buffer is None or has_address(buffer, state.dtype)
-        )
-        key = plain, grad.dtype, state.dtype, buffer is None, momentum, nesterov
-        alike.setdefault(key, []).append(i)
     kinds: dict[_Kind | None, list[int]] = {}
-    for (plain, grad_dtype, dtype, without, momentum, nesterov), members in alike.items():
+    for i, (grad, state, buffer, momentum, nesterov) in enumerate(folds):
         kind = None
-        if plain and dtype in _DTYPES:
-            read = grad_dtype if grad_dtype == torch.bfloat16 else torch.float32
+        dtype = state.dtype
+        held = state if buffer is None else buffer
+        if dtype in _DTYPES and has_address(state, dtype) and has_address(held, dtype):
+            half = grad.dtype == torch.bfloat16 and dtype != torch.float64
+            read = torch.bfloat16 if half else _wide(dtype)
             mode = loops.NESTEROV if nesterov else loops.MOMENTUM
-            kind = _Kind(
-                torch.float64 if dtype == torch.float64 else read,
-                dtype,
-                loops.PLAIN if without else mode,
-                0.0 if without else momentum,
-            )
-        kinds.setdefault(kind, []).extend(members)
+            if buffer is None:
+                kind = _Kind(read, dtype, loops.PLAIN, 0.0)
+            else:
+                kind = _Kind(read, dtype, mode, momentum)
+        kinds.setdefault(kind, []).append(i)
     return kinds
 
 
 def _rows(kind: _Kind, folds: Sequence[Fold]) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return g, v and u of each tensor; memory stays valid as long as they are kept."""
-    rows = []
-    for grad, state, buffer, _, _ in folds:
-        read = grad
-        if grad.dtype != kind.grad or not has_address(grad, kind.grad):
-            read = grad.detach().to(kind.grad).contiguous()
-        rows.append((read, state, state if buffer is None else buffer))
-    return rows
+    return [
+        (_addressed(grad, kind.grad), state, state if buffer is None else buffer)
+        for grad, state, buffer, _, _ in folds
+    ]
 
 
 def _largest(
     kind: _Kind, folds: Sequence[Fold], ks: Sequence[int]
 ) -> list[tuple[Tensor, Tensor, bool]]:
     """Return the largest folded entries: candidates above an estimated floor, then the best."""
-    tensors, facts, dtype = _rows(kind, folds), kind.facts, _like(kind.wide).dtype
-    rows, sizes = _addresses(tensors), _sizes([fold.residual for fold in folds])
-    share, floors = share_of(sizes), np.empty(len(folds), dtype)
+    tensors = _rows(kind, folds)
+    facts = kind.facts
+    dtype = _DTYPES[_wide(kind.state)]
+    rows, sizes = _table(tensors)
+    floors = np.empty(len(folds), dtype)
     samples = np.array([_sampling(n, k) for n, k in zip(sizes.tolist(), ks, strict=True)], np.int64)
     whole = [(t, 0, n) for t, n in enumerate(sizes.tolist())]
-    run_items(whole, share, lambda items: loops.floors(rows, sizes, samples, items, facts, floors))
+    _run_items(whole, partial(loops.floors, rows, sizes, samples, facts, floors))
     found: dict[int, tuple[Array, Array]] = {}
-    left = parts_of(sizes)
+    left = _parts_of(sizes)
     for factor in (1.0, 0.5, 0.0):  # where neighbours are alike, a sample may mislead
-        floors *= dtype.type(factor)
-        found |= _candidates((rows, sizes, floors, facts), left, ks, share)
+        floors *= dtype(factor)
+        found |= _candidates((rows, sizes, floors, facts), left, ks)
         left = [item for item in left if item[0] not in found]
         if not left:
             break
@@ -207,9 +198,8 @@ def _largest(
 
 def _candidates(
     call: tuple[Array, Array, Array, loops.Facts],
-    parts: Sequence[tuple[int, int, int]],
+    parts: Sequence[_Item],
     ks: Sequence[int],
-    share: int,
 ) -> dict[int, tuple[Array, Array]]:
     """Return the k largest of each tensor of which enough entries reach the floor."""
     rows, sizes, floors, facts = call
@@ -230,13 +220,15 @@ def _candidates(
         )
         loops.candidates(rows, sizes, bundle, floors, facts, room, indices, values, counts)
 
-    run_items(items, share, work)
+    _run_items(items, work)
     pieces: dict[int, list[slice]] = {}
     for (t, _, _), at, count in zip(parts, rooms.tolist(), counts.tolist(), strict=False):
         pieces.setdefault(t, []).append(slice(at, at + count))
     found: dict[int, tuple[Array, Array]] = {}
     for t, its in pieces.items():
-        i, x, k = indices[its[0]], values[its[0]], ks[t]
+        i = indices[its[0]]
+        x = values[its[0]]
+        k = ks[t]
         if len(its) > 1:
             i, x = (
                 np.concatenate([of_all[piece] for piece in its]) for of_all in (indices, values)
@@ -267,41 +259,140 @@ def _sampling(n: int, k: int) -> tuple[int, int, int]:
     return runs, stride, int(hits + 6 * hits**0.5 + 4)
 
 
-def _commit_(
-    kind: _Kind, folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]
-) -> None:
-    pairs = [_plain(i, x, kind.wide) for i, x in sent]
-    tensors = [(*row, *pair) for row, pair in zip(_rows(kind, folds), pairs, strict=True)]
-    rows = _addresses(tensors)
-    sizes = _sizes([fold.residual for fold in folds])
-    items = []
-    for t, start, stop in parts_of(sizes):
-        positions = pairs[t][0]
-        first, last = 0, positions.numel()
-        if stop - start < folds[t].residual.numel():
-            first, last = np.searchsorted(positions.numpy(), (start, stop)).tolist()
-        items.append((t, start, stop, first, last))
-    rest = kind.facts, _like(kind.wide), np.array(seeds, np.uint32)
-    run_items(items, share_of(sizes), lambda bundle: loops.commit(rows, sizes, bundle, *rest))
-    bump_versions([tensor for fold in folds for tensor in fold[1:3] if tensor is not None])
+_DTYPES: dict[torch.dtype, Any] = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.bfloat16: np.uint16,
+}
 
 
-def _plain(indices: Tensor, values: Tensor, dtype: torch.dtype) -> Sparse:
-    if not (has_address(indices, torch.int64) and has_address(values, dtype)):
-        indices, values = indices.contiguous(), values.detach().to(dtype).contiguous()
-    return indices, values
-
-
-_DTYPES = {torch.float32: np.float32, torch.float64: np.float64, torch.bfloat16: np.uint16}
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of the computation for state of this type."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _like(dtype: torch.dtype) -> Array:
     return np.empty(0, _DTYPES[dtype])
 
 
-def _addresses(rows: Sequence[Tensors]) -> Array:
-    return np.array([[tensor.data_ptr() for tensor in row] for row in rows], np.int64)
+def _table(rows: Sequence[Tensors]) -> tuple[Array, Array]:
+    """Return the addresses of tensors, and the lengths of the first of each row."""
+    addresses = [[tensor.data_ptr() for tensor in row] for row in rows]
+    return np.array(addresses, np.int64), np.array([row[0].numel() for row in rows], np.int64)
 
 
-def _sizes(tensors: Tensors) -> Array:
-    return np.array([tensor.numel() for tensor in tensors], np.int64)
+_PLAIN_CLASSES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def has_address(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Return True for a contiguous tensor of torch's own classes in the CPU's memory."""
+    plain = tensor.is_cpu and type(tensor) in _PLAIN_CLASSES and tensor.dtype == dtype
+    strided = (
+        plain and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
+    )
+    # a storage that was freed has address 0
+    return strided and (tensor.data_ptr() != 0 or tensor.numel() == 0)
+
+
+def _addressed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the tensor, or a copy of this type that loops can read."""
+    plain = has_address(tensor, dtype)
+    return tensor if plain else tensor.detach().to(dtype).contiguous()
+
+
+def share_memory(tensors: Tensors) -> bool:
+    """Return True if two of these contiguous tensors overlap."""
+    ends = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.numel())
+    return any(following[0] < one[1] for one, following in pairwise(ends))
+
+
+def takes(*lists: Tensors) -> bool:
+    """Return True if steps can be computed here on these lists, the first not empty.
+
+    All tensors must be contiguous, all float32 or all float64, on the CPU, of torch's own classes:
+    shards and tensors of a compiler's trace have no memory that may be written to. No tensor of the
+    first list may share memory with another one, since several threads work on them.
+    """
+    dtype = lists[0][0].dtype
+    fit = dtype in (torch.float32, torch.float64) and all(
+        has_address(tensor, dtype) for group in lists for tensor in group
+    )
+    return fit and not share_memory(lists[0])
+
+
+SMALLEST = 1 << 16
+"""Entries; below, starting a thread costs more than the loop."""
+# for each thread: few hand-overs, and still no long wait for one that must share its core
+_BUNDLES = 8
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    """One executor per process. A forked child inherits the object, but not its threads."""
+    return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="thinwire-kernel")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
+def run_all(works: Sequence[Callable[[], object]]) -> None:
+    """Run all `works` on up to torch.get_num_threads() threads, each taking the next one left.
+
+    An error is raised after all threads have finished.
+    """
+    left = deque(works)
+
+    def take() -> None:
+        while left:
+            try:
+                work = left.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            work()
+
+    helpers = min(torch.get_num_threads(), len(works)) - 1
+    futures = [_pool().submit(take) for _ in range(helpers)]
+    try:
+        take()
+    finally:
+        # helpers that have not started are not needed; the others must end before buffers go
+        wait([future for future in futures if not future.cancel()])
+    for future in futures:
+        if not future.cancelled():
+            future.result()
+
+
+def _share_of(entries: int) -> int:
+    """Return the number of entries worth a task for a thread, a multiple of SMALLEST."""
+    return max(1, entries // (torch.get_num_threads() * _BUNDLES) // SMALLEST) * SMALLEST
+
+
+def _parts_of(sizes: Array) -> list[_Item]:
+    """Return the tensors; those that one thread would hold up the others with in several parts."""
+    share = _share_of(sizes.sum())
+    most = max(2 * SMALLEST, 4 * share)
+    if torch.get_num_threads() == 1 or sizes.max() <= most:
+        return [(i, 0, size) for i, size in enumerate(sizes.tolist())]
+    items: list[_Item] = []
+    for i, size in enumerate(sizes.tolist()):
+        step = share if size > most else max(1, size)
+        items += [(i, start, min(start + step, size)) for start in range(0, max(1, size), step)]
+    return items
+
+
+def _run_items(items: Sequence[tuple[int, ...]], work: Callable[[Array], object]) -> None:
+    """Run `work` on bundles of neighbouring items on a few threads.
+
+    An item begins with the index of a tensor, start and stop.
+    """
+    if not items:
+        return
+    table = np.array(items, np.int64)
+    ends = np.cumsum(table[:, 2] - table[:, 1])
+    share = _share_of(ends[-1])
+    if torch.get_num_threads() == 1 or ends[-1] <= share:
+        work(table)
+        return
+    cuts = np.flatnonzero(np.diff((ends - 1) // share)) + 1
+    run_all([partial(work, bundle) for bundle in np.split(table, cuts)])

@@ -204,7 +204,7 @@ def folded(g: Any, v: Any, u: Any, m: Any, mode: int) -> Any:
 
 @loop
 def commit(
-    rows: Array, sizes: Array, items: Array, facts: Facts, like_sent: Array, seeds: Array
+    rows: Array, sizes: Array, facts: Facts, like_sent: Array, seeds: Array, items: Array
 ) -> None:
     """Fold the items, subtract the sent values and clear the momentum there.
 
@@ -251,7 +251,7 @@ def commit(
 
 @loop
 def floors(
-    rows: Array, sizes: Array, samples: Array, items: Array, facts: Facts, found: Array
+    rows: Array, sizes: Array, samples: Array, facts: Facts, found: Array, items: Array
 ) -> None:
     """Estimate for tensors a magnitude that somewhat more than k entries reach.
 
@@ -382,7 +382,7 @@ LANES = 128
 
 
 @loop
-def lamb(rows: Array, sizes: Array, items: Array, phase: int, rest: Rest) -> None:
+def lamb(rows: Array, sizes: Array, phase: int, rest: Rest, items: Array) -> None:
     """Update p, g, m, v by LAMB; changes p, m, v, `sums` and `ratios`.
 
     `constants`: lr, b1, 1 - b1, b2, 1 - b2, 1/(1 - b1^t), 1/(1 - b2^t), eps, wd. `trust`: see
@@ -426,7 +426,7 @@ NO_MOMENTUM, HEAVY_BALL, LOOKAHEAD = range(3)
 
 
 @loop
-def lars(rows: Array, sizes: Array, items: Array, phase: int, kind: int, rest: Rest) -> None:
+def lars(kind: int, rows: Array, sizes: Array, phase: int, rest: Rest, items: Array) -> None:
     """Update p, g and, with momentum, b by LARS; changes p, b, `sums` and `ratios`.
 
     `constants`: lr, momentum, wd. Without wd there is no ratio, and MOVE needs no sums. Other

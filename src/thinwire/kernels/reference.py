@@ -29,42 +29,27 @@ def top_k(values: Tensor, k: int) -> Tensor:
     return torch.cat((above, tied)).sort().values
 
 
-def propose(fold: Fold, k: int) -> tuple[Tensor, Tensor, bool]:
-    folded = _folded_residual(fold)
+def _propose(fold: Fold, k: int) -> tuple[Tensor, Tensor, bool]:
+    folded, _ = _folded(fold)
     if not bool(torch.isfinite(folded).all()):
         return folded.new_empty(0, dtype=torch.int64), folded.new_empty(0), False
     indices = top_k(folded, k)
     return indices, folded[indices], True
 
 
-def commit_(fold: Fold, indices: Tensor, sent: Tensor, seed: int) -> None:
-    residual, buffer = fold.residual, fold.momentum_buffer
-    v, u = _widened(residual), None if buffer is None else _widened(buffer)
-    g = fold.grad.to(v.dtype)
-    if u is None:
-        v.add_(g)
-    elif fold.nesterov:
-        u.add_(g).mul_(fold.momentum)
-        v.add_(u).add_(g)
-    else:
-        u.mul_(fold.momentum).add_(g)
-        v.add_(u)
-    v[indices] -= sent.to(v.dtype)
-    if u is not None:
-        u[indices] = 0
-    if residual.dtype == torch.bfloat16:
-        residual.copy_(_rounded(v, seed, 0, for_buffer=False))
-        if buffer is not None and u is not None:
-            buffer.copy_(_rounded(u, seed, 0, for_buffer=True))
-
-
 def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor, Tensor, bool]]:
-    return [propose(fold, k) for fold, k in zip(folds, ks, strict=True)]
+    return [_propose(fold, k) for fold, k in zip(folds, ks, strict=True)]
 
 
 def commit_list_(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]) -> None:
-    for fold, part, seed in zip(folds, sent, seeds, strict=True):
-        commit_(fold, *part, seed)
+    for fold, (indices, values), seed in zip(folds, sent, seeds, strict=True):
+        v, u = _folded(fold)
+        v[indices] -= values.to(v.dtype)
+        half = fold.residual.dtype == torch.bfloat16
+        fold.residual.copy_(_rounded(v, seed, 0, for_buffer=False) if half else v)
+        if fold.momentum_buffer is not None:
+            u[indices] = 0
+            fold.momentum_buffer.copy_(_rounded(u, seed, 0, for_buffer=True) if half else u)
 
 
 def divided_(total: Tensor, count: int) -> Tensor:
@@ -122,16 +107,20 @@ def _widened(state: Tensor) -> Tensor:
     return state.float() if state.dtype == torch.bfloat16 else state
 
 
-def _folded_residual(fold: Fold) -> Tensor:
+def _folded(fold: Fold) -> tuple[Tensor, Tensor]:
+    """Return v' and u', new tensors in the type of the computation; v' twice without a buffer."""
     v = _widened(fold.residual)
     g = fold.grad.to(v.dtype)
     if fold.momentum_buffer is None:
-        return v + g
+        folded = v + g
+        return folded, folded
     u = _widened(fold.momentum_buffer)
-    # Separate operations: one fused multiply-add would round once where `commit_` rounds twice.
+    # separate operations: a fused multiply-add would round once
     if fold.nesterov:
-        return (u + g).mul_(fold.momentum).add_(v).add_(g)
-    return (u * fold.momentum).add_(g).add_(v)
+        moved = (u + g).mul_(fold.momentum)
+        return (v + moved).add_(g), moved
+    moved = (u * fold.momentum).add_(g)
+    return v + moved, moved
 
 
 def sum_sparse(indices: list[Tensor], values: list[Tensor], dtype: torch.dtype) -> Sparse:
@@ -162,7 +151,8 @@ def ones_of(code: Array, starts: Array, ends: Array) -> tuple[Array, Array]:
     """Return the bits set in each part of the code, counted from its start, and their parts."""
     parts = [code[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
     bits = np.unpackbits(np.concatenate(parts), bitorder="little")
-    ones, lengths = np.flatnonzero(bits.view(bool)), 8 * (ends - starts)
+    ones = np.flatnonzero(bits.view(bool))
+    lengths = 8 * (ends - starts)
     until = np.cumsum(lengths)
     part = np.arange(len(parts)).repeat(np.diff(np.searchsorted(ones, until), prepend=0))
     return ones - (until - lengths)[part], part

@@ -1,12 +1,10 @@
-"""Arguments of calls over many tensors: a fold, the constants of a step, checks of memory."""
+"""Arguments of calls over many tensors: a fold, and the constants of a step."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 Tensors = Sequence[Tensor]
@@ -115,42 +113,3 @@ class OuterRule:
             return self.lr if times else 1.0
         summed = (1 - m * (1 - m**times) / (times * (1 - m))) / (1 - m)
         return self.lr * (1 + m * summed if self.nesterov else summed)
-
-
-_PLAIN_CLASSES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
-
-
-def has_address(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Return True for a contiguous tensor of torch's own classes in the CPU's memory."""
-    plain = tensor.is_cpu and type(tensor) in _PLAIN_CLASSES and tensor.dtype == dtype
-    strided = (
-        plain and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_neg()
-    )
-    # a storage that was freed has address 0
-    return strided and (tensor.data_ptr() != 0 or tensor.numel() == 0)
-
-
-def require_lengths(rows: Iterable[Iterable[Any]]) -> None:
-    """Raise for tensors of unequal lengths in a row: loops would read behind an end."""
-    for first, *rest in rows:
-        for other in rest:
-            if isinstance(other, Tensor) and other.numel() != first.numel():
-                raise ValueError(
-                    f"tensors of one update have {first.numel()} and {other.numel()} entries: a "
-                    "parameter changed its shape after its state was made. Make a new optimizer"
-                )
-
-
-def bump_versions(*lists: Sequence[Tensor]) -> None:
-    """Tell autograd that loops wrote to these tensors, so that older graphs raise an error."""
-    torch.autograd.graph.increment_version([tensor for tensors in lists for tensor in tensors])
-
-
-def share_memory(tensors: Sequence[Tensor]) -> bool:
-    """Return True if two of these contiguous tensors overlap."""
-    ends = sorted(
-        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
-        for tensor in tensors
-        if tensor.numel()
-    )
-    return any(following[0] < one[1] for one, following in pairwise(ends))

@@ -102,7 +102,8 @@ class Layout:
         """Sizes and offsets of the codes of every slot, shape (slots, 7)."""
         # columns: numel, k, low bits of a position, bytes of the low bits, of the high parts, of
         # the values, first byte
-        rows, at = [], HEADER_BYTES
+        rows = []
+        at = HEADER_BYTES
         for slot in self.slots:
             row = (
                 slot.numel,

@@ -75,7 +75,9 @@ def split_plan(layout: Layout, sources: int) -> SplitLayout[Layout]:
 
 def partition(numels: Sequence[int], sources: int) -> list[list[Piece]]:
     """Return the equal share of each owner, as pieces within one tensor each."""
-    total, owner, at = sum(numels), 0, 0
+    total = sum(numels)
+    owner = 0
+    at = 0
     pieces: list[list[Piece]] = [[] for _ in range(sources)]
     for slot, numel in enumerate(numels):
         start = 0
@@ -106,7 +108,8 @@ def whole_split(layout: WholeLayout, sources: int) -> SplitLayout[WholeLayout] |
     """Return the plan for whole tensors; None if there are fewer entries than sources."""
     if sum(layout.numels) < sources:
         return None
-    pieces, bits = partition(layout.numels, sources), layout.value_bits
+    pieces = partition(layout.numels, sources)
+    bits = layout.value_bits
     numels = [tuple(piece.numel for piece in row) for row in pieces]
     return SplitLayout(
         tuple(tuple(row) for row in pieces),
@@ -135,7 +138,8 @@ def assign_owners(costs: Sequence[int], ranks: int) -> list[list[int | None]]:
     """Return rounds in which every rank has one tensor at most, the most expensive ones first."""
     # in each round the most expensive tensor goes to the rank with the least cost so far
     order = sorted(range(len(costs)), key=lambda i: -costs[i])
-    load, rounds = [0] * ranks, []
+    load = [0] * ranks
+    rounds = []
     for at in range(0, len(order), ranks):
         owned: list[int | None] = [None] * ranks
         for i, rank in zip(

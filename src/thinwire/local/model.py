@@ -19,11 +19,11 @@ from thinwire import _validate as check
 from thinwire._names import named_buffers, named_parameters, require_shapes
 from thinwire._wording import warn_user
 from thinwire.comm import Group
-from thinwire.comm.ddp import living
 from thinwire.comm.replicate import make_models_equal_, overwrite_
 from thinwire.core.checksum import flat_bytes
 from thinwire.core.several import SeveralOptimizers, all_of, combined, kinds_of, params_in
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
+from thinwire.core.tensors import living
 from thinwire.core.tree import leaves
 from thinwire.exchange.agreement import Answers, Report, Vote
 

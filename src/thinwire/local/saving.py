@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
-from thinwire.core.provenance import checksum_of
+from thinwire.exchange.provenance import checksum_of
 from thinwire.local.averager import Averager
 from thinwire.local.model import LocalModel
 

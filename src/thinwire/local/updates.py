@@ -17,14 +17,14 @@ from thinwire._names import named_parameters
 from thinwire._wording import warn_user
 from thinwire.comm import Regrouped, long_waits_logged, own_deadlines
 from thinwire.comm.private import forget_ended
+from thinwire.comm.stats import Pace, numbers, planned_row
 from thinwire.compress import tag_of
 from thinwire.compress.protocol import Compression, report_coverage
 from thinwire.core.arithmetic import arithmetic
 from thinwire.core.norms import grad_norm
-from thinwire.core.provenance import PROVENANCE, Provenance, without_provenance
-from thinwire.core.stats import Pace, numbers, planned_row
 from thinwire.errors import PeerLost
 from thinwire.exchange.digest import DIGEST_EVERY
+from thinwire.exchange.provenance import PROVENANCE, Provenance, without_provenance
 from thinwire.exchange.synchronizer import NO_TRAFFIC, Ranks
 from thinwire.local import saving
 from thinwire.local.averager import Averager, OwnScale
@@ -548,7 +548,7 @@ def count_tokens(sync: LocalUpdates, tokens: int) -> None:
 
 
 def counts(sync: LocalUpdates) -> dict[str, Any]:
-    """Return the traffic and further numbers of `thinwire.core.stats`."""
+    """Return the traffic and further numbers of `thinwire.comm.stats`."""
     averagings, averager = sync._when.counters.averagings, sync._averager
     found: dict[str, Any] = {"averagings": averagings, "sparsity": 0.0}
     found |= {"merge_steps": sync._when.microbatches, "batch_share": sync._when.batch_share}

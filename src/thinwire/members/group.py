@@ -53,10 +53,12 @@ class ElasticGroup(Group):
         return now.number
 
     def _bind(self, now: Generation) -> None:
-        first, self.bound = self.bound is None, now
+        first = self.bound is None
+        self.bound = now
         self.rank, self.size = now.rank, now.size
         groups: Any = now.groups  # it has the attributes of a Private that Group uses
-        self._shared, self.relayed = groups, groups is not None and groups.relayed
+        self._shared = groups
+        self.relayed = groups is not None and groups.relayed
         self.copies = groups.copies if self.relayed else 1
         if key := self.membership.kv.store.key_for("exchange", str(now.number)):
             self.authenticate(key)
@@ -80,7 +82,9 @@ class ElasticGroup(Group):
     @contextmanager
     def as_if(self, rank: int, size: int) -> Iterator[None]:
         """Act as another member, to replay the messages that it received."""
-        own, self.rank, self.size = (self.rank, self.size), rank, size
+        own = (self.rank, self.size)
+        self.rank = rank
+        self.size = size
         try:
             yield
         finally:
@@ -95,7 +99,8 @@ class ElasticGroup(Group):
         """Repeat an agreement until it counts; pause whenever it has been launched."""
         if self.bound is None and self.pending_after is None:
             return [payload]
-        vote, attempt = self.membership.shared.votes + 1, self._attempt
+        vote = self.membership.shared.votes + 1
+        attempt = self._attempt
         while True:
             # another member may have received all answers: then they are in the store
             if (known := self.membership.recorded(vote)) is not None:
@@ -158,7 +163,8 @@ class ElasticGroup(Group):
             self._regroup_s += time.perf_counter() - begun_s
 
     def take_regroup_s(self) -> float:
-        taken, self._regroup_s = self._regroup_s, 0.0
+        taken = self._regroup_s
+        self._regroup_s = 0.0
         return taken
 
 
@@ -223,7 +229,8 @@ class Site(SingleRank):
 
     def gather_values(self, action: str, value: Any) -> list[Any]:
         report = json.dumps([action, value], separators=(",", ":")).encode()
-        ended, self._ended = self._ended, True
+        ended = self._ended
+        self._ended = True
         with own_deadlines():
             answers = self.ranks.gather_bytes(report, action=f"{action}, inside the site")
         rows = [json.loads(answer) for answer in answers]
@@ -257,8 +264,11 @@ class SiteGroup(Group):
 
     def __init__(self, site: Site, shard_group: ElasticGroup) -> None:
         self._begin(shard_group.timeout_s)
-        self.site, self.shards, self.replicas = site, site.ranks, shard_group
-        self._shard_group, self._received_ids = shard_group, [shard_group.membership.shared.own_id]
+        self.site = site
+        self.shards = site.ranks
+        self.replicas = shard_group
+        self._shard_group = shard_group
+        self._received_ids = [shard_group.membership.shared.own_id]
 
     @property
     def rank(self) -> int:  # type: ignore[override]

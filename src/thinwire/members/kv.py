@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final, TypeVar, final
+from typing import Any, TypeVar, final
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError, DistNetworkError
@@ -21,10 +21,10 @@ from thinwire.comm.sockets import Connection, connections, end_unanswered, has_e
 from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
 from thinwire.members.credentials import derived_key
 
-_MAGIC: Final = b"tws1"
-_MAC_BYTES: Final = hashlib.sha256().digest_size
-_OVERHEAD_BYTES: Final = len(_MAGIC) + _MAC_BYTES
-_ABSENT: Final = b"\0nothing"
+_MAGIC = b"tws1"
+_MAC_BYTES = hashlib.sha256().digest_size
+_OVERHEAD_BYTES = len(_MAGIC) + _MAC_BYTES
+_ABSENT = b"\0nothing"
 """Argument of the compare-and-set that reads a key: a key without a value returns it."""
 
 
@@ -43,7 +43,9 @@ class AuthenticatedStore(Store):
         super().__init__()
         # torch's stubs know values of text only, where bytes are taken too
         self._store: Any = store
-        self._secret, self._prefix, self.session = secret, prefix, session
+        self._secret = secret
+        self._prefix = prefix
+        self.session = session
         self._key = None if secret is None else derived_key(secret, "values")
 
     @property
@@ -150,7 +152,8 @@ class KeyValueView:
     # repeated over a new connection, so writes must be idempotent, and valid when they arrive late
 
     def __init__(self, store: AuthenticatedStore, limit_s: float | None = None) -> None:
-        self.store, self.limit_s = store, limit_s
+        self.store = store
+        self.limit_s = limit_s
         self._warned: set[str] = set()
         self._call_began_s: float | None = None
         self._connect: Callable[..., AuthenticatedStore] | None = None
@@ -165,12 +168,14 @@ class KeyValueView:
         """Return a view with a connection of its own, to this port."""
         store, connections = _connected(connect, port)
         kv = cls(store, limit_s)
-        kv._connect, kv._connections = connect, connections
+        kv._connect = connect
+        kv._connections = connections
         return kv
 
     def under(self, prefix: str) -> KeyValueView:
         """Return the same view with a prefix before all keys, over the same connection."""
-        kv, connect = KeyValueView(self.store.under(prefix), self.limit_s), self._connect
+        kv = KeyValueView(self.store.under(prefix), self.limit_s)
+        connect = self._connect
         if connect is not None:
             kv._connect = lambda **limit: connect(**limit).under(prefix)
         kv._connections = self._connections
@@ -221,7 +226,8 @@ class KeyValueView:
             except ThinwireError:
                 break
             if store.session == self.store.session:
-                self.store, self._lost_connection = store, None
+                self.store = store
+                self._lost_connection = None
                 _log.warning("reconnected to the meeting place: %s", str(lost).partition("\n")[0])
                 if self._closed.is_set():  # closed by another thread meanwhile
                     self.disconnect()

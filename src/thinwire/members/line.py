@@ -45,14 +45,20 @@ class Line:
         needed: Callable[[], float] | None = None,
     ) -> None:
         # `needed`, of the end that streams: bytes a second that it needs, sent with each piece
-        self._channel, self._key, self._timeout_s = channel, key, timeout_s
-        sending, self._needed = needed is not None, needed or float
-        self._number, self._ends = number, (2 * part + sending, 2 * part + (not sending))
+        self._channel = channel
+        self._key = key
+        self._timeout_s = timeout_s
+        sending = needed is not None
+        self._needed = needed or float
+        self._number = number
+        self._ends = (2 * part + sending, 2 * part + (not sending))
         self._counts = [0, 0]
         self._unacknowledged: deque[tuple[float, int]] = deque()
         self._acknowledged_s = -math.inf
-        self._latency_s, self._second_bytes = math.inf, 0.0
-        self._piece_bytes, self._rest = _LEAST_BYTES, memoryview(b"")
+        self._latency_s = math.inf
+        self._second_bytes = 0.0
+        self._piece_bytes = _LEAST_BYTES
+        self._rest = memoryview(b"")
         self.nbytes, self.needed = 0, 0.0
         """Bytes that the other end has, or that were received; bytes a second of the rounds."""
 
@@ -116,7 +122,8 @@ class Line:
             self._receive()
             now, (sent_s, nbytes) = time.monotonic(), self._unacknowledged.popleft()
             taken_s = max(now - max(sent_s, self._acknowledged_s), 1e-6)
-            self._acknowledged_s, self.nbytes = now, self.nbytes + nbytes
+            self._acknowledged_s = now
+            self.nbytes = self.nbytes + nbytes
             self._latency_s = min(self._latency_s, now - sent_s)
             if nbytes < self._piece_bytes // 2:  # it says nothing about the line
                 continue
@@ -124,7 +131,8 @@ class Line:
             self._second_bytes = 0.75 * before + 0.25 * taken_s / nbytes
             # two pieces fill a line of any latency
             seconds = min(max(_PIECE_S, 2 * self._latency_s), self._timeout_s / 4)
-            least, most = max(self._piece_bytes // 2, _LEAST_BYTES), 2 * self._piece_bytes
+            least = max(self._piece_bytes // 2, _LEAST_BYTES)
+            most = 2 * self._piece_bytes
             self._piece_bytes = max(
                 min(int(seconds / self._second_bytes), most, _MOST_BYTES), least
             )
@@ -140,7 +148,8 @@ class Line:
                     self._rest = piece[_NEED.size :]
                     self.nbytes += len(self._rest)
                     self._send()
-                taken, self._rest = self._rest[: len(target) - at], self._rest[len(target) - at :]
+                taken = self._rest[: len(target) - at]
+                self._rest = self._rest[len(target) - at :]
                 target[at : at + len(taken)].copy_(torch.frombuffer(taken, dtype=torch.uint8))
                 at += len(taken)
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError, DistStoreError
@@ -22,13 +22,13 @@ from thinwire.members.credentials import Address, derived_key, parse_address
 from thinwire.members.kv import AuthenticatedStore
 from thinwire.page import RunView
 
-MEETING_VERSION: Final = 1
+MEETING_VERSION = 1
 """Version of the protocol between members and the store; other versions are refused."""
 
 _PREFIX, _GREETING, _THREAD = "thinwire/", "host", "thinwire-meeting"
-_RUNS: Final = "thinwire/runs"
+_RUNS = "thinwire/runs"
 """Names of runs, each with a space behind it. torch lists no keys before 2.13."""
-_RUN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _GREETING_S, _SLACK_S, _SHORTEST_S = 5.0, 1.0, 0.1
 
 
@@ -42,7 +42,8 @@ def connect(
             "first one a letter or digit"
         )
     host = parse_address("address", address, scheme=True)
-    limit_s, begun = min(timeout.total_seconds(), at_most_s), time.monotonic()
+    limit_s = min(timeout.total_seconds(), at_most_s)
+    begun = time.monotonic()
     reached_from(host, limit_s)
     patience_s = min(limit_s, _GREETING_S)
     try:
@@ -164,9 +165,9 @@ def _host_store(store: Store, token: bytes | None) -> AuthenticatedStore:
     return AuthenticatedStore(store, secret, _PREFIX)
 
 
-_TIMEOUT: Final = timedelta(seconds=5)
+_TIMEOUT = timedelta(seconds=5)
 _LOOK_S, _MOST_RUNS = 1.0, 64
-_LOOPBACKS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def run_host(

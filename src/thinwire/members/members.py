@@ -85,7 +85,9 @@ class Member:
     """This process as a member of a run: what `Members` shows, and what local updates use."""
 
     def __init__(self, kv: KeyValueView, terms: Terms, site: SingleRank) -> None:
-        self.site, self.terms, self.timeout_s = site, terms, terms.timeout_s
+        self.site = site
+        self.terms = terms
+        self.timeout_s = terms.timeout_s
         self.kv = kv if site.mesh is None else kv.under(f"shard/{site.rank}")
         key = self.kv.store.key_for("state") or b""
         self._named = {} if terms.name is None else {"name": terms.name}
@@ -225,7 +227,8 @@ class Member:
     @property
     def sharing_rank_and_size(self) -> tuple[int, int]:
         """`rank_and_size` among those that share the samples, as of the last distribution."""
-        ids, site = self._sharing_ids or (self.id,), self.site
+        ids = self._sharing_ids or (self.id,)
+        site = self.site
         return ids.index(self.id) * site.size + site.rank, len(ids) * site.size
 
     def _redistribute_samples(self, ids: Sequence[str]) -> None:
@@ -233,7 +236,8 @@ class Member:
         if not self._samplers or tuple(ids) == self._sharing_ids or self.id not in ids:
             return
         states = [sampler.state_dict() for sampler in self._samplers]
-        self._sharing_ids, self._taken = tuple(ids), {}
+        self._sharing_ids = tuple(ids)
+        self._taken = {}
         for sampler, state in zip(self._samplers, states, strict=True):
             sampler.load_state_dict(state)
 
@@ -292,7 +296,8 @@ class Member:
         return ready, PeerLost(texts[0]) if texts else None
 
     def _fetch_from_donor(self, state: SharedState) -> None:
-        site, shared = self.site, self._membership.shared
+        site = self.site
+        shared = self._membership.shared
         asks: Facts = {"has": state.averagings, "without": [*self._refused_donors]}
         number = shared.say_hello(self.kv, **asks) if site.rank == 0 else 0
         number = site.broadcast_value("asking for admission", number)
@@ -354,7 +359,8 @@ class Member:
     def end_round(self, state: SharedState, *, goes_on: bool = False) -> None:
         """Send states, admit joiners and release leaving members, as all members have agreed."""
         # goes_on: the same call makes another round at once, before which no member joins or leaves
-        agreed, self._agreed = {} if goes_on else self._agreed, {}
+        agreed = {} if goes_on else self._agreed
+        self._agreed = {}
         # the generation of the agreement, equal on all members, even if a new one has formed since
         now = self.group.bound
         assert now is not None, "exchanged"
@@ -413,7 +419,8 @@ class Member:
         donors = [*good[first:], *good[:first]][:MOST_DONORS]
         if self.id not in donors:
             return
-        counters, since = state.counters(), [update for at, update in self._kept if at > has]
+        counters = state.counters()
+        since = [update for at, update in self._kept if at > has]
         if has == 0 or len(since) != state.averagings - has:  # they would be of no use
             since = []
         part = Part(donors.index(self.id), len(donors), json.dumps(counters.plain), donors)

@@ -55,7 +55,8 @@ class Shared:
 
     def __init__(self, own_id: str, timeout_s: float) -> None:
         self.changed = threading.Condition()
-        self.own_id, self.silence_s = own_id, timeout_s + min(_CONNECT_S, timeout_s)
+        self.own_id = own_id
+        self.silence_s = timeout_s + min(_CONNECT_S, timeout_s)
         self.generation: Generation | None = None
         self.end_reason: ThinwireError | None = None
         self.store_problem: str | None = None
@@ -135,7 +136,8 @@ class Membership:
     """Membership of this process in a run, as the main thread sees it."""
 
     def __init__(self, kv: KeyValueView, own_id: str, terms: Terms) -> None:
-        self.kv, self.timeout_s = kv, terms.timeout_s
+        self.kv = kv
+        self.timeout_s = terms.timeout_s
         self.shared = Shared(own_id, terms.timeout_s)
         self.watcher = Watcher(kv, self.shared, terms)
         name = "thinwire-members"
@@ -143,7 +145,8 @@ class Membership:
 
     def meet(self, founders: tuple[str, ...] | None = None) -> None:
         """Announce this member and wait for the first generation, or for one to join."""
-        self.watcher.founders, shared = founders, self.shared
+        self.watcher.founders = founders
+        shared = self.shared
         self._thread.start()
         limit_s = shared.silence_s + self.timeout_s + _ALL_ATTEMPTS_S
         if not self._wait_until(lambda: shared.generation or shared.joiner, limit_s):
@@ -151,7 +154,8 @@ class Membership:
 
     def _wait_until(self, condition: Callable[[], Any], limit_s: float) -> bool:
         """Wait for a change made by the thread; False if it did not come in time."""
-        until, shared = time.monotonic() + limit_s, self.shared
+        until = time.monotonic() + limit_s
+        shared = self.shared
         with shared.changed:
             while not shared.changed.wait_for(lambda: shared.end_reason or condition(), _POLL_S):
                 if self.kv.waiting_s > self.timeout_s:
@@ -181,7 +185,8 @@ class Membership:
 
     def wait_for_next(self, number: int) -> Generation:
         """Wait for a generation after this one."""
-        limit_s, shared = self.timeout_s + _ALL_ATTEMPTS_S, self.shared
+        limit_s = self.timeout_s + _ALL_ATTEMPTS_S
+        shared = self.shared
         if not self._wait_until(
             lambda: shared.generation and shared.generation.number > number, limit_s
         ):
@@ -195,10 +200,13 @@ class Membership:
         with self.shared.changed:
             # `frozen` is set before this member announces its last agreement: an agreement that
             # was accepted after that would be missing from the announcement
-            shared, now = self.shared, self.shared.generation
+            shared = self.shared
+            now = self.shared.generation
             if shared.frozen or now is None or now.number != number:
                 return False
-            shared.votes, shared.answers, shared.voted = vote, tuple(answers), True
+            shared.votes = vote
+            shared.answers = tuple(answers)
+            shared.voted = True
             shared.voters = now.continuing = now.ids
             return True
 
@@ -284,7 +292,9 @@ class Watcher:
     """The membership thread: it watches the run's store and forms generations."""
 
     def __init__(self, kv: KeyValueView, shared: Shared, terms: Terms) -> None:
-        self.kv, self.shared, self.own_id = kv, shared, shared.own_id
+        self.kv = kv
+        self.shared = shared
+        self.own_id = shared.own_id
         self._endpoint, self._min_members, self._start_members, self.timeout_s, *_ = terms
         self.founders: tuple[str, ...] | None = None
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -334,7 +344,9 @@ class Watcher:
         shared = self.shared
         hint = self.kv.get("gen")
         number = self._latest_from(-1 if hint is None else int(hint))
-        first_generation, begun, enough_s = -1, 0.0, math.inf
+        first_generation = -1
+        begun = 0.0
+        enough_s = math.inf
         if self.founders:  # enter the generation in which this site's first rank met the others
             met = number  # they may have lost a member since
             while (written := self._decision(met)) is not None and written.ids != self.founders:
@@ -347,7 +359,8 @@ class Watcher:
             number, decision, alive = self._poll(number)
             if self.own_id in decision.ids:
                 with shared.changed:
-                    shared.votes, shared.admitted = decision.votes, (number, decision.ids)
+                    shared.votes = decision.votes
+                    shared.admitted = (number, decision.ids)
                     shared.changed.notify_all()
                 self._enter(number, decision)
                 return
@@ -355,13 +368,16 @@ class Watcher:
                 with shared.changed:  # the main thread fetches the state meanwhile
                     shared.joiner = True
                     shared.changed.notify_all()
-            now, first = time.monotonic(), number + 1
+            now = time.monotonic()
+            first = number + 1
             # no member is alive, or there was never one: found a generation with the others
             if not shared.joiner and (
                 first == first_generation or not decision.ids or shared.is_silent()
             ):
                 if first != first_generation:
-                    first_generation, begun, enough_s = first, now, math.inf
+                    first_generation = first
+                    begun = now
+                    enough_s = math.inf
                     shared.say_hello(self.kv, first_generation)
                     if number >= 0:
                         text = "no member of generation %d is alive: the run restarts"
@@ -387,7 +403,8 @@ class Watcher:
     def _poll(self, number: int) -> tuple[int, Decision, bool]:
         """Return the latest generation, from `number` on, and whether a member of it is alive."""
         self._beat()
-        before, number = number, self._latest_from(number)
+        before = number
+        number = self._latest_from(number)
         decision = self._decision(number) or Decision((), (), 0)
         self.shared.expected = decision.ids
         # all of them are read, also after one that is alive
@@ -451,7 +468,8 @@ class Watcher:
 
     def _poll_heartbeat(self, other: str) -> bool:
         """Read the heartbeat of another process; return True if a new one came recently."""
-        value, now = self.kv.get_verified(f"hb/{other}"), time.monotonic()
+        value = self.kv.get_verified(f"hb/{other}")
+        now = time.monotonic()
         if value is not None:
             before = self.shared.heartbeats.get(other)
             if before is None or value["beat"] > before[0]:  # the first one read may be old
@@ -475,7 +493,8 @@ class Watcher:
             if now.rank == 0:
                 self._check_joiners()
             self._poll_heartbeat(now.ids[self._beat_count % now.size])
-            shown, shared.shown = shared.shown, {}
+            shown = shared.shown
+            shared.shown = {}
             if shown:
                 self.kv.put(f"shown/{self.own_id}", shown)
             shared.store_problem = None
@@ -492,7 +511,8 @@ class Watcher:
 
     def _check_joiners(self) -> None:
         """Update the set of joiners, for at most `_SCAN_S`: the others wait for a heartbeat."""
-        until, shared = time.monotonic() + _SCAN_S, self.shared
+        until = time.monotonic() + _SCAN_S
+        shared = self.shared
         self._read_hellos(until)
         for number, value in list(shared.hellos.items()):
             if value["id"] in shared.past_members:
@@ -576,7 +596,8 @@ class Watcher:
     def _next_decision(self, old: Generation, connecting_s: float | None = None) -> Decision:
         """Return the next generation, of those present; they may need `connecting_s` more."""
         # the store keeps what is written first: a side that does not reach it forms none
-        number, begun = old.number + 1, time.monotonic()
+        number = old.number + 1
+        begun = time.monotonic()
         self.kv.put(f"alive/{number}/{self.own_id}", self.shared.announcement(connecting_s))
         while True:
             self._beat()
@@ -612,7 +633,8 @@ class Watcher:
 
     def _enter(self, number: int, decision: Decision) -> None:
         """Connect the members of a generation; if that fails, those of the next one."""
-        shared, attempts = self.shared, 0
+        shared = self.shared
+        attempts = 0
         cause = "it did not announce itself in time, or has left"
         with shared.changed:
             shared.voted = False
@@ -633,16 +655,18 @@ class Watcher:
             if formed.size == 1:
                 break
             limit_s = min(_CONNECT_S, self.timeout_s)
-            until, reached = time.monotonic() + limit_s, list[int]()
+            until = time.monotonic() + limit_s
+            reached = list[int]()
             try:
                 store = self.kv.store.under(f"gloo/{number}")
                 probe = reached if attempts == _MAX_ATTEMPTS - 1 else None
-                where = rank, formed.size, limit_s, self._endpoint, probe
-                formed.groups = MemberGroups(store, *where)
+                formed.groups = MemberGroups(
+                    store, rank, formed.size, limit_s, self._endpoint, probe
+                )
                 break
             except ThinwireError as error:
-                failed, why = str(error), f"({error.__cause__ or error}). "
-            why += self._connecting_advice()
+                failed = str(error)
+                why = f"({error.__cause__ or error}). {self._connecting_advice()}"
             cause = f"it could not connect to all of them {why}"
             attempts += formed.continuing == decision.ids
             self.kv.put(f"break/{number}", {"by": self.own_id, "why": failed})
@@ -650,8 +674,8 @@ class Watcher:
             decision = self._next_decision(formed, max(until - time.monotonic(), 0.0))
             shared.reached = []
             if attempts == _MAX_ATTEMPTS:
-                begun = shared.joiner or shared.generation is not None
-                least = 1 if begun else self._start_members
+                founds = not shared.joiner and shared.generation is None
+                least = self._start_members if founds else 1
                 if decision.ids == formed.ids or len(decision.ids) < least:
                     raise ThinwireError(
                         f"{attempts} generations in a row could not connect: their members "
@@ -660,7 +684,8 @@ class Watcher:
                 attempts = 0
             number += 1
         with shared.changed:
-            old, shared.generation = shared.generation, formed
+            old = shared.generation
+            shared.generation = formed
             shared.frozen = False
             shared.changed.notify_all()
         if old is not None:

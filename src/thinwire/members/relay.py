@@ -71,7 +71,10 @@ class _Relay:
     def __init__(
         self, key: bytes, tls: ssl.SSLContext | None, store_port: int, stop: asyncio.Event
     ) -> None:
-        self._key, self._tls, self._store_port, self._stop = key, tls, store_port, stop
+        self._key = key
+        self._tls = tls
+        self._store_port = store_port
+        self._stop = stop
         self._rooms: defaultdict[str, _Room] = defaultdict(dict)
         self._tasks: set[asyncio.Task[None]] = set()
         self._strangers: dict[socket.socket, asyncio.Task[None]] = {}
@@ -143,7 +146,8 @@ class _Relay:
             # asyncio sets it only if the listener was made with IPPROTO_TCP
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             failed.pop_all()
-        loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(reader)
         transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock, ssl=tls)
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
@@ -175,7 +179,8 @@ class _Relay:
             writer.write(Answer.TOKEN)
             raise ValueError("another token")
         hello_fields = json.loads(hello)
-        name, rank = str(hello_fields["room"]), int(hello_fields["rank"])
+        name = str(hello_fields["room"])
+        rank = int(hello_fields["rank"])
         direct = {int(other) for other in hello_fields.get("direct", ())}
         patience_s = min(max(0.0, float(hello_fields.get("patience_s", 0))), _MOST_PATIENCE_S)
         if not 0 <= rank < MOST_CONNECTIONS:
@@ -235,7 +240,8 @@ class _Relay:
 
 
 async def _first_byte(sock: socket.socket) -> bytes:
-    loop, readable = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
     loop.add_reader(sock, readable.set)
     try:
         await readable.wait()
@@ -256,7 +262,8 @@ def relaying(
     listener: socket.socket, token: bytes | None, tls: ssl.SSLContext | None, store_port: int
 ) -> Iterator[None]:
     """Run a relay on a thread of its own while the block runs."""
-    runner, stop = asyncio.Runner(), asyncio.Event()
+    runner = asyncio.Runner()
+    stop = asyncio.Event()
     loop = runner.get_loop()
     loop.set_exception_handler(lambda *_: None)  # strangers that abort a handshake
 

@@ -64,7 +64,8 @@ class TransferContext(NamedTuple):
 
     def line(self, number: int, part: int, needed: Callable[[], float] | None = None) -> Line:
         """Return a line to the other end of this part of the transfer with this number."""
-        store, timeout_s = self.kv.store.under(f"copy/{number}/{part}"), self.timeout_s
+        store = self.kv.store.under(f"copy/{number}/{part}")
+        timeout_s = self.timeout_s
         channel = Channel(
             store, sending=needed is not None, timeout_s=timeout_s, endpoint=self.endpoint
         )
@@ -117,15 +118,21 @@ class Donor:
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
         # `tensors` change later: this part of them is copied, and what is compared with others
-        self.number, self.joiner, self.part = number, joiner, part
-        self._context, self._busy = context, busy
+        self.number = number
+        self.joiner = joiner
+        self.part = part
+        self._context = context
+        self._busy = busy
         flat = flattened(tensors)
         self._copies = [
             [block.to("cpu", copy=True) for block in one.blocks(flat)] for one in part.compared()
         ]
         self._messages: deque[StateMessage | None] = deque(first)
         self._changed = threading.Condition()
-        self._began_s, self._rounds, self._round_bytes, self._needed = time.monotonic(), 0, 0, 0.0
+        self._began_s = time.monotonic()
+        self._rounds = 0
+        self._round_bytes = 0
+        self._needed = 0.0
         self._line: Line | None = None
         self._thread = threading.Thread(target=self._run, name="thinwire-donor", daemon=True)
         self._thread.start()
@@ -156,7 +163,8 @@ class Donor:
 
     def _run(self) -> None:
         try:
-            context, part = self._context.cloned(), self.part
+            context = self._context.cloned()
+            part = self.part
             if part.index == 0:
                 context.kv.put(f"donor/{self.number}", part.donors)
             line = self._line = context.line(
@@ -183,7 +191,8 @@ class Donor:
     def _send_messages(self, line: Line) -> None:
         idle, ended = True, False
         while not ended:
-            batch, at_state = list[StateMessage](), False
+            batch = list[StateMessage]()
+            at_state = False
             with self._changed:
                 if not self._messages and idle:
                     self._changed.wait(self._context.timeout_s / _BEATS_PER_TIMEOUT)
@@ -216,7 +225,8 @@ class Recipient:
     """Receiving end of one donor's transfer."""
 
     def __init__(self, context: TransferContext, number: int, part: int = 0) -> None:
-        self.line, self._beat_s = context.line(number, part), context.timeout_s / _BEATS_PER_TIMEOUT
+        self.line = context.line(number, part)
+        self._beat_s = context.timeout_s / _BEATS_PER_TIMEOUT
         self.idle = False
         """True if all that the donor had when it last said so has been received."""
         self.wanted_bytes: int | None = None
@@ -245,7 +255,7 @@ class Recipient:
         return str(header["state"])
 
     def receive(self, max_bytes: int) -> StateMessage:
-        """Return the next message, skipping those that say that there is none."""
+        """Receive the next message, and skip those that say that there is none."""
         while True:
             plain = json.loads(self.line.receive(_MAX_PLAIN_BYTES))
             kind, last = plain.pop("kind"), plain.pop("last")
@@ -261,7 +271,8 @@ class Download:
     def __init__(
         self, context: TransferContext, number: int, count: int, tensors: _Tensors, max_bytes: int
     ) -> None:
-        self._tensors, self._flat = tensors, flattened(tensors)
+        self._tensors = tensors
+        self._flat = flattened(tensors)
         self._recipients: list[Recipient | None] = [None] * count
         self._arrived: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         """Messages, states and errors, each with the index of its donor."""
@@ -269,7 +280,9 @@ class Download:
         """Indices of the donors of which one has sent what is refused."""
         self._messages: deque[StateMessage] = deque()
         self._states: list[str] = []
-        self._max_bytes, self._closed, self._at_state = max_bytes, False, False
+        self._max_bytes = max_bytes
+        self._closed = False
+        self._at_state = False
         self._ready = threading.Event()
         """Set once the tensors may be compared with the state: all rounds before are repeated."""
         self._progress: Progress | None = None
@@ -277,7 +290,8 @@ class Download:
         names = "joining_bytes", "joining_total_bytes", "joining_bit_s", "joining_left_s"
         self.stats: dict[str, float] = dict.fromkeys(names, 0.0)
         """Bytes of the state received, and of all that differed here; rate; seconds left."""
-        name, parts = "thinwire-recipient", [Part(n, count, "") for n in range(count)]
+        name = "thinwire-recipient"
+        parts = [Part(n, count, "") for n in range(count)]
         where = [(context, number, part) for part in parts]
         self._threads = [
             threading.Thread(target=self._run, args=args, name=name, daemon=True) for args in where
@@ -291,7 +305,8 @@ class Download:
         return any(thread.is_alive() for thread in self._threads)
 
     def _run(self, context: TransferContext, number: int, part: Part) -> None:
-        arrived, index = self._arrived, part.index
+        arrived = self._arrived
+        index = part.index
         try:
             recipient = Recipient(context.cloned(), number, index)
             self._recipients[index] = recipient
@@ -315,7 +330,7 @@ class Download:
             arrived.put((index, PayloadCorrupt(text)))
 
     def next(self, *, wait: bool) -> StateMessage | None:
-        """Return the next message to apply; without `wait` None if the donor has no other one."""
+        """Take the next message to apply; without `wait` None if the donor has no other one."""
         if self._at_state:  # the caller has applied its counters, and all rounds before
             self._ready.set()
         while True:
@@ -363,11 +378,13 @@ class Download:
                     raise PayloadCorrupt("two members hold different bytes of the same state")
 
     def _report(self) -> None:
-        connected, now = [one for one in self._recipients if one], time.monotonic()
+        connected = [one for one in self._recipients if one]
+        now = time.monotonic()
         wanted = [one.wanted_bytes for one in connected if one.wanted_bytes is not None]
         if len(wanted) < len(self._recipients):
             return
-        received, needed = sum(one.line.nbytes for one in connected), connected[0].line.needed
+        received = sum(one.line.nbytes for one in connected)
+        needed = connected[0].line.needed
         began_s, before = self._since = self._since or (now, received)
         rate = (received - before) / max(now - began_s, 1e-6)
         if len(self._states) < len(self._recipients):

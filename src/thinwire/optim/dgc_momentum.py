@@ -18,19 +18,19 @@ from thinwire import _validate as check
 from thinwire._names import named_parameters
 from thinwire._wording import warn_user
 from thinwire.comm import Group, node_size_of, tap_buckets
+from thinwire.comm.stats import numbers
 from thinwire.compress.dgc import DGC, locally_clipped
 from thinwire.compress.protocol import report_coverage
 from thinwire.core.arithmetic import arithmetic
 from thinwire.core.checksum import bit_sums
 from thinwire.core.feedback import compile_loops
 from thinwire.core.gradients import ClipByNorm
-from thinwire.core.provenance import PROVENANCE, Provenance, checksum_of, without_provenance
 from thinwire.core.sharded import Shards, require_shards, shard_of, sharded_like
-from thinwire.core.stats import numbers
 from thinwire.core.tensors import narrowed, state_dtype
 from thinwire.exchange.agreement import StepDecision
 from thinwire.exchange.digest import DIGEST_EVERY, digest_of
 from thinwire.exchange.gradients import GradientExchange
+from thinwire.exchange.provenance import PROVENANCE, Provenance, checksum_of, without_provenance
 from thinwire.exchange.replica import Replica
 from thinwire.exchange.synchronizer import NO_TRAFFIC, Ranks
 from thinwire.optim.common import CommonOptimizer, CommonOwn

@@ -16,9 +16,9 @@ from torch.nn import Parameter
 from thinwire import _validate as check
 from thinwire.checkpoint.manifest import next_folder
 from thinwire.comm import busy, mapping_of, require_agreement, wrong_call_site
+from thinwire.comm.stats import numbers
 from thinwire.core.several import all_of
 from thinwire.core.sharded import reshard_, shard_of
-from thinwire.core.stats import numbers
 from thinwire.core.tensors import called, require_loss
 from thinwire.errors import CheckpointMissing, ThinwireError
 from thinwire.local.updates import LocalUpdates

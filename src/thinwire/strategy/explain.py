@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from thinwire import _validate as check
 from thinwire._names import named_parameters
 from thinwire._wording import listed
-from thinwire.comm.nodes import job_ranks, node_size_of
+from thinwire.comm import node_size_of, rank_and_size_in
 from thinwire.compress import tag_of
 from thinwire.compress.residuals import Dense
 from thinwire.core.gradients import Clip
@@ -192,7 +192,7 @@ def _about_compression(strategy: Fields) -> Iterator[str]:
             f"{tag}: clipping, weight decay, momentum and Nesterov of an SGD come before the "
             "exchange; any other optimizer gets the sparse mean as its gradient"
         )
-    ranks = job_ranks()[:: 1 if strategy.pipeline is None else strategy.pipeline.stages]
+    ranks = range(0, rank_and_size_in()[1], strategy.pipeline.stages if strategy.pipeline else 1)
     sources = (
         f"{tag}: node_size={config.node_size}: that many consecutive ranks average densely and "
         "count as one source; None takes torchrun's LOCAL_WORLD_SIZE where it fills two machines "

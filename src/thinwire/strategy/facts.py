@@ -10,8 +10,8 @@ from torch import nn
 
 from thinwire._names import named_buffers, named_parameters, plain_names
 from thinwire.compress import COMPRESSIONS
-from thinwire.core.provenance import checksum_of
 from thinwire.core.several import all_of, kinds_of
+from thinwire.exchange.provenance import checksum_of
 from thinwire.local.model import shape_text
 from thinwire.optim.common import CommonOptimizer
 from thinwire.strategy.documents import from_dict, to_dict

@@ -15,9 +15,9 @@ from torch.nn import Parameter
 from thinwire.amp import LossScaler
 from thinwire.comm import Group
 from thinwire.comm.nodes import Grid
+from thinwire.comm.stats import Planned
 from thinwire.compress.protocol import Compression, Limit
 from thinwire.core.gradients import Clip
-from thinwire.core.stats import Planned
 from thinwire.exchange.gradients import GradientExchange
 from thinwire.exchange.overlap import Overlap
 from thinwire.exchange.replica import Replica

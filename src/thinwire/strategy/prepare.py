@@ -18,6 +18,7 @@ from thinwire.amp import LossScaler
 from thinwire.comm import next_identity, require_agreement, sites_of
 from thinwire.comm.nodes import Grid, require_divisor
 from thinwire.comm.replicate import make_models_equal_
+from thinwire.comm.stats import Pace, planned_row
 from thinwire.compress import locally_clipped
 from thinwire.compress.protocol import Limit, report_coverage
 from thinwire.compress.residuals import Dense
@@ -26,7 +27,6 @@ from thinwire.core.gradients import ClipByGlobalNorm
 from thinwire.core.norms import norm_of
 from thinwire.core.several import all_of, kinds_of
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
-from thinwire.core.stats import Pace, planned_row
 from thinwire.errors import StrategyError, ThinwireError
 from thinwire.exchange.agreement import Check, Participants
 from thinwire.exchange.digest import digest_of

@@ -20,10 +20,10 @@ from thinwire.checkpoint import random_state, set_random_state
 from thinwire.checkpoint.combine import Rule
 from thinwire.comm import Group, rank_and_size_in
 from thinwire.compress import kinds_of_state
-from thinwire.core.provenance import PROVENANCE, Provenance, checksum_of, without_provenance
 from thinwire.core.several import all_of, kinds_of, params_in
 from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
 from thinwire.core.tree import leaves, mapped
+from thinwire.exchange.provenance import PROVENANCE, Provenance, checksum_of, without_provenance
 from thinwire.exchange.synchronizer import COUNTED
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.saving import in_order, remembered

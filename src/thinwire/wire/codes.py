@@ -52,11 +52,14 @@ def encode_slots(
         raise ValueError("a part has more entries than its slot, or not as many values as indices")
     every = torch.cat([values.detach().double() for _, values in parts]).numpy()
     kept = every != 0
-    slot, values = np.arange(len(parts)).repeat(sizes)[kept], every[kept]
+    slot = np.arange(len(parts)).repeat(sizes)[kept]
+    values = every[kept]
     positions = torch.cat([indices for indices, _ in parts]).numpy()[kept]
-    counts, low = np.bincount(slot, minlength=len(parts)), table[slot, 2]
+    counts = np.bincount(slot, minlength=len(parts))
+    low = table[slot, 2]
     levels, scales = _levels(np.minimum(np.abs(values), _LARGEST), slot, counts, bits, over)
-    fields, number = levels | (values < 0).astype(np.int64) << (bits - 1), numbers_of(slot, counts)
+    fields = levels | (values < 0).astype(np.int64) << (bits - 1)
+    number = numbers_of(slot, counts)
     low_at, high_at, scales_at, values_at = _begins(table, bits)
     lows = positions & ((1 << low) - 1)
     put_fields(code, 8 * low_at[slot] + low * number, lows, table[:, 2].max())
@@ -74,10 +77,12 @@ def decode_slots(table: Array, code: Array, bits: int) -> list[tuple[Tensor, Ten
         return []
     low_at, high_at, scales_at, values_at = _begins(table, bits)
     ones, slot = ones_of(code, high_at, scales_at)
-    counts, ks = np.bincount(slot, minlength=len(table)), table[:, 1]
+    counts = np.bincount(slot, minlength=len(table))
+    ks = table[:, 1]
     for count, k in zip(counts[counts > ks], ks[counts > ks], strict=True):
         raise PayloadCorrupt(f"{count} positions came, expected at most k = {k}")
-    low, number = table[slot, 2], numbers_of(slot, counts)
+    low = table[slot, 2]
+    number = numbers_of(slot, counts)
     lows = fields_at(code, 8 * low_at[slot] + low * number, low, table[:, 2].max())
     indices = ((ones - number) << low) | lows
     if ((np.diff(indices) <= 0) & (np.diff(slot) == 0)).any():
@@ -112,23 +117,27 @@ def _levels(x: Array, slot: Array, counts: Array, bits: int, over: Array) -> tup
     if bits == 32:
         return x.astype(np.float32).view(np.int32).astype(np.int64), np.empty((len(counts), 0))
     if bits > 4:
-        extremes, some = np.zeros((len(counts), 2)), counts > 0
+        extremes = np.zeros((len(counts), 2))
+        some = counts > 0
         begins = (np.cumsum(counts) - counts)[some]
         for column, reduced in enumerate((np.minimum, np.maximum)):
             extremes[some, column] = reduced.reduceat(x, begins)
         scales = extremes.astype(np.float32)
         low, high = scales.astype(np.float64).T
-        top, span = (1 << (bits - 1)) - 1, np.where(high > low, high - low, np.inf)
+        top = (1 << (bits - 1)) - 1
+        span = np.where(high > low, high - low, np.inf)
         near = np.ceil((x - low[slot]) * top / span[slot] - 0.5)
         return near.clip(0, top).astype(np.int64), scales
-    part, means = slot, np.zeros(len(counts))
+    part = slot
+    means = np.zeros(len(counts))
     for _ in range(bits):
         total, numbers = np.bincount(part, x, len(means)), np.bincount(part, None, len(means))
         numbers = numbers if bits > 1 else np.where(over, over, numbers)
         # an empty part keeps the mean of the part that it was cut from
         means = np.where(numbers > 0, total / np.maximum(numbers, 1), means)
         scales = means.astype(np.float32).reshape(len(counts), -1)
-        part, means = 2 * part + (x > means[part]), means.repeat(2)
+        part = 2 * part + (x > means[part])
+        means = means.repeat(2)
     middles = (scales[:, 1:].astype(np.float64) + scales[:, :-1]) / 2
     return sum((x > middle[slot] for middle in middles.T), np.zeros(len(x), np.int64)), scales
 

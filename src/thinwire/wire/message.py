@@ -28,7 +28,6 @@ from thinwire.wire.whole import WholeReader, encode_whole, scale_bytes
 
 WIRE_VERSION = 2
 _MAGIC = b"thwr"
-_CRC_BYTES = 4
 _FLAG_NONFINITE = 1
 
 
@@ -65,8 +64,9 @@ def pack(
     """
     raw = np.zeros(layout.nbytes, np.uint8)
     if not parts:
-        return torch.from_numpy(_stamped(raw, layout, step, bucket)), []
-    table, device = layout.slot_table, parts[0][1].device
+        return _stamped(raw, layout, step, bucket), []
+    table = layout.slot_table
+    device = parts[0][1].device
     on_cpu = (_moved(column, torch.device("cpu")) for column in zip(*parts, strict=True))
     # spare room of a part does not count
     over = np.zeros_like(table[:, 1]) if layout.part else table[:, 1]
@@ -74,7 +74,7 @@ def pack(
         table, list(zip(*on_cpu, strict=True)), layout.value_bits, over, raw
     )
     stamped = _stamped(raw, layout, step, bucket, carried=carried)
-    return torch.from_numpy(stamped).to(device), _moved(all_sent, device)
+    return stamped.to(device), _moved(all_sent, device)
 
 
 def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -91,16 +91,26 @@ def pack_nonfinite(layout: Layout, step: int, bucket: int, culprit: int) -> Tens
     >>> unpack(layout, pack_nonfinite(layout, 0, 0, 3), step=0, bucket=0, source=1).culprit
     3
     """
-    payload = bytearray(layout.nbytes - HEADER_BYTES)
-    CULPRIT.pack_into(payload, 0, culprit)
-    as_tensor = torch.frombuffer(payload, dtype=torch.uint8)
-    return with_checksum(layout, step, bucket, [as_tensor], flags=_FLAG_NONFINITE)
+    raw = np.zeros(layout.nbytes, np.uint8)
+    CULPRIT.pack_into(raw.data, HEADER_BYTES, culprit)
+    return _stamped(raw, layout, step, bucket, flags=_FLAG_NONFINITE)
 
 
 def unpack(layout: Layout, message: Tensor, *, step: int, bucket: int, source: int) -> Unpacked:
     """Return the content of a message after all checks."""
     with _refusing(step, bucket, source):
-        return _unpack(layout, message, step, bucket)
+        raw, flags, carried = _opened(layout, message, step, bucket)
+        if flags == _FLAG_NONFINITE:
+            return Unpacked(CULPRIT.unpack(raw[HEADER_BYTES : HEADER_BYTES + CULPRIT.size])[0], [])
+        if flags:
+            raise PayloadCorrupt(f"flags {flags} came, expected 0")
+        table = layout.slot_table
+        code = np.frombuffer(raw, np.uint8)
+        parts = codes.decode_slots(table, code, layout.value_bits)
+        if (k := sum(indices.numel() for indices, _ in parts)) != carried:
+            raise PayloadCorrupt(f"number of entries (k) {k} came, expected {carried}")
+        columns = (_moved(column, message.device) for column in zip(*parts, strict=True))
+        return Unpacked(None, list(zip(*columns, strict=True)))
 
 
 @contextmanager
@@ -114,58 +124,35 @@ def _refusing(step: int, bucket: int, source: int) -> Iterator[None]:
         raise PayloadCorrupt(text) from None
 
 
-def with_checksum(
-    form: Form, step: int, bucket: int, payload: list[Tensor], *, flags: int = 0, carried: int = 0
-) -> Tensor:
-    """Return the header with its checksum, followed by the payload, on the payload's device."""
-    raw = torch.cat([payload[0].new_zeros(HEADER_BYTES), *payload]).cpu().numpy()
-    stamped = _stamped(raw, form, step, bucket, flags=flags, carried=carried)
-    return torch.from_numpy(stamped).to(payload[0].device)
-
-
-def opened(form: Form, message: Tensor, step: int, bucket: int) -> tuple[memoryview, int, int]:
-    """Return the bytes of a message on the CPU, its flags and its number of entries."""
-    _expect("length in bytes", message.numel(), form.nbytes)
-    raw = message.cpu().contiguous().numpy().data
-    header = HEADER.unpack(raw[:HEADER_BYTES])
-    magic, version, flags, its_bucket, its_step, digest, carried, checksum = header
-    _expect("magic", magic, _MAGIC)
-    _expect("wire version", version, WIRE_VERSION)
-    _expect("checksum", checksum, _checksum(raw[: HEADER_BYTES - _CRC_BYTES], raw[HEADER_BYTES:]))
-    _expect("step", its_step, step)
-    _expect("bucket", its_bucket, bucket)
-    _expect("layout", digest, form.digest)
-    return raw, flags, carried
-
-
-def _unpack(layout: Layout, message: Tensor, step: int, bucket: int) -> Unpacked:
-    raw, flags, carried = opened(layout, message, step, bucket)
-    if flags == _FLAG_NONFINITE:
-        return Unpacked(CULPRIT.unpack(raw[HEADER_BYTES : HEADER_BYTES + CULPRIT.size])[0], [])
-    _expect("flags", flags, 0)
-    parts = codes.decode_slots(layout.slot_table, np.frombuffer(raw, np.uint8), layout.value_bits)
-    _expect("number of entries (k)", sum(indices.numel() for indices, _ in parts), carried)
-    columns = (_moved(column, message.device) for column in zip(*parts, strict=True))
-    return Unpacked(None, list(zip(*columns, strict=True)))
-
-
-def _expect(field: str, came: object, expected: object) -> None:
-    if came != expected:
-        raise PayloadCorrupt(f"{field} {came!r} came, expected {expected!r}")
-
-
 def _stamped(
     raw: NDArray[np.uint8], form: Form, step: int, bucket: int, *, flags: int = 0, carried: int = 0
-) -> NDArray[np.uint8]:
-    """Write the header into the space reserved at the beginning of `raw`, and return `raw`."""
+) -> Tensor:
+    """Write the header into the space reserved at the beginning of `raw`; return the message."""
     fields = (_MAGIC, WIRE_VERSION, flags, bucket, step, form.digest, carried)
-    checksum = _checksum(HEADER.pack(*fields, 0)[:-_CRC_BYTES], raw[HEADER_BYTES:].data)
+    checksum = zlib.crc32(raw[HEADER_BYTES:].data, zlib.crc32(HEADER.pack(*fields, 0)))
     HEADER.pack_into(raw.data, 0, *fields, checksum)
-    return raw
+    return torch.from_numpy(raw)
 
 
-def _checksum(header: bytes | memoryview, payload: memoryview) -> int:
-    return zlib.crc32(payload, zlib.crc32(bytes(_CRC_BYTES), zlib.crc32(header)))
+def _opened(form: Form, message: Tensor, step: int, bucket: int) -> tuple[memoryview, int, int]:
+    """Return the bytes of a message on the CPU, its flags and its number of entries."""
+    if message.numel() != form.nbytes:
+        raise PayloadCorrupt(f"length in bytes {message.numel()} came, expected {form.nbytes}")
+    raw = message.cpu().contiguous().numpy().data
+    *fields, came = HEADER.unpack(raw[:HEADER_BYTES])
+    magic, version, flags, its_bucket, its_step, digest, carried = fields
+    checksum = zlib.crc32(raw[HEADER_BYTES:], zlib.crc32(HEADER.pack(*fields, 0)))
+    for field, own, expected in (
+        ("magic", magic, _MAGIC),
+        ("wire version", version, WIRE_VERSION),
+        ("checksum", came, checksum),
+        ("step", its_step, step),
+        ("bucket", its_bucket, bucket),
+        ("layout", digest, form.digest),
+    ):
+        if own != expected:
+            raise PayloadCorrupt(f"{field} {own!r} came, expected {expected!r}")
+    return raw, flags, carried
 
 
 def pack_whole(
@@ -191,7 +178,8 @@ def pack_whole(
         numels, chunks = _whole_run(run) if isinstance(run, Tensor) else run
         code = encode_whole(chunks, layout.value_bits, numels)
         coded.append(code.to(device or code.device))
-    return with_checksum(layout, step, bucket, coded)
+    raw = torch.cat([coded[0].new_zeros(HEADER_BYTES), *coded]).cpu().numpy()
+    return _stamped(raw, layout, step, bucket).to(coded[0].device)
 
 
 def _whole_run(tensor: Tensor) -> Run:
@@ -204,14 +192,12 @@ def unpack_whole(
 ) -> list[WholeReader]:
     """Return what reads each tensor of a message, after all checks; else as `unpack`."""
     with _refusing(step, bucket, source):
-        _, flags, carried = opened(layout, message, step, bucket)
+        _, flags, carried = _opened(layout, message, step, bucket)
         if (flags, carried) != (0, 0):
             raise PayloadCorrupt(f"flags {flags} and {carried} entries came, expected 0 and 0")
         lengths = [whole_bytes(numel, layout.value_bits) for numel in layout.numels]
-        whole = list(torch.split(message[HEADER_BYTES:], lengths))
-        scales = torch.cat([code[: scale_bytes(layout.value_bits)] for code in whole]).view(
-            torch.float32
-        )
-        if not bool(scales.isfinite().all()):
+        whole = torch.split(message[HEADER_BYTES:], lengths)
+        scales = torch.cat([code[: scale_bytes(layout.value_bits)] for code in whole])
+        if not bool(scales.view(torch.float32).isfinite().all()):
             raise PayloadCorrupt("scales came that are not finite")
     return [WholeReader(code, layout.value_bits) for code in whole]

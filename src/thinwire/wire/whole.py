@@ -170,7 +170,9 @@ def _sum(values: Tensor, several: Several | None, *, exact: bool = True) -> Tens
 
 def _signs(chunks: Iterable[Tensor], several: Several | None = None) -> tuple[Tensor, list[Tensor]]:
     """Return the mean of the entries of each sign, and the packed signs."""
-    packed, sums, numel = [], [], 0
+    packed = []
+    sums = []
+    numel = 0
     for chunk in chunks:
         negative = _negative(chunk)
         packed.append(_packed(negative, 1))

@@ -182,7 +182,8 @@ def _run(
     ledger: Ledger,
 ) -> Run:
     """Train one strategy from one seed; the link limits are lifted while it prepares."""
-    name, folder = config.recipe.name, work / config.recipe.name
+    name = config.recipe.name
+    folder = work / config.recipe.name
     if settings.seeds > 1:
         folder = folder.with_name(f"{name}-{config.seed}")
         name += f", seed {config.seed}"
@@ -234,7 +235,8 @@ def _work_folder(settings: Settings) -> Iterator[Path]:
             yield Path(folder)
         return
     out = settings.out
-    work, made = out / ".work", not out.exists()
+    work = out / ".work"
+    made = not out.exists()
     try:
         with contextlib.ExitStack() as stack:
             try:

@@ -43,7 +43,8 @@ _FIRST_LINE = "# Written by thinwire compare: "
 
 def render(results: Results) -> str:
     """Return the report as one HTML page."""
-    runs, unit = results.strategies, results.settings.loss_unit
+    runs = results.strategies
+    unit = results.settings.loss_unit
     return page(
         "compare.html",
         results=results,
@@ -130,7 +131,8 @@ def to_use(results: Results, winner: str | None) -> ToUse | None:
     if run is None:
         return None
     optimizer = run.settings.get("optimizer", results.settings.optimizer.split(";")[0])
-    name, rate = (run.strategy, f"{optimizer} and a peak learning rate of {run.settings['lr']:g}")
+    name = run.strategy
+    rate = f"{optimizer} and a peak learning rate of {run.settings['lr']:g}"
     if run.document is not None:
         how = (
             f"The strategy file, also beside this report as {BEST}: load it with "

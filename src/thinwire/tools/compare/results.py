@@ -72,11 +72,14 @@ class Ledger:
 
     def begin(self, name: str) -> None:
         """Note that the strategy `name` is running from here on."""
-        self.current, self.progress = name, 0.0
+        self.current = name
+        self.progress = 0.0
 
     def results(self, by: str | None = None) -> Results:
         """Return the record with its derived values; needs one run. `by` names an interruption."""
-        settings, runs, task = self.settings, self.runs, self.settings.task
+        settings = self.settings
+        runs = self.runs
+        task = self.settings.task
         joined = settings.joined_rank is not None
         target = common_loss([run.evaluations for run in runs])
         dense = next((run.evaluations[-1].loss for run in runs if run.strategy == "dense"), None)
@@ -135,7 +138,8 @@ class Ledger:
         return Interruption(by, self.current, self.progress, not_begun)
 
     def _derived(self, run: Run) -> Run:
-        settings, link = self.settings, self.settings.link
+        settings = self.settings
+        link = self.settings.link
         recipe = next(recipe for recipe in settings.strategies if recipe.name == run.strategy)
         dense_bytes = ring_bytes(settings.sites, run.gradient_bytes)
         sent = run.library_bytes_per_step

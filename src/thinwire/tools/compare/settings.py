@@ -81,7 +81,9 @@ class Settings(Training):
             lines = any(one is not None for one in (link, up, down, congestion))
             lines |= latency not in ("0ms", "0") or loss != "0%"
             workers = _workers_of_launcher(workers, launched[1], lines)
-            link, up, down = "loopback", None, None
+            link = "loopback"
+            up = None
+            down = None
         workers = 2 if workers is None else workers
         if launched is None:
             require_within("workers", workers, 1, MOST_WORKERS)

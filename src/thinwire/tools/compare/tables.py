@@ -17,7 +17,8 @@ _WIDTH, _NAME_WIDTH, _AT_ONCE = 80, 18, 3
 
 def summary(results: Results) -> list[Column]:
     """Return the columns to look at first; with the names they fit 80 characters."""
-    runs, which = results.strategies, "common" if results.dense_loss is None else "dense"
+    runs = results.strategies
+    which = "common" if results.dense_loss is None else "dense"
     target = "dense's loss" if which == "dense" else "the common loss"
     reached = runs if which == "dense" or len(runs) > 1 else []
     return _present(
@@ -38,7 +39,8 @@ def tables(results: Results) -> list[tuple[str, list[Column]]]:
     sender = "worker" if shared.shard == 1 else "site"
     held_out = shared.loss_of == "the held-out part"
     part = "held-out loss" if held_out else f"loss on {shared.loss_of}"
-    digits, fastest = _digits(runs), min if shared.seconds is None else None
+    digits = _digits(runs)
+    fastest = min if shared.seconds is None else None
     # the loss that all reached says no more where all reached dense's, and nothing where there is
     # one strategy
     all_reached = dense is not None and all(run.seconds_to_dense_loss is not None for run in runs)
@@ -140,7 +142,8 @@ def _drawn(heads: Sequence[str], rows: Iterable[Sequence[str]], title: str = "")
     table = Table(title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     lines = [*rows]
     longest = max((len(line[0]) for line in lines), default=0)
-    table.columns[0].overflow, table.columns[0].min_width = "fold", min(longest, _NAME_WIDTH)
+    table.columns[0].overflow = "fold"
+    table.columns[0].min_width = min(longest, _NAME_WIDTH)
     for index, head in enumerate(heads, 1):  # heads wrap between words, values do not
         width = max(map(len, [*head.split(), *(line[index] for line in lines)]))
         table.add_column(Text(head), justify="right", overflow="fold", width=width)

@@ -91,7 +91,8 @@ def _single(run: Run, clock: _Clock) -> Verdict:
 
 
 def _against_dense(results: Results, dense: Run, clock: _Clock) -> Verdict:
-    where, loss = clock.where, loss_text(dense.final_loss)
+    where = clock.where
+    loss = loss_text(dense.final_loss)
     own_s = clock.to_loss(dense, "dense")
     if dense.final_loss >= _begins(dense) or not own_s:
         losses = f"{loss_text(_begins(dense))} at the start, {loss} at the end"
@@ -104,13 +105,16 @@ def _against_dense(results: Results, dense: Run, clock: _Clock) -> Verdict:
     reached = [(seconds, run) for seconds, run in times if seconds is not None]
     if not reached:
         return _nobody(results, dense, others, clock)
-    lead, own = _fastest(reached), _seconds(own_s)
-    name, more = lead.best.strategy, lead.more(dense, "dense")
+    lead = _fastest(reached)
+    own = _seconds(own_s)
+    name = lead.best.strategy
+    more = lead.more(dense, "dense")
     if lead.least_s < (1 - _ALIKE) * own_s:
         fast = f"{lead.took} instead of {own} ({_times(own_s / lead.least_s)} times as fast){more}"
         return Verdict(f"{where} {lead.names} reached dense's loss ({loss}) in {fast}.", name)
     if lead.least_s <= (1 + _ALIKE) * own_s:
-        sent, by_dense = lead.best.bytes_to_dense_loss or 0.0, dense.bytes_to_dense_loss or 0.0
+        sent = lead.best.bytes_to_dense_loss or 0.0
+        by_dense = dense.bytes_to_dense_loss or 0.0
         alike = f"about as fast as dense itself ({lead.took} and {own}){more}"
         text = f"{where} {lead.names} reached dense's loss ({loss}) {alike}."
         return Verdict(text, name if sent < (1 - _ALIKE) * by_dense else "dense")
@@ -136,7 +140,8 @@ class _Lead(NamedTuple):
 
     def more(self, reference: Run, which: str) -> str:
         """Return clauses on bytes, of the best, and on the last loss of each; begins with ","."""
-        sent, several = _bytes(reference, self.best, which), len(self.runs) > 1
+        sent = _bytes(reference, self.best, which)
+        several = len(self.runs) > 1
         ends = [f"{run.strategy} " * several + loss_text(run.final_loss) for run in self.runs]
         by = f", {self.best.strategy}{sent[1:]}" if several and sent else sent
         return f"{by}; last loss: {', '.join(ends)}"
@@ -181,7 +186,8 @@ def _by_common_loss(results: Results, clock: _Clock, where: str) -> Verdict:
         nothing = f"{where} {_listed(stuck)} learned nothing in this run"
         return Verdict(f"{nothing}, so there is no common loss: run longer.", None)
     times = [(clock.to_loss(run, "common") or 0.0, run) for run in runs]
-    lead, loss = _fastest(times), f"the common loss ({loss_text(target)})"
+    lead = _fastest(times)
+    loss = f"the common loss ({loss_text(target)})"
     name = lead.best.strategy
     text = f"{where} {lead.names} reached {loss} about equally fast: {lead.took}"
     if len(lead.runs) == len(runs):
@@ -210,7 +216,8 @@ def _lowest(results: Results, main: Verdict) -> list[str]:
 def _reservations(results: Results) -> list[str]:
     """Return the caveats of the verdict."""
     failed = [failure.strategy for failure in results.failures]
-    stop, are = results.interrupted, ("are", "is")
+    stop = results.interrupted
+    are = ("are", "is")
     sentences = [_ALL_THE_SAME] if any(run.alike for run in results.strategies) else []
     if failed:
         sentences.append(f"{_listed(failed)} failed and {are[len(failed) == 1]} excluded.")

@@ -95,7 +95,8 @@ def _present(reports: Reports) -> Iterator[Finding]:
 def _machines(reports: Reports) -> Iterator[Finding]:
     ranks_with: dict[Finding, list[int]] = {}
     for rank, row in reports.seen.items():
-        here, others = len(reports.of(rank)), len(reports.machines) > 1
+        here = len(reports.of(rank))
+        others = len(reports.machines) > 1
         for finding in machine_findings(
             row.machine, ranks=reports.size, ranks_here=here, others=others
         ):
@@ -152,7 +153,8 @@ def _connections(reports: Reports) -> Iterator[Finding]:
     for (_, _, error), pairs in failed.items():
         yield _failed(reports, error, pairs)
     if latencies:
-        worst, best = max(latencies, key=lambda p: latencies[p]), min(latencies.values())
+        worst = max(latencies, key=lambda p: latencies[p])
+        best = min(latencies.values())
         amount = "all" if not failed else "other"
         yield ok(
             "connections",
@@ -267,13 +269,15 @@ def _different(reports: Reports, part: str, advice: str) -> Iterator[Finding]:
     rows: dict[int, dict[str, str]]
     rows = {rank: getattr(row.machine, part) for rank, row in reports.seen.items()}
     lowest = min(rows, default=0)
-    first, others = rows.get(lowest, {}), dict[tuple[str, str], list[int]]()
+    first = rows.get(lowest, {})
+    others = dict[tuple[str, str], list[int]]()
     for rank, own in rows.items():
         for name in dict.fromkeys([*first, *own]):
             if own.get(name) != first.get(name):
                 others.setdefault((name, own.get(name, "not set")), []).append(rank)
     for (name, theirs), ranks in others.items():
-        subject, ours = "the wire format" if name == "wire" else name, first.get(name, "not set")
+        subject = "the wire format" if name == "wire" else name
+        ours = first.get(name, "not set")
         yield Finding(
             "wrong" if name in _MUST_AGREE else "note",
             part,

@@ -166,7 +166,8 @@ def named_interfaces() -> list[str]:
 
 def announced() -> tuple[list[str], str]:
     """Return the addresses on which a temporary gloo group listens here, or why it does not."""
-    before, gloo = listeners(), dist.ProcessGroupGloo
+    before = listeners()
+    gloo = dist.ProcessGroupGloo
     try:
         devices = [gloo.create_device(interface=name) for name in named_interfaces()]
         devices = devices or [gloo.create_default_device()]

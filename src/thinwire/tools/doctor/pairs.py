@@ -88,7 +88,9 @@ class Answering:
     """A socket on one address that answers the ranks of this run, until the block ends."""
 
     def __init__(self, address: str, rank: int, token: bytes, patience_s: float) -> None:
-        self._rank, self._token, self._patience_s = rank, token, patience_s
+        self._rank = rank
+        self._token = token
+        self._patience_s = patience_s
         self._socket = socket.create_server((address, 0), family=family_of(address))
         self.port = int(self._socket.getsockname()[1])
 
@@ -178,8 +180,12 @@ class Peer:
 
 
 def _flow(ends: Sequence[socket.socket], most_bytes: int, most_s: float) -> Flow:
-    left, before, seen = memoryview(bytes(most_bytes)), _carried(ends)[1], [(0.0, 0)]
-    begun_s, again, segments = time.perf_counter(), 0, 0
+    left = memoryview(bytes(most_bytes))
+    before = _carried(ends)[1]
+    seen = [(0.0, 0)]
+    begun_s = time.perf_counter()
+    again = 0
+    segments = 0
     while seen[-1][0] < most_s and seen[-1][1] < _NEARLY * most_bytes:
         for end in ends:
             with contextlib.suppress(BlockingIOError):
@@ -192,7 +198,8 @@ def _flow(ends: Sequence[socket.socket], most_bytes: int, most_s: float) -> Flow
     rate = (seen[-1][1] - carried) / (seen[-1][0] - open_s)
     # a route may have a congestion control of its own
     control = ends[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-    lost, name = again / max(segments, 1), control.rstrip(b"\0").decode()
+    lost = again / max(segments, 1)
+    name = control.rstrip(b"\0").decode()
     return Flow(rate, most_bytes - len(left), lost, name)
 
 

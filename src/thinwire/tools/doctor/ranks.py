@@ -42,7 +42,8 @@ class StoreView:
     """Key-value view of the store: rows of JSON that ranks exchange."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+        self.rank = rank
+        self.size = size
         self.store = PrefixStore("thinwire/doctor", store)
 
     def write(self, kind: str, row: Any) -> None:
@@ -109,16 +110,20 @@ class Examination:
         show: Callable[[str], None],
         report: Report,
     ) -> None:
-        self._rank, self._size = rank, size
-        self._begun, self._limit_s = begun, limit_s
+        self._rank = rank
+        self._size = size
+        self._begun = begun
+        self._limit_s = limit_s
         self._wait_s = one_wait_s(limit_s)
-        self._show, self._report = show, report
+        self._show = show
+        self._report = report
         self._machine = Machine.look()
 
     def run(self) -> int:
         """Run all phases and return the exit status; a thread may stay blocked in torch."""
         self._show("meeting the other ranks")
-        limit_s, rank_and_size = self._left_s(_MET), (self._rank, self._size)
+        limit_s = self._left_s(_MET)
+        rank_and_size = (self._rank, self._size)
         limit = timedelta(seconds=limit_s)
         try:
             self._store, *_ = within(
@@ -142,7 +147,8 @@ class Examination:
         return self._concluded(view, reports)
 
     def _examined(self, view: StoreView, token: bytes, stack: contextlib.ExitStack) -> Reports:
-        port, address = 0, self._machine.address
+        port = 0
+        address = self._machine.address
         no_socket = "" if address else "this machine has no address that leads to others"
         try:
             if address:
@@ -201,7 +207,8 @@ class Examination:
     def _concluded(self, view: StoreView, reports: Reports) -> int:
         if self._rank == 0:
             findings = tuple(cross_findings(reports))
-            status, machines = status_of(findings), len(reports.machines)
+            status = status_of(findings)
+            machines = len(reports.machines)
             self._report(
                 f"{self._size} rank{'s' * (self._size != 1)} on {machines} "
                 f"machine{'s' * (machines != 1)}",

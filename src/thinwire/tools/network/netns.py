@@ -438,7 +438,8 @@ def _build_worker_side(address: str, link: Link, **wire_settings: int) -> None:
 
     quiet_ipv6()
     with IPRoute() as ip:
-        loopback, wire = ip.link_lookup(ifname="lo")[0], ip.link_lookup(ifname="eth0")[0]
+        loopback = ip.link_lookup(ifname="lo")[0]
+        wire = ip.link_lookup(ifname="eth0")[0]
         ip.link("set", index=loopback, state="up")
         ip.addr("add", index=wire, address=address, prefixlen=24)
         ip.link("set", index=wire, state="up", **wire_settings)

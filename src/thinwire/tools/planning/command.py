@@ -97,7 +97,8 @@ def _about(plan: Plan) -> str:
 
 def _more(plan: Plan) -> str:
     """Name the share of a line that is filled where packets are lost, and bytes inside a site."""
-    link, inside = plan.link, plan[plan.recommended].bytes_inside_site
+    link = plan.link
+    inside = plan[plan.recommended].bytes_inside_site
     text = ""
     if link["loss"]:
         filled = min(link["rate_bit_s"], link["down_bit_s"])
@@ -211,7 +212,8 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
     titles = ("s a step", "sent", "waits", "peak", "loss", "sooner")
     table = Table("", *titles, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in table.columns[1:]:
-        column.justify, column.no_wrap = "right", True
+        column.justify = "right"
+        column.no_wrap = True
     best = made[made.recommended]
     optimizer = f"  # optimizer: {best.optimizer.partition(' for ')[0]}" if best.optimizer else ""
     print(f"{best.python}{optimizer}")
@@ -337,7 +339,8 @@ def probe(
 def _summary(found: Mapping[str, Any]) -> str:
     late = max(found["pairs"], key=lambda pair: pair["latency_s"])
     busy = min(found["together"], key=lambda rank: rank["bytes_s"])
-    compute, slowest = found["compute"], list[str]()
+    compute = found["compute"]
+    slowest = list[str]()
     timed = [pair for pair in found["pairs"] if pair["bytes_s"] is not None]
     if timed:
         slow = dict(min(timed, key=lambda pair: pair["bytes_s"]))

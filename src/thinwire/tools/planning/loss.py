@@ -131,9 +131,11 @@ def _unmeasured(
     factor by which it widens the interval.
     """
     (share, bits), key, kind = density, (optimizer, *density), type(change).__name__
-    k_steps, way = local.k_steps, getattr(change, "exchange", "auto")
+    k_steps = local.k_steps
+    way = getattr(change, "exchange", "auto")
     shortest, longest = MEASURED.get(key, _INTERVALS)
-    never_run, text = kind not in _CHANGES, f"{bits} bits" + f" of {share:.0%}" * (share < 1)
+    never_run = kind not in _CHANGES
+    text = f"{bits} bits" + f" of {share:.0%}" * (share < 1)
     found = [
         (_too_many(workers, _MOST_WORKERS), workers > _MOST_WORKERS, _BEYOND),
         (f"an interval of {k_steps} steps", not shortest <= k_steps <= longest, _BEYOND),

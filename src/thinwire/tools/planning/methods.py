@@ -162,7 +162,8 @@ class _Sent:
 
     def by_rank(self, network: Network) -> float:
         """Return the bytes that a rank sends, each copy."""
-        summed, copies = sum(self.sums), network.ranks - 1
+        summed = sum(self.sums)
+        copies = network.ranks - 1
         if network.relay:
             return self.first_bytes + self.row_bytes + summed
         return self.first_bytes + copies * self.row_bytes + ring_bytes(network.ranks, summed)
@@ -183,7 +184,8 @@ def _sent(config: Any, shapes: Sequence[Shape], ranks: int) -> _Sent:
     """Return what a rank sends of compressed tensors once the messages have their final length."""
     import torch
 
-    few, step = min(ranks, _MOST_OWNERS), config.settled_step
+    few = min(ranks, _MOST_OWNERS)
+    step = config.settled_step
     first, row_bytes, sums = config.messages(step, [*map(torch.Size, shapes)], few)
     if not first:
         return _Sent(0, row_bytes, sums)
@@ -210,7 +212,10 @@ def _split(config: Any, shapes: Sequence[Shape]) -> tuple[tuple[Shape, ...], int
 def _compressed(config: Any, work: Workload, network: Network) -> Cost:
     """Return the cost of a step whose gradients are compressed."""
     node, sources = _nodes(config.node_size, network)
-    buckets, kept, rest, later = [], 0, 0, 0.0
+    buckets = []
+    kept = 0
+    rest = 0
+    later = 0.0
     for ready_s, shapes in work.buckets(*config.buckets):
         taken, numel, others = _split(config, tuple(shapes))
         kept, rest = kept + numel, rest + others
@@ -278,16 +283,21 @@ def _local(own: "LocalSGD", config: Any, work: Workload, network: Network) -> Co
     """Return the cost of local steps with one averaging, hidden by `delay` steps."""
     k, fragments, delay = own.k_steps, own.fragments, own.delay
     node, sources = _nodes(own.node_size or (1 if config is None else None), network)
-    sent, passes, kept, brief = _Sent(sums=(4 * work.numel,)), _MEAN_PASSES, 1, 0
+    sent = _Sent(sums=(4 * work.numel,))
+    passes = _MEAN_PASSES
+    kept = 1
+    brief = 0
     if config is not None:
         taken, _, rest = _split(config, work.shapes)
         sent = _sent(config, taken, sources.ranks) if taken else _Sent()
         sent = sent.with_dense(4 * rest, sources.ranks) if rest else sent
-        passes, kept = config.passes, 2
+        passes = config.passes
+        kept = 2
         # entries are chosen from the whole change, and so is a sum made
         brief = 4 * work.numel if sent.sums or config.unsent_share(config.settled_step) else 0
     wire_s = sent.seconds(sources, fragments, k / fragments * work.step_s)
-    nbytes, held = sent.by_rank(sources), sent.received(sources.ranks) + brief
+    nbytes = sent.by_rank(sources)
+    held = sent.received(sources.ranks) + brief
     held += sent.row_bytes + sum(sent.sums)  # and its own message
     if node is not None:  # the mean over a node, and what its first rank passes on
         whole = 4 * work.numel / fragments

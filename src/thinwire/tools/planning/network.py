@@ -109,7 +109,8 @@ class Network:
         """Return the seconds of a tree broadcast: in each round all that have it pass it on."""
         if self.ranks == 1:
             return 0.0
-        once_s, more = self.transfer_s(nbytes), ceil(log2(self.ranks)) - 1
+        once_s = self.transfer_s(nbytes)
+        more = ceil(log2(self.ranks)) - 1
         return self.call_s + 2 * self.latency_s + once_s + more * (once_s + self.latency_s)
 
     def transfer_s(self, nbytes: float, idle_s: float = 0.0) -> float:

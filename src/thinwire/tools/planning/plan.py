@@ -438,7 +438,8 @@ def _parsed_params(params: int | str) -> int:
 
 def _sizes(numel: int) -> Iterator[int]:
     """Yield the smallest size, the largest, and others that enclose a number ever closer."""
-    low, high = 1, _MOST_PARAMS
+    low = 1
+    high = _MOST_PARAMS
     yield from (low, high)
     while high > low * _NEAR and high - low > 1:
         middle = max(low + 1, isqrt(low * high))
@@ -465,9 +466,11 @@ def _step_seconds(
     for size, seconds in inner:
         least, mid, most = map(min, map(max, seconds, low_s), high_s)
         if size <= numel:
-            low, low_s = size, (least, mid, most)
+            low = size
+            low_s = (least, mid, most)
         else:
-            high, high_s = size, (least, mid, most)
+            high = size
+            high_s = (least, mid, most)
     share = (numel - low) / max(1, high - low)
     least, mid, most = (a + share * (b - a) for a, b in zip(low_s, high_s, strict=True))
     return least, mid, most
@@ -481,14 +484,16 @@ def _row(
     network: Network,
     dense_s: float,
 ) -> Row:
-    optimizer, strategy = one.recipe.optimizer, one.strategy
+    optimizer = one.recipe.optimizer
+    strategy = one.strategy
     part = work.sharded(shard).by(optimizer)
     cost = cost_of(strategy, one.hook, part, network)
     memory = memory_of(cost, part, optimizer)
     brief = {key: memory[key] for key in BRIEF}
     gap = loss_gap(one.hook or one.recipe.name, strategy, optimizer, work.numel, network.ranks)
     steps = steps_to_dense_loss(gap.mid, work.numel)
-    reaches, most_steps = steps <= MOST_STEPS, steps_to_dense_loss(gap.high, work.numel)
+    reaches = steps <= MOST_STEPS
+    most_steps = steps_to_dense_loss(gap.high, work.numel)
     seconds = _step_seconds(one, works, work.numel, shard, network)
     return Row(
         one.name,
@@ -521,7 +526,8 @@ def _python(strategy: "DistributedStrategy") -> str:
 
 def _call(config: Any) -> str:
     """Return a config in Python, without its defaults."""
-    name, words = type(config).__name__, list[str]()
+    name = type(config).__name__
+    words = list[str]()
     for field in sorted(fields(config), key=lambda field: bool(field.kw_only)):
         value = getattr(config, field.name)
         text = _call(value) if is_dataclass(value) else repr(value)
@@ -537,7 +543,8 @@ def _times(share: float) -> str:
 
 
 def _recommended(rows: Sequence[Row]) -> tuple[str, str]:
-    best, dense = rows[0], next(row for row in rows if row.name == "dense")
+    best = rows[0]
+    dense = next(row for row in rows if row.name == "dense")
     if best.time_at_worst * _WORTH > dense.time_at_worst:
         best = dense
     unmeasured = best.loss_gap_source.partition(_UNMEASURED)[2]

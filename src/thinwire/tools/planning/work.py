@@ -80,7 +80,10 @@ class Workload:
 
     def buckets(self, first_bytes: int, bucket_bytes: int) -> Iterator[tuple[float, list[Shape]]]:
         """Yield ready time and shapes of each bucket, last tensors first."""
-        limit, bucket, nbytes, latest = first_bytes, list[Shape](), 0, 0.0
+        limit = first_bytes
+        bucket = list[Shape]()
+        nbytes = 0
+        latest = 0.0
         backward = zip(reversed(self.shapes), reversed(self.numels), self._ready(), strict=True)
         for shape, numel, ready_s in backward:
             bucket.append(shape)
@@ -88,7 +91,9 @@ class Workload:
             latest = max(latest, ready_s)
             if nbytes >= limit:
                 yield latest, bucket
-                limit, bucket, nbytes = bucket_bytes, [], 0
+                limit = bucket_bytes
+                bucket = []
+                nbytes = 0
         if bucket:
             yield latest, bucket
 
@@ -96,7 +101,8 @@ class Workload:
         """Return when each gradient is ready, last tensors first."""
         if self.ready_s is not None:
             return reversed(self.ready_s)
-        begin, whole = self.forward_s, sum(self.numels)
+        begin = self.forward_s
+        whole = sum(self.numels)
         done = accumulate(reversed(self.numels))
         return (begin + (self.step_s - begin) * numel / whole for numel in done)
 
@@ -148,7 +154,8 @@ class Probe:
                 "with as many ranks as will train"
             )
         try:
-            work, lost = work_of(found["compute"]), found.get("loss", 0.0)
+            work = work_of(found["compute"])
+            lost = found.get("loss", 0.0)
             return cls(_network(found), work, found["task"], lost)
         except (LookupError, TypeError, ValueError) as error:
             problem = f"is incomplete, it lacks {error}; run thinwire probe again"

@@ -29,7 +29,8 @@ class Axis:
     ) -> Self:
         """Return an axis of about `count` ticks that contains all values, with a margin."""
         found = [math.log10(value) if logarithmic else value for value in values]
-        low, high = min(found), max(found)
+        low = min(found)
+        high = max(found)
         room = 0.04 * (high - low) or 0.1 * abs(high) or 0.5
         return cls(low - room, high + room, begin, end, count, logarithmic)
 
@@ -50,7 +51,8 @@ class Axis:
         rough = (self.high - self.low) / self.count
         power = 10.0 ** math.floor(math.log10(rough))
         step = power * next(factor for factor in (1, 2, 2.5, 5, 10) if factor * power > 0.8 * rough)
-        first, last = math.ceil(self.low / step), math.floor(self.high / step)
+        first = math.ceil(self.low / step)
+        last = math.floor(self.high / step)
         return [index * step for index in range(first, last + 1)]
 
 

@@ -30,7 +30,8 @@ class _Lines(Display):
 
     @contextlib.contextmanager
     def strategy(self, name: str) -> Iterator[Self]:
-        self._name, begin_s = name, time.monotonic()
+        self._name = name
+        begin_s = time.monotonic()
         self._last_s = begin_s
         yield self
         self.note(f"done in {time.monotonic() - begin_s:.0f} s")

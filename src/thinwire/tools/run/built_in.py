@@ -131,7 +131,8 @@ class _BuiltIn:
 
     def __init__(self, config: RunConfig, rank: int, device: torch.device) -> None:
         torch.manual_seed(config.seed)
-        self.device, self.batch = device, config.batch
+        self.device = device
+        self.batch = config.batch
         self.random = torch.Generator().manual_seed(seed_of(config.seed, rank))
         self.held_out_batches: list[Pair] = []
 

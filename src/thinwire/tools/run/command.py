@@ -101,7 +101,9 @@ class Speaker:
 
     def __init__(self, name: str, to: IO[bytes]) -> None:
         self._last = deque[str](maxlen=_LAST_LINES)
-        self._prefix, self._to, self._held = f"[{name}] ".encode(), to, b""
+        self._prefix = f"[{name}] ".encode()
+        self._to = to
+        self._held = b""
         self._line = bytearray()
 
     def hear(self, chunk: bytes) -> None:

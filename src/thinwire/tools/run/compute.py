@@ -83,7 +83,8 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _described(model: nn.Module) -> dict[str, Any]:
-    params, hidden = _trained(model), muon_shapes(model)
+    params = _trained(model)
+    hidden = muon_shapes(model)
     cuda = params[0].is_cuda if params else False
     return {
         "parameters": sum(p.numel() for p in params),
@@ -178,7 +179,10 @@ class _Clock:
         batch: Pair,
         device: torch.device,
     ) -> None:
-        self.model, self.loss_fn, self.batch, self.device = model, loss_fn, batch, device
+        self.model = model
+        self.loss_fn = loss_fn
+        self.batch = batch
+        self.device = device
         self.cuda = device.type == "cuda"
         self.marks: dict[Any, Any] = {}
 

@@ -46,7 +46,9 @@ class Events:
     """Event log of a rank, written to `put`; `release` of a folder lets training begin."""
 
     def __init__(self, put: Callable[[Event], object], folder: Path | None = None) -> None:
-        self._put, self._folder, self._last_s = put, folder, 0.0
+        self._put = put
+        self._folder = folder
+        self._last_s = 0.0
 
     def write(self, event: str, **fields: Any) -> None:
         """Write one event."""

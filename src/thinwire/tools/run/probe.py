@@ -92,15 +92,19 @@ class _Network:
     """Lines of this rank to the others; in `pairs` no rank measures two at a time."""
 
     def __init__(self, peers: list[Peer]) -> None:
-        self.peers, self.rank, self.size = peers, dist.get_rank(), dist.get_world_size()
+        self.peers = peers
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
         self.streams = streams_between(self.size)
-        self.sent_bytes, self.latency_s = 0, 0.0
+        self.sent_bytes = 0
+        self.latency_s = 0.0
 
     def pairs(self) -> list[dict[str, Any]]:
         """Measure latency and rate to each other rank, both of a pair at once."""
         found = []
         rounds = [*_partners(self.rank, self.size)]
-        share_s, share_bytes = _PAIRS_S / len(rounds), _PAIRS_BYTES // len(rounds)
+        share_s = _PAIRS_S / len(rounds)
+        share_bytes = _PAIRS_BYTES // len(rounds)
         for to in rounds:
             dist.barrier()
             if to is None:
@@ -118,7 +122,7 @@ class _Network:
         return found
 
     def together(self) -> list[float]:
-        """Return each rank's bytes per second while all send to the next one."""
+        """Measure each rank's bytes per second while all send to the next one."""
         limit_s = _TOGETHER_S + _FLIGHTS / 2 * self.latency_s
         flow = self.peers[(self.rank + 1) % self.size].flow(self.streams, _TOGETHER_BYTES, limit_s)
         self.sent_bytes += flow.sent_bytes

@@ -32,7 +32,8 @@ class TaskError(ThinwireError):
 
 def work_of(config: RunConfig) -> "Workload":
     """Return the task of a run on this rank; collective over all ranks."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     device = device_of(config.device, rank)
     if config.task is not None:
         return OwnTask(config.task, config.seed, rank, world, device)
@@ -118,8 +119,12 @@ class OwnTask:
     """User's task for `world` ranks, of which fewer may be present."""
 
     def __init__(self, word: str, seed: int, rank: int, world: int, device: torch.device) -> None:
-        self.word, self.rank, self.world, self.device = word, rank, world, device
-        self.taken, self.evaluated = 0, False
+        self.word = word
+        self.rank = rank
+        self.world = world
+        self.device = device
+        self.taken = 0
+        self.evaluated = False
         seed_all(seed)  # a task may draw its parameters without a word of seeds
         self.task = self._alike(lambda: made(word, seed))
         self._alike(self._compared)
@@ -155,7 +160,8 @@ class OwnTask:
         total = torch.tensor(loss, dtype=torch.float64)
         dist.all_reduce(total)
         mean = float(total) / dist.get_world_size()
-        first, self.evaluated = not self.evaluated, True
+        first = not self.evaluated
+        self.evaluated = True
         if first and not isfinite(mean):
             raise self._error(f"evaluate(model) returned {mean} before the first update")
         return mean

@@ -45,7 +45,8 @@ def read_folder(folder: Path) -> Corpus:
     """Return every visible text file below a folder: valid UTF-8 without NUL."""
     if not folder.is_dir():
         raise ValueError(f"text={str(folder)!r} is not a folder; give a folder with text files")
-    source, hidden = f"text files of {folder.name or folder}", methodcaller("startswith", ".")
+    source = f"text files of {folder.name or folder}"
+    hidden = methodcaller("startswith", ".")
     return _corpus(folder, "*", hidden, source, "give a folder with more text")
 
 

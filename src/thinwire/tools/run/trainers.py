@@ -120,7 +120,10 @@ class DDPTrainer:
     round_steps, finish_s, agreed = 1, 0.0, True
 
     def __init__(self, model: nn.Module, setup: Setup, *, hook: str = "") -> None:
-        self.module, self.setup, self.hook, self.steps = model, setup, hook, 0
+        self.module = model
+        self.setup = setup
+        self.hook = hook
+        self.steps = 0
         self.steady_from_step = 2  # DDP rebuilds its buckets after the first
         self.settings: Mapping[str, Any] = {"shard": setup.shard}
         if hook and setup.shard > 1:
@@ -156,7 +159,8 @@ class DDPTrainer:
 
     def sent_bytes(self) -> float:
         """Return the bytes that this rank, or its site, has sent to others, without headers."""
-        sites, dense = self.setup.sites, gradient_bytes(self.module)
+        sites = self.setup.sites
+        dense = gradient_bytes(self.module)
         if self.hook == "fp16":
             dense = gradient_bytes(self.module, 2)
         if self.hook != "powersgd":
@@ -191,7 +195,8 @@ class Prepared:
         mesh = setup.sharded(model, within=True)
         optimizer = _optimizer(model, strategy, setup)
         self.engine = strategy.prepare(model, optimizer, setup.loss_fn, mesh=mesh)
-        self.shard, self.bytes_before = setup.shard, _between_sites()
+        self.shard = setup.shard
+        self.bytes_before = _between_sites()
         self.module = self.engine.model
         self.optimizer = self.engine.optimizer
         local = strategy.local
@@ -213,7 +218,8 @@ class Prepared:
         for changes in (shown.pop("compression", None) or {}).values():
             shown |= changes
         self.settings: Mapping[str, Any] = {**named, **shown}
-        self.agreed, self.finish_s = True, 0.0
+        self.agreed = True
+        self.finish_s = 0.0
         self.step_s = {True: 0.0, False: 0.0}
         """Seconds of the last step that left an exchange pending, and of the last that did not."""
 

@@ -55,10 +55,15 @@ class ByClock:
     """Budget of seconds, measured on rank 0."""
 
     def __init__(self, seconds: float, evaluations: int) -> None:
-        self.seconds, self.evaluations = seconds, evaluations
+        self.seconds = seconds
+        self.evaluations = evaluations
         self.control_s = seconds / (_CONTROLS_PER_EVALUATION * evaluations)
-        self.known_step, self.known_progress, self.progress_per_step = 0, 0.0, 0.0
-        self.next_control_step, self.evaluated, self.planned_s = 1, 0, 0.0
+        self.known_step = 0
+        self.known_progress = 0.0
+        self.progress_per_step = 0.0
+        self.next_control_step = 1
+        self.evaluated = 0
+        self.planned_s = 0.0
 
     def progress(self, step: int) -> float:
         """See `BySteps`; extrapolated between two broadcasts."""
@@ -70,7 +75,9 @@ class ByClock:
         message = torch.tensor(self._plan(step, elapsed_s, reserve_s), dtype=torch.float64)
         dist.broadcast(message, src=0)
         progress, per_step, wait, evaluate, stop = message.tolist()
-        self.known_step, self.known_progress, self.progress_per_step = step, progress, per_step
+        self.known_step = step
+        self.known_progress = progress
+        self.progress_per_step = per_step
         self.next_control_step = step + int(wait)
         return bool(evaluate), bool(stop)
 
@@ -161,7 +168,9 @@ class BareStep:
     """Timed steps without an exchange, on a copy of the model."""
 
     def __init__(self, setup: Setup, work: Workload) -> None:
-        self.setup, self.work, self.model = setup, work, copy.deepcopy(work.model)
+        self.setup = setup
+        self.work = work
+        self.model = copy.deepcopy(work.model)
         setup.sharded(self.model, within=True)
         self.optimizer = setup.optimizer_of(self.model, lr=_LR)
         self.batch = work.some_batch(seed=0)
@@ -186,7 +195,8 @@ class TrainingRun:
     """Measured training of one strategy; clock and counters stop during evaluation."""
 
     def __init__(self, config: Mapping[str, Any], events: Events) -> None:
-        self.config, self.events = RunConfig.from_dict(config), events
+        self.config = RunConfig.from_dict(config)
+        self.events = events
         recipe = self.config.recipe
         self.work = work_of(self.config)
         self.setup = setup = Setup.of(self.config, self.work)
@@ -226,7 +236,8 @@ class TrainingRun:
             self.step_s.append(0.0)
             self.bytes.append(self.bytes[-1].clone())
             self._extend()
-            progress, loss = budget.progress(self.step), float(last)
+            progress = budget.progress(self.step)
+            loss = float(last)
             self.events.write_sometimes("step", step=self.step, progress=progress, loss=loss)
             if self.step == self.trainer.steady_from_step:
                 self._stop_clock()
@@ -238,7 +249,8 @@ class TrainingRun:
                 self._extend()
             # between averagings no rank has the model that one would save
             if stop or (due and self.trainer.agreed):
-                due, progress = False, budget.progress(self.step)
+                due = False
+                progress = budget.progress(self.step)
                 loss = self._evaluate()
                 self.events.write("evaluation", progress=progress, step=self.step, loss=loss)
         self.trainer.close()
@@ -246,7 +258,8 @@ class TrainingRun:
 
     def _peaks(self) -> list[float]:
         """Return the peak learning rate of each group."""
-        groups, given = self.trainer.optimizer.param_groups, self.config.lr
+        groups = self.trainer.optimizer.param_groups
+        given = self.config.lr
         if given is None and self.setup.make_optimizer is not None:
             return [float(group["lr"]) for group in groups]
         rate = self.config.recipe.rates[self.setup.optimizer] if given is None else given

@@ -145,7 +145,8 @@ class Run:
 
 def job_files(run: Run, rank: int, addresses: Sequence[str]) -> dict[str, str]:
     """Return the files of `.thinwire` on a machine by name."""
-    machine, first = run.machines[rank], addresses[0]
+    machine = run.machines[rank]
+    first = addresses[0]
     processes = machine.processes or run.processes
     named = {"THINWIRE_NAME": machine.ssh[:64]} if run.members else {}
     files = {"setup.sh": run.setup, "env": export(named | run.environment(machine)) + PATH}

@@ -66,7 +66,8 @@ class Call:
         if machine.ssh != "localhost":
             options = [word for option in _OPTIONS for word in ("-o", option)]
             words = ("ssh", *run.ssh_options, *options, "--", machine.ssh, shlex.join(words))
-        self.verb, self._machine = verb, machine
+        self.verb = verb
+        self._machine = machine
         self._mark = f"{secrets.token_hex(16)} "
         # a pipe stays open with the master of `ssh`
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 # closed by __exit__
@@ -189,7 +190,8 @@ class Machines:
         """Run `work` for all items at once; return the results by item, and the errors."""
         futures = {item: self._threads.submit(work, item) for item in items}
         self._pending += futures.values()
-        done, failed = {}, []
+        done = {}
+        failed = []
         for item, future in futures.items():
             try:
                 done[item] = future.result()
@@ -207,7 +209,7 @@ class Machines:
                     call.kill()
 
     def states(self) -> tuple[dict[Job, State], list[str]]:
-        """Return the jobs of machines that are reached, and an error for each other one."""
+        """Ask all machines for their jobs; return those, and an error for each one not reached."""
         found, failed = self.at_once(
             lambda machine: self._ask(machine, "status"), self.run.machines
         )
@@ -252,7 +254,8 @@ class Machines:
             )
 
     def _copy(self, machine: Machine) -> None:
-        source, names = self.run.source, _files(self.run.source)
+        source = self.run.source
+        names = _files(self.run.source)
         there = _states(self._ask(machine, "files", errors="surrogateescape"))
         differing = [name for name in names if there.get(name) != _state(source / name)]
         progress = _Progress(machine, sum((source / name).lstat().st_size for name in differing))
@@ -271,7 +274,9 @@ class Machines:
                 rank = self.run.machines.index(machine)
                 for name, text in job_files(self.run, rank, self.addresses).items():
                     entry = tarfile.TarInfo(f".thinwire/{name}")
-                    entry.size, entry.mode, entry.mtime = len(text.encode()), 0o600, time.time()
+                    entry.size = len(text.encode())
+                    entry.mode = 0o600
+                    entry.mtime = time.time()
                     archive.addfile(entry, io.BytesIO(text.encode()))
             call.require_end("the folder cannot be copied")
 
@@ -310,7 +315,8 @@ class Machines:
         wait(self._following, timeout=_LAST_S)
 
     def _follow(self, job: Job, offset: int) -> None:
-        speaker, status = Speaker(str(job), sys.stdout.buffer), LOST
+        speaker = Speaker(str(job), sys.stdout.buffer)
+        status = LOST
         try:
             while status == LOST:
                 with self._control(job.machine, "follow", job.name, offset) as call:
@@ -329,7 +335,8 @@ class Machines:
                     self.over.add(job)
                     why = speaker.reason
         except Exception as error:  # such as output that nobody reads any more
-            status, why = LOST, str(error)
+            status = LOST
+            why = str(error)
         self._ended.put((job, status, why))
 
     def _gives_up(self, job: Job, message: str) -> bool:
@@ -389,8 +396,10 @@ class _Progress:
     """Bytes of a copy to a machine, reported every few seconds."""
 
     def __init__(self, machine: Machine, whole_bytes: int) -> None:
-        self._name, self.whole = machine.ssh, f"{whole_bytes / _MB:.1f} MB"
-        self._bytes, self._reported_s = 0, time.monotonic()
+        self._name = machine.ssh
+        self.whole = f"{whole_bytes / _MB:.1f} MB"
+        self._bytes = 0
+        self._reported_s = time.monotonic()
 
     def add(self, archive: tarfile.TarFile, path: Path, name: str) -> None:
         """Add a file to an archive."""

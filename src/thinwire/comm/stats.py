@@ -1,10 +1,10 @@
 """Statistics of a rank: numbers only, flat, under one set of names.
 
-They also compare the run with its plan: seconds per step, and the share of waiting.
+Measured here: the rate at which a rank sends, and its pace, which is compared with a plan.
 """
 
 import math
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 _NAMES = (
     "step microsteps dropped_steps averagings k_steps sparsity loss_scale applied_share bytes_sent "
@@ -33,8 +33,32 @@ def numbers(**found: float) -> dict[str, float]:
 
 _ROUNDS = 20
 _KEPT = 1 - 1 / _ROUNDS
+"""Weight of an old mean, which covers about the last 20 rounds or exchanges."""
+_LEAST_BYTES, _SEEN_S = 2**16, 1e-4
 
 
+class Rate:
+    """Moving mean of this rank's send throughput during exchanges."""
+
+    def __init__(self) -> None:
+        self._bytes = self._s = self._until_s = 0.0
+
+    @property
+    def bit_s(self) -> float:
+        """Bits a second; 0 before the first exchange that counts."""
+        return 8 * self._bytes / self._s if self._s else 0.0
+
+    def ended(self, nbytes: float, launched_s: float, waits_s: float, now_s: float) -> None:
+        """Count an exchange by the times of its launch, of the first wait, and of its end."""
+        if nbytes < _LEAST_BYTES or now_s - waits_s < _SEEN_S:
+            return
+        seconds = now_s - max(launched_s, self._until_s)
+        self._until_s = now_s
+        self._bytes = _KEPT * self._bytes + nbytes
+        self._s = _KEPT * self._s + seconds
+
+
+@runtime_checkable
 class Planned(Protocol):
     """Expectation of a run: a row of `thinwire.plan`."""
 
@@ -54,8 +78,8 @@ class Planned(Protocol):
 def planned_row(plan: Any) -> Planned | None:
     """Return the row of a plan: the recommended one, or the row itself."""
     row = plan[plan.recommended] if hasattr(plan, "recommended") else plan
-    if row is None or all(hasattr(row, name) for name in ("name", "step_seconds", "waiting_share")):
-        return row  # type: ignore[no-any-return]
+    if row is None or isinstance(row, Planned):
+        return row
     raise TypeError(
         f"plan must be what thinwire.plan returns, or a row of it such as plan['dense'], got "
         f"{plan!r} of type {type(plan).__name__}"
@@ -89,10 +113,8 @@ class Pace:
         """Share of the time for which this rank waited; 0 before the second round."""
         return self._mean_wait_s / self._mean_s if self._mean_s else 0.0
 
-    def exclude(
-        self, seconds: float, lost: Literal["regrouping", "joining", "saving"] = "saving"
-    ) -> None:
-        """Count seconds lost to something other than steps."""
+    def exclude(self, seconds: float, lost: str = "saving") -> None:
+        """Count seconds lost to something other than steps: regrouping, joining or saving."""
         self._lost_s[lost] += seconds
 
     def goodput(self, useful: int, dropped: int) -> dict[str, Any]:
@@ -115,8 +137,10 @@ class Pace:
         `waited_s`: seconds of waiting so far. `bit_s`: the measured rate, for the text; 0 if
         unknown. `compare`: the plan covers this round.
         """
-        before_s, self._now_s = self._now_s, now_s
-        wait_s, self._waited_s = waited_s - self._waited_s, waited_s
+        before_s = self._now_s
+        self._now_s = now_s
+        wait_s = waited_s - self._waited_s
+        self._waited_s = waited_s
         if before_s is None:
             self._begun = now_s, waited_s
             return None
@@ -127,12 +151,10 @@ class Pace:
         low, _, high = self._planned.step_seconds
         step_s = (now_s - before_s) / steps
         self._outside = [*self._outside, step_s] if not low <= step_s <= high else []
-        return self._departure(bit_s) if len(self._outside) == _ROUNDS else None
-
-    def _departure(self, bit_s: float) -> str:
-        assert self._planned is not None, "there is something to depart from"
-        planned, self._planned = self._planned, None
-        low, _, high = planned.step_seconds
+        if len(self._outside) < _ROUNDS:
+            return None
+        planned = self._planned
+        self._planned = None
         step_s = sum(self._outside) / len(self._outside)
         rate = f", and sends at {bit_s / 1e6:.3g} Mbit/s" if bit_s else ""
         return (
