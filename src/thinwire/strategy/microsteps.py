@@ -96,30 +96,6 @@ class Microsteps(ABC):
         """True if the present microstep is merged, and no update follows it."""
 
     @abstractmethod
-    def position(self) -> int:
-        """Return updates, or local steps with dropped ones: the same on all ranks."""
-
-    @abstractmethod
-    def saved_exchange(self) -> dict[str, Any]:
-        """Return this rank's state that later updates depend on, without the optimizer's: live."""
-
-    @abstractmethod
-    def load_exchange(self, state: Mapping[str, Any]) -> None:
-        """Continue from `saved_exchange`. Everything is checked before anything changes."""
-
-    @abstractmethod
-    def buffers_loaded(self, *, alike: bool) -> None:
-        """Note that buffers were loaded; `alike`: ranks have the same ones."""
-
-    @abstractmethod
-    def start_anew(self, *, alike: bool) -> None:
-        """Discard what belongs to the values before; `alike`: ranks have the same buffers now."""
-
-    @abstractmethod
-    def shared(self, name: str, tensor: Tensor) -> Tensor:
-        """Return what all ranks have in common of a tensor of the model."""
-
-    @abstractmethod
     def refuse(self, problem: str, *, early: bool = False) -> NoReturn:
         """Raise a user error on all ranks: others wait for this one, now or at an averaging."""
 

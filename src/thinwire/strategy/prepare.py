@@ -1,35 +1,32 @@
 """Makes an engine from a strategy, a model and an optimizer. All checks precede all changes."""
 
 import contextlib
-import datetime
 import logging
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from thinwire import _validate as check
 from thinwire._names import named_buffers, named_parameters
 from thinwire.amp import LossScaler
-from thinwire.comm import Group, next_identity, require_agreement, sites_of
+from thinwire.comm import next_identity, require_agreement, sites_of
 from thinwire.comm.nodes import require_divisor
 from thinwire.comm.replicate import make_models_equal_
 from thinwire.compress import locally_clipped
 from thinwire.compress.protocol import Limit, report_coverage
 from thinwire.compress.residuals import Dense
 from thinwire.core.arithmetic import arithmetic
-from thinwire.core.gradients import Clip, ClipByGlobalNorm
+from thinwire.core.gradients import ClipByGlobalNorm
 from thinwire.core.norms import norm_of
 from thinwire.core.several import all_of, kinds_of
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
-from thinwire.core.stats import Pace, Planned, planned_row
+from thinwire.core.stats import Pace, planned_row
 from thinwire.errors import StrategyError, ThinwireError
 from thinwire.exchange.agreement import Participants
 from thinwire.exchange.digest import digest_of
@@ -39,7 +36,7 @@ from thinwire.exchange.replica import Replica
 from thinwire.exchange.synchronizer import Ranks
 from thinwire.local.model import require_own_params, warn_of_misplaced, warn_of_others
 from thinwire.local.updates import LocalUpdates, enter
-from thinwire.members.members import Member, Members, member_of
+from thinwire.members.members import member_of
 from thinwire.optim import Lamb, Lars
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.folded import FoldedSGD
@@ -71,56 +68,11 @@ from thinwire.strategy.requirements import (
     warn_of_optimizer,
 )
 from thinwire.strategy.saving import mark_states
-from thinwire.strategy.stages import NEEDS_THE_LOSS, Stages, Whole
+from thinwire.strategy.stages import NEEDS_THE_LOSS, Setup, Stages, Whole
 from thinwire.strategy.updates import EveryStep, LocalStep, Steps
 from thinwire.wire.message import WIRE_VERSION
 
 _log = logging.getLogger("thinwire")
-
-
-@dataclass(slots=True, kw_only=True)
-class Setup:
-    """Arguments of `prepare`, and the position of this rank among stages and replicas."""
-
-    strategy: Fields
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    loss_fn: Callable[..., Any] | None
-    grad_clip: Clip | None
-    digest_every: int
-    timeout: float | datetime.timedelta | None
-    find_unused_parameters: bool
-    plan: Any
-    members: Members | None
-    mesh: DeviceMesh | None
-    streams: int | None
-    verify: str
-    member: Member | None = field(init=False)
-    planned: Planned | None = field(init=False)
-    ranks: Ranks = field(init=False)
-    division: Whole | Stages = field(init=False)
-    sites: Group | None = None
-    """All ranks, which exchange shards; None if every rank has a whole model."""
-    replicas: int = 0
-
-    @property
-    def group(self) -> Group:
-        """All ranks."""
-        return self.ranks.group
-
-    @property
-    def shards(self) -> Group | None:
-        """The ranks of this site; None if every rank has a whole model."""
-        return None if self.sites is None else self.sites.shards
-
-    @property
-    def is_whole(self) -> bool:
-        """True if this rank has a whole model."""
-        return self.sites is None and isinstance(self.division, Whole)
-
-    def replica_ranks(self) -> Group:
-        """Return a new group of the ranks that exchange with this one, which counts by itself."""
-        return Group(self.division.replica_group, self.timeout, self.streams)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -208,18 +160,18 @@ def _form_groups_(setup: Setup) -> None:
     if member is not None:
         member.require_same_setup("strategy", facts)
     setup.ranks.compare(facts, "comparing strategies")
-    setup.division = Whole(group.size)
-    if strategy.pipeline is not None:
-        setup.division = Stages(strategy.pipeline, setup.timeout)
-    setup.replicas = setup.division.replicas
     if setup.mesh is not None:
         own = None if member else sites_of(setup.mesh, setup.timeout, setup.streams)
         setup.sites = own or group
-        setup.replicas = setup.sites.replica_count
-    if strategy.expected_replicas not in (None, setup.replicas):
+    if strategy.pipeline is None:
+        setup.division = Whole(setup.sites or group, setup.mesh)
+    else:
+        setup.division = Stages(strategy.pipeline, setup.timeout)
+    replicas = setup.division.replicas
+    if strategy.expected_replicas not in (None, replicas):
         raise StrategyError(
             f"the fleet description has dp_degree={strategy.expected_replicas}, but the "
-            f"{group.size} ranks make {setup.replicas} replicas: start that number of replicas, "
+            f"{group.size} ranks make {replicas} replicas: start that number of replicas, "
             "or omit dp_degree to use all ranks"
         )
 
@@ -281,7 +233,7 @@ def _planned(setup: Setup) -> _Plan:
     if strategy.recompute is not None:
         matches(model, strategy.recompute.checkpoints)
     if (exchanging := strategy.local or strategy.gradient_compression) is not None:
-        require_divisor(exchanging.node_size, setup.replicas)
+        require_divisor(exchanging.node_size, setup.division.replicas)
     stages = setup.division.cut(model)
     require_split_works(
         stage_split_of(model), optimizer, stages, names, mesh=setup.mesh, members=setup.members
@@ -343,14 +295,12 @@ def _assembled(setup: Setup, plan: _Plan, undo: ExitStack) -> Steps:
         undo.callback(OwnershipGuard(model, single).remove)
     if strategy.recompute is not None:
         undo.callback(recompute(model, strategy.recompute.checkpoints, stage=plan.model).remove)
-    dtype = None if strategy.amp is None else getattr(torch, str(strategy.amp.dtype))
-    setup.division.open(model, setup.loss_fn, dtype, plan.scaler, undo)
+    setup.division.open(setup, plan.scaler, undo)
     local = plan.local
     steps = _every_step(setup, plan, undo) if local is None else _local(setup, plan, local, undo)
     for single in all_of(optimizer):
         if isinstance(single, CommonOptimizer):
             single.call_params({p: name for name, p in named_parameters(model)})
-    mark_states(steps)
     return steps
 
 
@@ -361,18 +311,13 @@ def _common(setup: Setup, plan: _Plan, undo: ExitStack) -> dict[str, Any]:
     if plan.scaler is not None:
         why = f"under the loss scale of amp, {NEEDS_THE_LOSS}"
         refusals |= dict.fromkeys(("apply_gradients", "follow_steps"), why)
-    if setup.sites is not None:
-        refusals["join()"] = (
-            "with mesh=: the ranks of a site gather their shards in every forward pass. Give them "
-            "equally many batches, for example with DistributedSampler"
-        )
     return {
         "model": plan.model,
         "optimizer": setup.optimizer,
         "params": plan.params,
         "group": setup.group,
         "part": division.stage if setup.shards is None else setup.shards.rank,
-        "is_whole": setup.is_whole,
+        "is_whole": division.is_whole,
         "member": setup.member,
         "scaler": plan.scaler,
         "merge_steps": strategy._merge_steps,
@@ -391,6 +336,7 @@ def _local(setup: Setup, plan: _Plan, local: LocalUpdates, undo: ExitStack) -> L
     """Enter the local updates."""
     averager = enter(local, merge_steps=setup.strategy._merge_steps)
     undo.callback(local.close)
+    mark_states(setup.optimizer, undo)
     return LocalStep(
         **_common(setup, plan, undo),
         limit=_limit(setup, plan),
@@ -406,10 +352,7 @@ def _scaler(setup: Setup) -> LossScaler | None:
     amp = setup.strategy.amp
     if amp is None or amp.loss_scale is None:
         return None
-    overflows = setup.division.overflows if setup.strategy.local else {}
-    if setup.mesh is not None and setup.strategy.local:
-        overflows = {"process_group": setup.mesh.get_group("shard")}
-    return LossScaler(amp.loss_scale, **overflows)
+    return LossScaler(amp.loss_scale, **(setup.division.overflows if setup.strategy.local else {}))
 
 
 def _every_step(setup: Setup, plan: _Plan, undo: ExitStack) -> EveryStep:
@@ -425,10 +368,11 @@ def _every_step(setup: Setup, plan: _Plan, undo: ExitStack) -> EveryStep:
     if compression is not None and plan.folds:
         own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
         method = compression
+        mark_states(optimizer, undo)
         momentum = FoldedSGD(optimizer, plan.params, lambda _: method, clip.clip or own)
     compresses = compression is not None and any(map(compression.compresses, params.values()))
     batches, buffers = Batches(), MovingBuffers(plan.model, setup.replica_ranks())
-    rides = setup.verify == "after" and setup.is_whole and not compresses
+    rides = setup.verify == "after" and division.is_whole and not compresses
     gradients = gradients_of(
         setup.replica_ranks() if sites is None else sites,
         params,
@@ -456,7 +400,7 @@ def _every_step(setup: Setup, plan: _Plan, undo: ExitStack) -> EveryStep:
     gradients.pace = Pace(setup.planned if setup.group.rank == 0 else None)
     overlap = None
     # gradients of shards exist only after the model's own reduction
-    if setup.is_whole and setup.replicas > 1 and not setup.find_unused_parameters:
+    if division.is_whole and division.replicas > 1 and not setup.find_unused_parameters:
         first_bytes, bucket_bytes = (given or Dense()).buckets
         overlap = Overlap(
             plan.params, gradients, bucket_bytes=bucket_bytes, first_bytes=first_bytes
@@ -485,7 +429,7 @@ def _limit(setup: Setup, plan: _Plan) -> Limit | None:
         return None
     gather = None if setup.shards is None else setup.shards.gather_now
     return lambda step, grads: locally_clipped(
-        grads, params, lambda _: config, step=step, sources=setup.replicas, gather=gather
+        grads, params, lambda _: config, step=step, sources=setup.division.replicas, gather=gather
     )
 
 

@@ -146,7 +146,7 @@ def state_dict(steps: Steps) -> dict[str, Any]:
     return {**state, "facts": _held(steps.facts), PROVENANCE: provenance.packed()}
 
 
-def mark_states(steps: Steps) -> None:
+def mark_states(optimizer: torch.optim.Optimizer, undo: ExitStack) -> None:
     """Let the state of optimizers that differs by rank say whose it is; warn of another's."""
     own = Provenance(*rank_and_size_in(), 0, 0)
 
@@ -156,10 +156,10 @@ def mark_states(steps: Steps) -> None:
         if problem and checksum_of(state["state"]):
             warn_user(f"thinwire: {problem}")
 
-    for single in all_of(steps.optimizer) if steps.own_state else ():
+    for single in all_of(optimizer):
         mark = single.register_state_dict_post_hook(lambda _, s: {**s, PROVENANCE: own.packed()})
         for handle in (mark, single.register_load_state_dict_pre_hook(compare)):
-            steps.undo.callback(handle.remove)
+            undo.callback(handle.remove)
 
 
 def load(state: Mapping[str, Any], steps: Steps) -> dict[str, Any]:

@@ -3,22 +3,29 @@
 import datetime
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.amp import LossScaler
-from thinwire.comm import busy
+from thinwire.comm import Group, busy
 from thinwire.comm.nodes import Grid
+from thinwire.core.gradients import Clip
 from thinwire.core.sharded import reshard_
+from thinwire.core.stats import Planned
 from thinwire.core.tensors import called, require_loss
 from thinwire.errors import ThinwireError
 from thinwire.exchange.agreement import Check
+from thinwire.exchange.synchronizer import Ranks
+from thinwire.members.members import Member, Members
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.pipeline.split import Pipeline, split_model
 from thinwire.step.forwarding import Autocast
+from thinwire.strategy.fields import Fields
 from thinwire.strategy.ownership import record_stage_split
 from thinwire.strategy.updates import Steps
 
@@ -27,39 +34,84 @@ NEEDS_THE_LOSS = (
 )
 
 
+@dataclass(slots=True, kw_only=True)
+class Setup:
+    """Arguments of `prepare`, and the position of this rank among stages and replicas."""
+
+    strategy: Fields
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_fn: Callable[..., Any] | None
+    grad_clip: Clip | None
+    digest_every: int
+    timeout: float | datetime.timedelta | None
+    find_unused_parameters: bool
+    plan: Any
+    members: Members | None
+    mesh: DeviceMesh | None
+    streams: int | None
+    verify: str
+    member: Member | None = field(init=False)
+    planned: Planned | None = field(init=False)
+    ranks: Ranks = field(init=False)
+    division: "Whole | Stages" = field(init=False)
+    sites: Group | None = None
+    """All ranks, which exchange shards; None if every rank has a whole model."""
+
+    @property
+    def group(self) -> Group:
+        """All ranks."""
+        return self.ranks.group
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Type of autocast."""
+        amp = self.strategy.amp
+        return None if amp is None else getattr(torch, str(amp.dtype))
+
+    @property
+    def shards(self) -> Group | None:
+        """The ranks of this site; None if every rank has a whole model."""
+        return None if self.sites is None else self.sites.shards
+
+    def replica_ranks(self) -> Group:
+        """Return a new group of the ranks that exchange with this one, which counts by itself."""
+        return Group(self.division.replica_group, self.timeout, self.streams)
+
+
 class Whole:
     """A model in one piece on each rank, or in shards on each site."""
 
     stage = bytes_sent = 0
     job = peers = replica_group = None
     checks: Sequence[Check] = ()
-    overflows: ClassVar[Mapping[str, Any]] = {"local": True}
-    """Arguments of a loss scale for the ranks that drop a local step together."""
-    refusals: ClassVar[Mapping[str, str]] = {}
-    """Calls of the engine that do not work, with the reasons."""
 
-    def __init__(self, replicas: int) -> None:
-        self.replicas = replicas
+    def __init__(self, group: Group, mesh: DeviceMesh | None) -> None:
+        self.replicas = group.replica_count
+        self.is_whole = mesh is None
+        self.overflows: Mapping[str, Any] = {"local": True}
+        """Arguments of a loss scale for the ranks that drop a local step together."""
+        self.refusals: Mapping[str, str] = {}
+        """Calls of the engine that do not work, with the reasons."""
+        if mesh is not None:
+            self.overflows = {"process_group": mesh.get_group("shard")}
+            self.refusals = {
+                "join()": "with mesh=: the ranks of a site gather their shards in every forward "
+                "pass. Give them equally many batches, for example with DistributedSampler"
+            }
 
     def cut(self, model: nn.Module) -> list[nn.Module]:
         """Return the stages of a model."""
         return [model]
 
-    def open(
-        self,
-        model: nn.Module,
-        loss_fn: Callable[..., Any] | None,
-        dtype: torch.dtype | None,
-        scaler: LossScaler | None,
-        undo: ExitStack,
-    ) -> None:
+    def open(self, setup: Setup, scaler: LossScaler | None, undo: ExitStack) -> None:
         """Prepare forward and backward passes. Changes the model; `undo` undoes it."""
-        self._loss_fn = loss_fn
-        self._autocast: Callable[[], Any] = nullcontext
-        if dtype is not None:
-            device = next(model.parameters()).device.type
-            self._autocast = partial(torch.autocast, device, dtype=dtype)
-            undo.callback(Autocast(model, dtype).remove)
+        self._loss_fn = setup.loss_fn
+        self._precision: Callable[[], Any] = nullcontext
+        if setup.dtype is not None:
+            device = next(setup.model.parameters()).device.type
+            self._precision = partial(torch.autocast, device, dtype=setup.dtype)
+            undo.callback(Autocast(setup.model, setup.dtype).remove)
 
     def train(self, steps: Steps, inputs: Any, targets: Any, tokens: int | None) -> Tensor:
         """Run a whole microstep; see `Engine.train_step`."""
@@ -83,7 +135,7 @@ class Whole:
                 "optimizer, loss_fn), or compute the loss yourself and call engine.minimize(loss)"
             )
         outputs = called(steps.model, inputs)
-        with self._autocast():
+        with self._precision():
             loss: Tensor = self._loss_fn(outputs, targets)
             return loss
 
@@ -91,6 +143,7 @@ class Whole:
 class Stages:
     """A model in stages on several ranks, of which this rank has one."""
 
+    is_whole = False
     refusals: ClassVar[Mapping[str, str]] = {
         "minimize": "under pipeline, since only the last stage has the loss: use "
         "engine.train_step(inputs, targets)",
@@ -121,20 +174,17 @@ class Stages:
         """See `Whole`."""
         return split_model(model, self._config)
 
-    def open(
-        self,
-        model: nn.Module,
-        loss_fn: Callable[..., Any] | None,
-        dtype: torch.dtype | None,
-        scaler: LossScaler | None,
-        undo: ExitStack,
-    ) -> None:
+    def open(self, setup: Setup, scaler: LossScaler | None, undo: ExitStack) -> None:
         """See `Whole`."""
-        stages = self.cut(model)
-        record_stage_split(model, stages)
-        scale = (lambda: 1.0) if scaler is None else (lambda: scaler.scale)
+        stages = self.cut(setup.model)
+        record_stage_split(setup.model, stages)
         self._runner = PipelineRunner(
-            stages[self.stage], self._config, self._grid, loss_fn, dtype=dtype, scale=scale
+            stages[self.stage],
+            self._config,
+            self._grid,
+            setup.loss_fn,
+            dtype=setup.dtype,
+            scale=(lambda: 1.0) if scaler is None else (lambda: scaler.scale),
         )
         self.checks = [self._runner]
 

@@ -77,34 +77,27 @@ class EveryStep(Microsteps):
         return self.merging
 
     @property
-    def own_state(self) -> bool:
-        """True if ranks have different states of the optimizer."""
-        return self.momentum is not None
-
-    @property
     def rides(self) -> bool:
         """True if ranks compare the sums of an update in the next one."""
         return self.exchange.rides
 
     def saved_exchange(self) -> dict[str, Any]:
-        """See `Microsteps`."""
+        """Return this rank's state that later updates depend on, without the optimizer's: live."""
         return self.exchange.state_dict()
 
     def load_exchange(self, state: Mapping[str, Any]) -> None:
-        """See `Microsteps`."""
+        """Continue from `saved_exchange`. Everything is checked before anything changes."""
         self.exchange.load_state_dict(state)
 
     def buffers_loaded(self, *, alike: bool) -> None:
-        """See `Microsteps`."""
+        """Note that buffers were loaded; `alike`: ranks have the same ones."""
         # buffers that a merge has changed on each rank are made equal by its update
         self.buffers.forget(equal=not self.merge.microsteps, alike=alike)
 
-    def start_anew(self, *, alike: bool) -> None:
-        """See `Microsteps`."""
-        self.buffers.forget(alike=alike)
+    start_anew = buffers_loaded
 
     def shared(self, name: str, tensor: Tensor) -> Tensor:
-        """See `Microsteps`."""
+        """Return what all ranks have in common of a tensor of the model."""
         return tensor
 
     def publishes_every(self, updates: int) -> int:
@@ -116,7 +109,7 @@ class EveryStep(Microsteps):
         return self.step if self.momentum is None else self.momentum.position()
 
     def position(self) -> int:
-        """See `Microsteps`."""
+        """Return the updates."""
         return self.step
 
     def events(self) -> int:
@@ -294,7 +287,6 @@ class LocalStep(Microsteps):
     exchange: Averager
     joining: Joining
     local: LocalUpdates
-    own_state: ClassVar[bool] = True
     rides: ClassVar[bool] = False
     _tokens: int | None = None
     """Tokens of the present microstep."""
@@ -335,23 +327,23 @@ class LocalStep(Microsteps):
         return self.exchange.when.unsynced
 
     def saved_exchange(self) -> dict[str, Any]:
-        """See `Microsteps`."""
+        """See `EveryStep`."""
         return saving.saved(self.exchange, copy=False)
 
     def load_exchange(self, state: Mapping[str, Any]) -> None:
-        """See `Microsteps`."""
+        """See `EveryStep`."""
         saving.load(state, open_averager(self.local))
 
     def buffers_loaded(self, *, alike: bool) -> None:
-        """See `Microsteps`."""
+        """See `EveryStep`."""
         self.exchange.tensors.buffers_restored()
 
     def start_anew(self, *, alike: bool) -> None:
-        """See `Microsteps`."""
+        """Discard what belongs to the values before; `alike`: ranks have the same buffers now."""
         self.local.start_anew()
 
     def shared(self, name: str, tensor: Tensor) -> Tensor:
-        """See `Microsteps`: of a parameter it is the anchor."""
+        """See `EveryStep`: of a parameter it is the anchor."""
         config, anchor = self.local.config, self.exchange.averaging.anchors.get(name)
         if anchor is None:
             return tensor
@@ -369,7 +361,7 @@ class LocalStep(Microsteps):
         return 1
 
     def position(self) -> int:
-        """See `Microsteps`."""
+        """Return the local steps with dropped ones: the same on all ranks."""
         return self.local.step
 
     def events(self) -> int:
