@@ -20,13 +20,11 @@ from thinwire.comm import Group
 from thinwire.compress import kinds_of_state
 from thinwire.core.sharded import is_sharded
 from thinwire.errors import CheckpointMismatch
-from thinwire.strategy.facts import settings_in_groups
 from thinwire.strategy.saving import (
     OF_USER,
     compared,
     copy_values_,
     load_all,
-    log_changes,
     on_host,
     require_shapes,
     rules_of_other_ranks,
@@ -69,9 +67,9 @@ def load(directory: str | Path, steps: Steps, step: int | None) -> tuple[Path, d
     loaded = _found(directory, steps, step=step)
     if ONLY in loaded.facts:
         raise _mismatch(loaded, f"it was saved with only={loaded.facts[ONLY]!r}")
-    changes, problems = compared(loaded.facts, steps)
-    if problems:
-        raise _mismatch(loaded, "; ".join(problems))
+    changes, problem = compared(loaded.facts, steps)
+    if problem:
+        raise _mismatch(loaded, problem)
     if loaded.resharded:
         fitted = partial(_complete, loaded.state, steps)
         on_all_ranks(steps.savers, "cutting a checkpoint into other shards", fitted)
@@ -87,10 +85,7 @@ def load(directory: str | Path, steps: Steps, step: int | None) -> tuple[Path, d
 
         return frozenset().union(*on_all_ranks(steps.savers, "taking over a checkpoint", act))
 
-    keep = settings_in_groups(changes)
-    restored = load_all(loaded.state, steps, keep=keep, agreed=agreed)
-    log_changes(str(loaded.path), changes)
-    return loaded.path, restored
+    return loaded.path, load_all(loaded.state, steps, changes, str(loaded.path), agreed=agreed)
 
 
 def _found(directory: str | Path, steps: Steps, **options: Any) -> Loaded:

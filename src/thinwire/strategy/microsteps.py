@@ -2,6 +2,7 @@
 
 import contextlib
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -24,7 +25,6 @@ from thinwire.errors import Mismatch, PeerLost, PeerStalled
 from thinwire.exchange.agreement import StepDecision
 from thinwire.exchange.gradients import GradientExchange
 from thinwire.exchange.replica import Replica
-from thinwire.exchange.synchronizer import COUNTED
 from thinwire.local.averager import Averager
 from thinwire.members.members import Member
 from thinwire.optim.common import CommonOptimizer
@@ -85,9 +85,7 @@ class Microsteps(ABC):
 
     def __post_init__(self) -> None:
         self.sharded = any(map(is_sharded, self.params.values()))
-        self._uncounted: dict[str, float] = dict.fromkeys(
-            (*COUNTED, "bytes_between_stages", "dropped_steps"), 0
-        )
+        self._uncounted = defaultdict[str, float](float)
         """What neither the exchange nor a vote counts: earlier runs, and drops by a loss scale."""
 
     @property
@@ -181,6 +179,8 @@ class Microsteps(ABC):
 
     def _require_unchanged(self, *, early: bool, every: bool = False) -> None:
         if (problem := self.replica.changed(every=every)) is not None:
+            if early:
+                self.clear_grads()
             self.refuse(problem, early=early)
 
     def begin(self, tokens: int | None, *, early: bool) -> None:

@@ -4,13 +4,12 @@ import contextlib
 import logging
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import Parameter
 
 from thinwire import _validate as check
 from thinwire._names import named_buffers, named_parameters
@@ -75,22 +74,6 @@ from thinwire.wire.message import WIRE_VERSION
 _log = logging.getLogger("thinwire")
 
 
-@dataclass(slots=True, kw_only=True)
-class _Plan:
-    """What is made before ranks agree, and needs no change of the model."""
-
-    model: nn.Module
-    """This rank's stage, or the whole model."""
-    params: dict[str, Parameter]
-    names_of_stages: list[list[str]]
-    """Names of the trained parameters of each pipeline stage; empty without a pipeline."""
-    folds: bool
-    """True if the compression keeps the optimizer's momentum."""
-    scaler: LossScaler | None
-    local: LocalUpdates | None
-    undo: ExitStack
-
-
 def prepare(setup: Setup) -> Engine:
     """See `DistributedStrategy.prepare`."""
     strategy, model, mesh = setup.strategy, setup.model, setup.mesh
@@ -121,10 +104,9 @@ def _prepared(setup: Setup) -> Engine:
     begin_s = time.perf_counter()
     model, group = setup.model, setup.group
     _form_groups_(setup)
-    plan = _agreed_plan(setup)
     with ExitStack() as undo:
-        undo.push(plan.undo)
-        setup.ranks.compile(partial(_compile_loops, setup, plan))
+        undo.push(_agreed(setup))
+        setup.ranks.compile(partial(_compile_loops, setup))
         split = stage_split_of(model)
         if split is None:
             # the model of rank 0, or of the first site
@@ -134,7 +116,7 @@ def _prepared(setup: Setup) -> Engine:
         else:
             gather_stages_(model, split, group)
             record_stage_split(model, [model])
-        steps = _assembled(setup, plan, undo.enter_context(ExitStack()))
+        steps = _assembled(setup, undo.enter_context(ExitStack()))
         engine = Engine(steps, setup.division)
         undo.pop_all()
     kind, on = kinds_of(setup.optimizer), ", ".join(setup.strategy.on) or "no field"
@@ -176,18 +158,18 @@ def _form_groups_(setup: Setup) -> None:
         )
 
 
-def _compile_loops(setup: Setup, plan: _Plan) -> None:
+def _compile_loops(setup: Setup) -> None:
     """Compile what this training calls, without the loops of local updates."""
     for single in all_of(setup.optimizer):
         if isinstance(single, CommonOptimizer):
             single.compile_loops()
-    of_gradients = setup.strategy.gradient_compression if plan.local is None else None
-    if of_gradients and (loops := of_gradients.loops([*Shards(plan.params).values()])):
+    of_gradients = setup.strategy.gradient_compression if setup.local is None else None
+    if of_gradients and (loops := of_gradients.loops([*Shards(setup.params).values()])):
         loops()
 
 
-def _agreed_plan(setup: Setup) -> _Plan:
-    """Return the plan, or raise on all ranks at once."""
+def _agreed(setup: Setup) -> ExitStack:
+    """Run `_planned` on all ranks, or raise on all at once."""
     model, optimizer = setup.model, setup.optimizer
     alike = setup.strategy.local is None and setup.sites is None
     facts = model_facts(model, optimizer, digest=alike)
@@ -204,7 +186,7 @@ def _agreed_plan(setup: Setup) -> _Plan:
         "find_unused_parameters of prepare": setup.find_unused_parameters,
     }
     try:
-        plan = _planned(setup)
+        undo = _planned(setup)
     except (TypeError, ValueError, RuntimeError) as problem:
         # a failed rank takes part in the agreement too: the others would wait for it otherwise
         with contextlib.suppress(ThinwireError):
@@ -213,9 +195,9 @@ def _agreed_plan(setup: Setup) -> _Plan:
     try:
         _agree(setup, {"problem": None, **facts}, of_stage)
     except BaseException:
-        plan.undo.close()
+        undo.close()
         raise
-    return plan
+    return undo
 
 
 def _agree(setup: Setup, facts: dict[str, Any], of_stage: dict[str, Any]) -> None:
@@ -225,7 +207,8 @@ def _agree(setup: Setup, facts: dict[str, Any], of_stage: dict[str, Any]) -> Non
         require_agreement(replicas, of_stage, action="comparing the replicas of a stage")
 
 
-def _planned(setup: Setup) -> _Plan:
+def _planned(setup: Setup) -> ExitStack:
+    """Make what needs no change of the model; changes `setup`. Return what undoes the rest."""
     strategy, model, optimizer = setup.strategy, setup.model, setup.optimizer
     require_unowned(model, optimizer)
     names = {p: name for name, p in named_parameters(model)}
@@ -259,17 +242,21 @@ def _planned(setup: Setup) -> _Plan:
         for given, one in zip(all_of(optimizer), selected, strict=True):
             if one.optimizer is not given:
                 undo.callback(convert_(given, one.optimizer, one.conversion))
-        scaler, local = _scaler(setup), None
+        setup.stage, setup.params = stage, of_stages[here]
+        setup.folds = selected[0].folds
+        setup.scaler = _scaler(setup)
+        if len(stages) > 1:
+            setup.names_of_stages = [list(named) for named in of_stages]
         if strategy.local is None:
             warn_of_others(stage, optimizer)
         else:
-            local = LocalUpdates(
+            setup.local = LocalUpdates(
                 stage,
                 optimizer,
                 strategy.local,
                 process_group=setup.division.replica_group,
                 compression=strategy.gradient_compression,
-                scaler=scaler,
+                scaler=setup.scaler,
                 digest_every=setup.digest_every,
                 timeout=setup.timeout,
                 streams=setup.streams,
@@ -277,49 +264,41 @@ def _planned(setup: Setup) -> _Plan:
                 plan=setup.planned,
                 mesh=setup.mesh,
             )
-        return _Plan(
-            model=stage,
-            params=of_stages[here],
-            names_of_stages=[list(named) for named in of_stages] if len(stages) > 1 else [],
-            folds=selected[0].folds,
-            scaler=scaler,
-            local=local,
-            undo=undo.pop_all(),
-        )
+        return undo.pop_all()
 
 
-def _assembled(setup: Setup, plan: _Plan, undo: ExitStack) -> Steps:
+def _assembled(setup: Setup, undo: ExitStack) -> Steps:
     """Make the other parts, and the steps. Changes the model from here on; `undo` undoes it."""
     strategy, model, optimizer = setup.strategy, setup.model, setup.optimizer
     for single in all_of(optimizer):
         undo.callback(OwnershipGuard(model, single).remove)
     if strategy.recompute is not None:
-        undo.callback(recompute(model, strategy.recompute.checkpoints, stage=plan.model).remove)
-    setup.division.open(setup, plan.scaler, undo)
-    local = plan.local
-    steps = _every_step(setup, plan, undo) if local is None else _local(setup, plan, local, undo)
+        undo.callback(recompute(model, strategy.recompute.checkpoints, stage=setup.stage).remove)
+    setup.division.open(setup, undo)
+    local = setup.local
+    steps = _every_step(setup, undo) if local is None else _local(setup, local, undo)
     for single in all_of(optimizer):
         if isinstance(single, CommonOptimizer):
             single.call_params({p: name for name, p in named_parameters(model)})
     return steps
 
 
-def _common(setup: Setup, plan: _Plan, undo: ExitStack) -> dict[str, Any]:
+def _common(setup: Setup, undo: ExitStack) -> dict[str, Any]:
     """Return the parts that both ways to update have."""
     strategy, merge, division = setup.strategy, setup.strategy.gradient_merge, setup.division
     refusals = dict(division.refusals)
-    if plan.scaler is not None:
+    if setup.scaler is not None:
         why = f"under the loss scale of amp, {NEEDS_THE_LOSS}"
         refusals |= dict.fromkeys(("apply_gradients", "follow_steps"), why)
     return {
-        "model": plan.model,
+        "model": setup.stage,
         "optimizer": setup.optimizer,
-        "params": plan.params,
+        "params": setup.params,
         "group": setup.group,
         "part": division.stage if setup.shards is None else setup.shards.rank,
         "is_whole": division.is_whole,
         "member": setup.member,
-        "scaler": plan.scaler,
+        "scaler": setup.scaler,
         "merge_steps": strategy._merge_steps,
         "merge_avg": merge is None or merge.avg,
         "undo": undo,
@@ -332,15 +311,15 @@ def _common(setup: Setup, plan: _Plan, undo: ExitStack) -> dict[str, Any]:
     }
 
 
-def _local(setup: Setup, plan: _Plan, local: LocalUpdates, undo: ExitStack) -> LocalStep:
+def _local(setup: Setup, local: LocalUpdates, undo: ExitStack) -> LocalStep:
     """Enter the local updates."""
     averager = enter(local, merge_steps=setup.strategy._merge_steps)
     undo.callback(local.close)
     mark_states(setup.optimizer, undo)
     return LocalStep(
-        **_common(setup, plan, undo),
-        limit=_limit(setup, plan),
-        replica=Replica(setup.optimizer, None, plan.model, plan.params, averaged=True),
+        **_common(setup, undo),
+        limit=_limit(setup),
+        replica=Replica(setup.optimizer, None, setup.stage, setup.params, averaged=True),
         exchange=averager,
         joining=Joining(setup.group),
         local=local,
@@ -355,23 +334,23 @@ def _scaler(setup: Setup) -> LossScaler | None:
     return LossScaler(amp.loss_scale, **(setup.division.overflows if setup.strategy.local else {}))
 
 
-def _every_step(setup: Setup, plan: _Plan, undo: ExitStack) -> EveryStep:
+def _every_step(setup: Setup, undo: ExitStack) -> EveryStep:
     """Make the exchange of gradients and what goes with it."""
-    common = _common(setup, plan, undo)
-    sites, params, optimizer = setup.sites, Shards(plan.params), setup.optimizer
+    common = _common(setup, undo)
+    sites, params, optimizer = setup.sites, Shards(setup.params), setup.optimizer
     clip, division = common["clip"], setup.division
     given = compression = setup.strategy.gradient_compression
-    limit = None if sites is None else _limit(setup, plan)  # a compression sees single shards
+    limit = None if sites is None else _limit(setup)  # a compression sees single shards
     if compression is not None and limit is not None:
         compression = replace(compression, local_grad_clip_norm=None)
     momentum = None
-    if compression is not None and plan.folds:
+    if compression is not None and setup.folds:
         own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
         method = compression
         mark_states(optimizer, undo)
-        momentum = FoldedSGD(optimizer, plan.params, lambda _: method, clip.clip or own)
+        momentum = FoldedSGD(optimizer, setup.params, lambda _: method, clip.clip or own)
     compresses = compression is not None and any(map(compression.compresses, params.values()))
-    batches, buffers = Batches(), MovingBuffers(plan.model, setup.replica_ranks())
+    batches, buffers = Batches(), MovingBuffers(setup.stage, setup.replica_ranks())
     rides = setup.verify == "after" and division.is_whole and not compresses
     gradients = gradients_of(
         setup.replica_ranks() if sites is None else sites,
@@ -379,10 +358,10 @@ def _every_step(setup: Setup, plan: _Plan, undo: ExitStack) -> EveryStep:
         compression,
         momentum=momentum,
         # a loss scale has checked the gradients, or was told not to
-        check_finite=plan.scaler is None,
+        check_finite=setup.scaler is None,
         sources=None if sites is None else sites.replicas,
         participants=Participants(
-            [*division.checks, batches, buffers], division.job, plan.names_of_stages
+            [*division.checks, batches, buffers], division.job, setup.names_of_stages
         ),
         rides=rides,
     )
@@ -390,8 +369,8 @@ def _every_step(setup: Setup, plan: _Plan, undo: ExitStack) -> EveryStep:
         gradients.state_loaded()
     # where facts ride on the sums, a digest is compared one update after it was read
     every = setup.digest_every - (rides and setup.digest_every > 1)
-    digest = digest_of(optimizer, dict(named_parameters(plan.model)), every)
-    replica = Replica(optimizer, digest, plan.model, plan.params)
+    digest = digest_of(optimizer, dict(named_parameters(setup.stage)), every)
+    replica = Replica(optimizer, digest, setup.stage, setup.params)
     gradients.watch(replica, f"engine {next_identity()}")
     if clip.stages is not None and isinstance(clip.clip, ClipByGlobalNorm):
         gradients.measure = lambda grads: norm_of(grads.values())
@@ -403,7 +382,7 @@ def _every_step(setup: Setup, plan: _Plan, undo: ExitStack) -> EveryStep:
     if division.is_whole and division.replicas > 1 and not setup.find_unused_parameters:
         first_bytes, bucket_bytes = (given or Dense()).buckets
         overlap = Overlap(
-            plan.params, gradients, bucket_bytes=bucket_bytes, first_bytes=first_bytes
+            setup.params, gradients, bucket_bytes=bucket_bytes, first_bytes=first_bytes
         )
         undo.callback(overlap.remove)
     return EveryStep(
@@ -421,10 +400,10 @@ def _every_step(setup: Setup, plan: _Plan, undo: ExitStack) -> EveryStep:
     )
 
 
-def _limit(setup: Setup, plan: _Plan) -> Limit | None:
+def _limit(setup: Setup) -> Limit | None:
     """Return the local clip before compression."""
     config: Any = setup.strategy.gradient_compression
-    params = Shards(plan.params)
+    params = Shards(setup.params)
     if config is None or config.local_grad_clip_norm is None:
         return None
     gather = None if setup.shards is None else setup.shards.gather_now

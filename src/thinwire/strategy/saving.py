@@ -24,7 +24,6 @@ from thinwire.core.provenance import PROVENANCE, Provenance, checksum_of, withou
 from thinwire.core.several import all_of, kinds_of, params_in
 from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
 from thinwire.core.tree import leaves, mapped
-from thinwire.exchange.synchronizer import COUNTED
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.saving import in_order, remembered
 from thinwire.strategy.facts import Change, changes_of, mismatches, settings_in_groups
@@ -102,6 +101,8 @@ def saved(
     to_save: Callable[[Tensor], Tensor] = torch.clone,
 ) -> dict[str, Any]:
     """Return everything that a later step depends on, with tensors as `to_save` returns them."""
+    # first, since an averaging in flight is settled below, and counted again after a load
+    counters = steps.counters()
     # threads of the user may change it
     of_user = to_save if to_save is torch.clone else on_host
     _require_dense_state(steps)
@@ -114,7 +115,7 @@ def saved(
         "merge": steps.merge.state_dict(),
     }
     return {
-        "counters": steps.counters(),
+        "counters": counters,
         **saved_model(steps, frozen=frozen, to_save=to_save),
         **_held(rest, to_save),
         "schedulers": _held(saved_schedulers(steps.optimizer, extra), of_user),
@@ -169,23 +170,19 @@ def load(state: Mapping[str, Any], steps: Steps) -> dict[str, Any]:
         raise ValueError(
             "state is not from an engine: it lacks 'facts'. Pass the result of engine.state_dict()"
         )
-    changes, problems = compared(state["facts"], steps)
-    if problems:
+    changes, problem = compared(state["facts"], steps)
+    if problem:
         raise ValueError(
-            f"state does not fit this engine: {'; '.join(problems)}. Prepare the engine as it was "
-            "when it saved"
+            f"state does not fit this engine: {problem}. Prepare the engine as it was when it saved"
         )
     rest = {key: value for key, value in state.items() if key not in ("facts", PROVENANCE)}
     provenance = Provenance.read(state.get(PROVENANCE))
     # an optimizer uses the tensors of the state in place, and a state may be loaded again
     own = {k: _held(v, sharded=True) if k == "optimizer" else v for k, v in rest.items()}
-    restored = load_all(
-        own, steps, keep=settings_in_groups(changes), agreed=lambda problem, left: left
-    )
-    log_changes("the state", changes)
+    restored = load_all(own, steps, changes, "the state", agreed=lambda problem, left: left)
     this = *rank_and_size_in(), checksum_of(_of_ranks(rest))
-    if provenance is not None and (problem := provenance.problem(*this)) is not None:
-        warn_user(f"thinwire: {problem}")
+    if provenance is not None and (other := provenance.problem(*this)) is not None:
+        warn_user(f"thinwire: {other}")
     return restored
 
 
@@ -198,8 +195,9 @@ def _of_ranks(state: Mapping[str, Any]) -> list[Any]:
 def load_all(
     state: Mapping[str, Any],
     steps: Steps,
+    changes: list[Change],
+    source: str,
     *,
-    keep: Collection[str],
     agreed: Callable[[Exception | None, frozenset[str]], frozenset[str]],
 ) -> dict[str, Any]:
     """Run `load` with the agreement of several ranks: `agreed` gets this rank's error or
@@ -214,7 +212,7 @@ def load_all(
             found = matched_schedulers(state["schedulers"], steps.optimizer)
             for optimizer in all_of(steps.optimizer):
                 undo.callback(remembered(optimizer))
-            _load_optimizer(state, steps, keep)
+            _load_optimizer(state, steps, settings_in_groups(changes))
             restore_schedulers_(found.pairs, undo)
             restore_modules_(steps.model, of_modules, undo)
             if steps.scaler is not None:
@@ -234,6 +232,9 @@ def load_all(
     copy_values_(state, steps, left)
     steps.buffers_loaded(alike=not left)
     set_random_state(state["random"])
+    if changes:
+        texts = [f"{one.name} was {one.before} and is {one.now}" for one in changes]
+        _log.warning("%s is loaded with changed settings: %s", source, ", ".join(texts))
     _warn_of_user_state(found, *unmatched_modules(steps.model, of_modules))
     return {**counters, "extra": state["extra"]}
 
@@ -247,8 +248,7 @@ def _checked(state: Mapping[str, Any], steps: Steps) -> tuple[dict[str, float], 
             f"state is not from an engine: missing {sorted(wanted - state.keys())}, unknown "
             f"{sorted(state.keys() - wanted - _MAY_LACK)}"
         )
-    kinds = ("step", "dropped_steps", "bytes_between_stages", *COUNTED)
-    counters = {key: state["counters"].get(key) for key in kinds}
+    counters = {key: state["counters"].get(key) for key in steps.counters()}
     for key, value in counters.items():
         check.real(key, value, at_least=0)
     if (state["loss_scale"] is None) != (steps.scaler is None):
@@ -424,19 +424,10 @@ def _warn_of_user_state(found: Matched, missing: list[str], unsaved: list[str]) 
         warn_user(text)
 
 
-def compared(facts: Mapping[str, Any], steps: Steps) -> tuple[list[Change], list[str]]:
-    """Compare a state's facts with the engine's. Return changed settings and obstacles."""
+def compared(facts: Mapping[str, Any], steps: Steps) -> tuple[list[Change], str]:
+    """Compare a state's facts with the engine's. Return changed settings, and obstacles as text."""
     changes = changes_of(facts.get("strategy", {}), steps.facts["strategy"])
-    return changes, mismatches(facts, steps.facts, changes)
-
-
-def log_changes(source: str, changes: list[Change]) -> None:
-    """Log the settings that differ from those of a state or checkpoint."""
-    if changes:
-        listed = ", ".join(
-            f"{change.name} was {change.before} and is {change.now}" for change in changes
-        )
-        _log.warning("%s is loaded with changed settings: %s", source, listed)
+    return changes, "; ".join(mismatches(facts, steps.facts, changes))
 
 
 def _parameters(steps: Steps) -> dict[str, Tensor]:

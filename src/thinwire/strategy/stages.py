@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
 
 from thinwire.amp import LossScaler
 from thinwire.comm import Group, busy
@@ -21,6 +22,7 @@ from thinwire.core.tensors import called, require_loss
 from thinwire.errors import ThinwireError
 from thinwire.exchange.agreement import Check
 from thinwire.exchange.synchronizer import Ranks
+from thinwire.local.updates import LocalUpdates
 from thinwire.members.members import Member, Members
 from thinwire.pipeline.runner import PipelineRunner
 from thinwire.pipeline.split import Pipeline, split_model
@@ -36,7 +38,7 @@ NEEDS_THE_LOSS = (
 
 @dataclass(slots=True, kw_only=True)
 class Setup:
-    """Arguments of `prepare`, and the position of this rank among stages and replicas."""
+    """Arguments of `prepare`, the position of this rank, and what is made before ranks agree."""
 
     strategy: Fields
     model: nn.Module
@@ -55,6 +57,16 @@ class Setup:
     planned: Planned | None = field(init=False)
     ranks: Ranks = field(init=False)
     division: "Whole | Stages" = field(init=False)
+    stage: nn.Module = field(init=False)
+    """This rank's stage, or the whole model."""
+    params: dict[str, Parameter] = field(init=False)
+    """Its trained parameters."""
+    names_of_stages: Sequence[Sequence[str]] = ()
+    """Names of the trained parameters of each pipeline stage; empty without a pipeline."""
+    folds: bool = False
+    """True if the compression keeps the optimizer's momentum."""
+    scaler: LossScaler | None = None
+    local: LocalUpdates | None = None
     sites: Group | None = None
     """All ranks, which exchange shards; None if every rank has a whole model."""
 
@@ -104,7 +116,7 @@ class Whole:
         """Return the stages of a model."""
         return [model]
 
-    def open(self, setup: Setup, scaler: LossScaler | None, undo: ExitStack) -> None:
+    def open(self, setup: Setup, undo: ExitStack) -> None:
         """Prepare forward and backward passes. Changes the model; `undo` undoes it."""
         self._loss_fn = setup.loss_fn
         self._precision: Callable[[], Any] = nullcontext
@@ -174,12 +186,12 @@ class Stages:
         """See `Whole`."""
         return split_model(model, self._config)
 
-    def open(self, setup: Setup, scaler: LossScaler | None, undo: ExitStack) -> None:
+    def open(self, setup: Setup, undo: ExitStack) -> None:
         """See `Whole`."""
-        stages = self.cut(setup.model)
-        record_stage_split(setup.model, stages)
+        record_stage_split(setup.model, self.cut(setup.model))
+        scaler = setup.scaler
         self._runner = PipelineRunner(
-            stages[self.stage],
+            setup.stage,
             self._config,
             self._grid,
             setup.loss_fn,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -57,12 +57,11 @@ class EveryStep(Microsteps):
     """True if gradients that this rank lacks count as zero in every update."""
     overlap: Overlap | None = None
     """Begins the exchange during the backward pass; None if the exchange follows it."""
-    k_steps: ClassVar[int] = 1
-    left: ClassVar[bool] = False
-    local: ClassVar[None] = None
-    unsynced: ClassVar[bool] = False
-    in_lockstep: ClassVar[bool] = True
-    flush_compares_steps: ClassVar[bool] = True
+    # without annotations: the same for every object
+    k_steps = 1
+    left = unsynced = False
+    in_lockstep = flush_compares_steps = True
+    local = None
     _awaited: bool = False
     """True while other ranks wait for this one, from a microstep's start to its exchange."""
 
@@ -126,8 +125,6 @@ class EveryStep(Microsteps):
 
     def refuse(self, problem: str, *, early: bool = False) -> NoReturn:
         """See `Microsteps`."""
-        if early:
-            self.clear_grads()
         if self.is_whole or self.sharded:
             with self.replica.as_prepared(), self._exchanging(early=early):
                 self.update({}, overflow=False, user_error=problem)
@@ -287,7 +284,7 @@ class LocalStep(Microsteps):
     exchange: Averager
     joining: Joining
     local: LocalUpdates
-    rides: ClassVar[bool] = False
+    rides = False
     _tokens: int | None = None
     """Tokens of the present microstep."""
 
@@ -375,8 +372,6 @@ class LocalStep(Microsteps):
 
     def refuse(self, problem: str, *, early: bool = False) -> NoReturn:
         """See `Microsteps`."""
-        if early:
-            self.clear_grads()
         with self.with_advice():
             self.exchange.refuse(problem)
         raise RuntimeError(problem)
