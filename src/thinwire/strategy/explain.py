@@ -361,7 +361,7 @@ def _about_optimizer(
                 names[p] = known[i] if i < len(known) else f"parameter {len(names)}"
     selected = select_optimizers(optimizer, strategy, names=names)
     for one in selected:
-        require_one_clip(one.optimizer, grad_clip, one.compressor if one.folds else None)
+        require_one_clip(one, grad_clip)
     return [note for one in selected for note in one.notes]
 
 

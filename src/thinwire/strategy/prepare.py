@@ -235,15 +235,13 @@ def _planned(setup: Setup) -> ExitStack:
             undo.callback(one.restore)
         sharded = setup.mesh is not None
         for one in selected:
-            folding = one.compressor if one.folds else None
-            require_one_clip(one.optimizer, setup.grad_clip, folding, sharded=sharded)
-        in_parts = sharded or setup.division.peers is not None
-        require_clip_of_one([one.optimizer for one in selected], parts=in_parts)
+            require_one_clip(one, setup.grad_clip, sharded=sharded)
+        require_clip_of_one(selected, parts=sharded or setup.division.peers is not None)
         for given, one in zip(all_of(optimizer), selected, strict=True):
             if one.optimizer is not given:
                 undo.callback(convert_(given, one.optimizer, one.conversion))
         setup.stage, setup.params = stage, of_stages[here]
-        setup.folds = selected[0].folds
+        setup.folds = selected[0].folding is not None
         setup.scaler = _scaler(setup)
         if len(stages) > 1:
             setup.names_of_stages = [list(named) for named in of_stages]
@@ -295,7 +293,7 @@ def _common(setup: Setup, undo: ExitStack) -> dict[str, Any]:
         "optimizer": setup.optimizer,
         "params": setup.params,
         "group": setup.group,
-        "part": division.stage if setup.shards is None else setup.shards.rank,
+        "part": division.stage if division.shards is None else division.shards.rank,
         "is_whole": division.is_whole,
         "member": setup.member,
         "scaler": setup.scaler,
@@ -303,7 +301,7 @@ def _common(setup: Setup, undo: ExitStack) -> dict[str, Any]:
         "merge_avg": merge is None or merge.avg,
         "undo": undo,
         "clip": take_clip_(
-            setup.optimizer, setup.grad_clip, undo, stages=division.peers, shards=setup.shards
+            setup.optimizer, setup.grad_clip, undo, stages=division.peers, shards=division.shards
         ),
         "facts": checkpoint_facts(strategy, setup.model, setup.optimizer),
         "refusals": refusals,
@@ -406,9 +404,10 @@ def _limit(setup: Setup) -> Limit | None:
     params = Shards(setup.params)
     if config is None or config.local_grad_clip_norm is None:
         return None
-    gather = None if setup.shards is None else setup.shards.gather_now
+    shards, sources = setup.division.shards, setup.division.replicas
+    gather = None if shards is None else shards.gather_now
     return lambda step, grads: locally_clipped(
-        grads, params, lambda _: config, step=step, sources=setup.division.replicas, gather=gather
+        grads, params, lambda _: config, step=step, sources=sources, gather=gather
     )
 
 

@@ -81,11 +81,6 @@ class Setup:
         amp = self.strategy.amp
         return None if amp is None else getattr(torch, str(amp.dtype))
 
-    @property
-    def shards(self) -> Group | None:
-        """The ranks of this site; None if every rank has a whole model."""
-        return None if self.sites is None else self.sites.shards
-
     def replica_ranks(self) -> Group:
         """Return a new group of the ranks that exchange with this one, which counts by itself."""
         return Group(self.division.replica_group, self.timeout, self.streams)
@@ -100,6 +95,8 @@ class Whole:
 
     def __init__(self, group: Group, mesh: DeviceMesh | None) -> None:
         self.replicas = group.replica_count
+        self.shards = group.shards
+        """The ranks of this site; None if every rank has a whole model."""
         self.is_whole = mesh is None
         self.overflows: Mapping[str, Any] = {"local": True}
         """Arguments of a loss scale for the ranks that drop a local step together."""
@@ -156,6 +153,7 @@ class Stages:
     """A model in stages on several ranks, of which this rank has one."""
 
     is_whole = False
+    shards = None
     refusals: ClassVar[Mapping[str, str]] = {
         "minimize": "under pipeline, since only the last stage has the loss: use "
         "engine.train_step(inputs, targets)",
