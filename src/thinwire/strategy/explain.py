@@ -1,10 +1,9 @@
 """A strategy as text: its fields, a step in order, the pairs, advice, the effect on a model."""
 
 import textwrap
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from types import NoneType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,11 +47,8 @@ def explanation(
     check.instance("model", model, (nn.Module, NoneType))
     check.instance("optimizer", optimizer, (Optimizer, NoneType))
     about = attribute_lines(type(strategy))
-    division, local = _division(strategy.pipeline), strategy.local
-    updates: _Updates = _EveryStep(strategy, division)
-    if local is not None:
-        updates = _BetweenAveragings(local, strategy, division)
-    order = enumerate(_order(strategy, updates, division, grad_clip), start=1)
+    texts = _Texts(strategy)
+    order = enumerate(_order(strategy, texts, grad_clip), start=1)
     sections = {
         "On": [f"{name}: {about.get(name, '')} {value}" for name, value in strategy.on.items()]
         or ["nothing: gradients are averaged over all ranks, as by DistributedDataParallel"],
@@ -60,9 +56,9 @@ def explanation(
         "Together": [
             f"{' and '.join(rule.pair)}: {rule.meaning}" for rule in rules_between(strategy.on)
         ],
-        "To know": list(_advice(strategy, updates, division)),
+        "To know": list(_advice(strategy, texts)),
         "This model": (
-            [] if model is None else list(_about_model(strategy, updates, model, optimizer))
+            [] if model is None else list(_about_model(strategy, texts, model, optimizer))
         ),
         "This optimizer": (
             [] if optimizer is None else _about_optimizer(strategy, optimizer, model, grad_clip)
@@ -72,81 +68,77 @@ def explanation(
     return "\n\n".join("\n".join([t, *map(wrap, texts)]) for t, texts in sections.items() if texts)
 
 
-class _Division(NamedTuple):
-    """Texts on a model that each rank has whole; on stages if they are given."""
+class _Texts:
+    """Texts that differ between modes; first of whole models whose updates are exchanged."""
 
-    ranks: str = "all ranks"
-    passes: str = ""
-    early: str = "; it begins in the backward pass"
-    clipped: str = ""
-    stages: int = 1
-    advice: tuple[str, ...] = ()
-
-
-def _division(pipeline: Pipeline | None) -> _Division:
-    if pipeline is None:
-        return _Division()
-    count, stages = pipeline.micro_batches, pipeline.stages
-    advice = (
-        f"pipeline: the number of ranks must be a multiple of {stages}, every mini-batch of "
-        f"{count}. The tensors between stages are the traffic: keep them small. Use train_step, "
-        "not minimize"
-    )
-    passes = f", in {count} parts through {stages} stages"
-    return _Division("the replicas of a stage", passes, "", " over all stages", stages, (advice,))
-
-
-class _EveryStep:
-    """Texts on updates that are exchanged."""
-
-    subject, owner = "the gradient", "the mean gradient"
+    ranks = "all ranks"
+    passes = clipped = ""
+    early = "; it begins in the backward pass"
+    stages = fragments = 1
+    subject = "the gradient"
+    owner = "the mean gradient"
     overflow = "All ranks agree whether a gradient overflowed: if so, no update"
     after: Sequence[str] = ()
     """What follows an update."""
     pending: Sequence[str] = ()
     """What a flush applies."""
-    fragments = 1
+    row_sparse = True
+    """True if row-sparse gradients travel as they are."""
+    changes: Compression | None = None
+    message: Callable[[Sequence[torch.Size]], str] | None = None
+    """Describes the message of what is compressed."""
 
-    def __init__(self, strategy: Fields, division: _Division) -> None:
-        config, scale, drop = strategy.gradient_compression, _scale_of(strategy), ""
-        used = config or Dense()
-        self.way = partial(_way, config)
-        """Returns how the gradient of a parameter is exchanged."""
-        self.message = partial(used.message_text, used.settled_step)
-        """Describes the message of compressed tensors."""
+    def __init__(self, strategy: Fields) -> None:
+        self.of_gradients = strategy.gradient_compression
+        self.advice: list[str] = []
+        if strategy.pipeline is not None:
+            self._of_stages(strategy.pipeline)
+        if strategy.local is None:
+            self._of_exchange(strategy)
+        else:
+            self._of_averaging(strategy.local, strategy)
+
+    def _of_stages(self, config: Pipeline) -> None:
+        self.stages = config.stages
+        self.ranks = "the replicas of a stage"
+        self.passes = f", in {config.micro_batches} parts through {config.stages} stages"
+        self.early = ""
+        self.clipped = " over all stages"
+
+    def _of_exchange(self, strategy: Fields) -> None:
+        config, scale, drop = self.of_gradients, _scale_of(strategy), ""
         if scale is None or (_is_unchecked(scale) and config is not None):
             drop = ". A gradient that is not finite, on any rank, drops the update on all"
         method = "dense" if config is None else f"by {tag_of(config)}"
         self.exchange = (
-            f"Exchange: the gradient becomes the mean over {division.ranks}, {method}"
-            f"{division.early}{drop}"
+            f"Exchange: the gradient becomes the mean over {self.ranks}, {method}{self.early}{drop}"
         )
-        self.advice: list[str] = []
-        if division.early:
-            first, others = (nbytes / 2**20 for nbytes in used.buckets)
+        if self.early:
+            first, others = (nbytes / 2**20 for nbytes in (config or Dense()).buckets)
             size = f"{others:g} MiB" + (f" (the first of {first:g} MiB)" if first < others else "")
             self.advice.append(
                 f"overlap: gradients are sent during the backward pass, in buckets of {size}, once "
-                "all ranks used the same parameters in two successive updates. With one rank, "
+                "all ranks used the same parameters in two successive texts. With one rank, "
                 "row-sparse gradients or changing parameters, the exchange follows the backward "
                 "pass"
             )
         if config is not None:
-            self.advice += _about_compression(config, strategy, division.stages)
+            self.advice += _about_compression(config, strategy, self.stages)
+            self.message = partial(config.message_text, config.settled_step)
 
-
-class _BetweenAveragings:
-    """Texts on updates of each rank alone."""
-
-    subject, owner = "the change", "this rank's own gradient"
-    overflow = "An overflow drops the local step, which still counts"
-    exchange = "No exchange of gradients: each rank updates on its own"
-    pending = ("the last averaging",)
-
-    def __init__(self, config: LocalConfig, strategy: Fields, division: _Division) -> None:
-        self._config, self._of_gradients = config, strategy.gradient_compression
-        self.fragments = config.fragments
-        self.after = [f"Averaging over {division.ranks}, {_interval(config)}"]
+    def _of_averaging(self, config: LocalConfig, strategy: Fields) -> None:
+        self.subject, self.owner = "the change", "this rank's own gradient"
+        self.overflow = "An overflow drops the local step, which still counts"
+        self.exchange = "No exchange of gradients: each rank updates on its own"
+        self.pending = ["the last averaging"]
+        self.fragments, self.row_sparse = config.fragments, False
+        self.changes = changes = config.compression
+        if changes is not None:
+            step = config.begin_step + 1
+            self.message = lambda shapes: (
+                f"a message has {changes.sent_bytes(step, shapes):,} bytes"
+            )
+        self.after = [f"Averaging over {self.ranks}, {_interval(config)}"]
         if isinstance(config, AdaptiveLocalSGD):
             self.after.append("New interval: shorter as the loss falls, longer as the rate falls")
         self.advice = ["local updates: ranks differ between two averagings; evaluate after flush()"]
@@ -156,27 +148,15 @@ class _BetweenAveragings:
                 "dgc: node_size is for gradients; set node_size of the local updates"
             )
 
-    def way(self, param: Parameter, row_sparse: Collection[Tensor]) -> str:
-        """Return how the change of a parameter is exchanged."""
-        if (changes := self._config.compression) is None:
-            return _way(self._of_gradients, param)
-        return "compressed" if changes.compresses(param) and param.numel() else "dense"
-
-    def message(self, shapes: Sequence[torch.Size]) -> str:
-        """See `_EveryStep`; empty if the length is that of a gradient's."""
-        changes, step = self._config.compression, self._config.begin_step + 1
-        return f"a message has {changes.sent_bytes(step, shapes):,} bytes" if changes else ""
-
-
-_Updates = _EveryStep | _BetweenAveragings
-
-
-def _way(config: Compression | None, param: Parameter, row_sparse: Collection[Tensor] = ()) -> str:
-    if config is None:
-        return "dense"
-    if (why := config.why_dense(param)) is not None:
-        return f"dense, {why}"
-    return "dense, because its rows are sparse already" if param in row_sparse else "compressed"
+    def way(self, p: Parameter, row_sparse: Collection[Tensor]) -> str:
+        """Return how what is exchanged of a parameter travels."""
+        if self.changes is not None:
+            return "compressed" if self.changes.compresses(p) and p.numel() else "dense"
+        if self.of_gradients is None:
+            return "dense"
+        if (why := self.of_gradients.why_dense(p)) is not None:
+            return f"dense, {why}"
+        return "dense, because its rows are sparse already" if p in row_sparse else "compressed"
 
 
 def _scale_of(strategy: Fields) -> LossScale | None:
@@ -187,12 +167,10 @@ def _is_unchecked(scale: LossScale | None) -> bool:
     return isinstance(scale, FixedLossScale) and not scale.drop_overflow_update
 
 
-def _order(
-    strategy: Fields, updates: _Updates, division: _Division, grad_clip: Clip | None
-) -> Iterator[str]:
+def _order(strategy: Fields, texts: _Texts, grad_clip: Clip | None) -> Iterator[str]:
     amp, merge, recompute = strategy.amp, strategy.gradient_merge, strategy.recompute
     scale = _scale_of(strategy)
-    text = f"Forward pass of this rank's mini-batch{division.passes}"
+    text = f"Forward pass of this rank's mini-batch{texts.passes}"
     text += f", in {amp.dtype} where autocast allows it" if amp is not None else ""
     yield text + ("; recomputed modules keep only their inputs" if recompute is not None else "")
     text = "Backward pass of the loss" + (" times the loss scale" if scale is not None else "")
@@ -209,14 +187,14 @@ def _order(
         if _is_unchecked(scale):
             yield f"Gradients are not checked for overflow{divided.replace('else ', '')}"
         else:
-            yield f"{updates.overflow}{divided}"
-    yield updates.exchange
+            yield f"{texts.overflow}{divided}"
+    yield texts.exchange
     clipping = "clipping"
     if grad_clip is not None:
-        clipping += f" of {updates.owner}{division.clipped} by {grad_clip}"
+        clipping += f" of {texts.owner}{texts.clipped} by {grad_clip}"
     method = next((f.upper() for f in ("lars", "lamb") if f in strategy.on), "the given optimizer")
     yield f"Update: {clipping}, weight decay and regularizer, centralization, then {method}"
-    yield from updates.after
+    yield from texts.after
     if isinstance(scale, DynamicLossScale):
         yield "New loss scale: smaller after an overflow, larger after many updates without one"
 
@@ -231,7 +209,7 @@ def _interval(config: LocalConfig) -> str:
     return text + (f"; it takes effect {config.delay} steps later" if config.delay else "")
 
 
-def _advice(strategy: Fields, updates: _Updates, division: _Division) -> Iterator[str]:
+def _advice(strategy: Fields, texts: _Texts) -> Iterator[str]:
     amp, merge = strategy.amp, strategy.gradient_merge
     if amp is not None and amp.dtype == "float16" and amp.loss_scale is None:
         yield (
@@ -245,14 +223,19 @@ def _advice(strategy: Fields, updates: _Updates, division: _Division) -> Iterato
             "amp: with drop_overflow_update=False an overflow reaches the parameters, unless "
             "a compression stops it"
         )
-    yield from division.advice
+    if (pipeline := strategy.pipeline) is not None:
+        yield (
+            f"pipeline: the number of ranks must be a multiple of {pipeline.stages}, every "
+            f"mini-batch of {pipeline.micro_batches}. The tensors between stages are the traffic: "
+            "keep them small. Use train_step, not minimize"
+        )
     single = {"gradient_merge": merge, "localsgd": strategy.localsgd}
     for name, config in single.items():
         if config is not None and config.k_steps == 1:
             yield f"{name}: k_steps=1 saves no communication"
-    yield from updates.advice
+    yield from texts.advice
     pending = ["the leftovers of a merge"] if strategy._merge_steps > 1 else []
-    if pending := [*pending, *updates.pending]:
+    if pending := [*pending, *texts.pending]:
         yield f"at the end call engine.flush(): it applies {' and '.join(pending)}"
 
 
@@ -310,7 +293,7 @@ def _about_share(config: LocalConfig) -> Iterator[str]:
 
 
 def _about_model(
-    strategy: Fields, updates: _Updates, model: nn.Module, optimizer: Optimizer | None
+    strategy: Fields, texts: _Texts, model: nn.Module, optimizer: Optimizer | None
 ) -> Iterator[str]:
     named = dict(named_parameters(model))
     params = {name: p for name, p in named.items() if p.requires_grad}
@@ -324,24 +307,24 @@ def _about_model(
         if optimizer is not None:
             require_trained(params)
         if params:
-            contiguous([p.numel() for p in params.values()], updates.fragments)
+            contiguous([p.numel() for p in params.values()], texts.fragments)
     if strategy.recompute is not None:
         names = matches(model, strategy.recompute.checkpoints)
         yield f"recomputed: {_counted(names, 'module')}"
     row_sparse = {
         m.weight
         for m in model.modules()
-        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse and texts.row_sparse
     }
     ways: dict[str, dict[str, Parameter]] = {}
     for name, p in params.items():
-        ways.setdefault(updates.way(p, row_sparse), {})[name] = p
+        ways.setdefault(texts.way(p, row_sparse), {})[name] = p
     for text, members in sorted(ways.items()):
-        yield f"{text}, {updates.subject} of {_sized(members)}"
+        yield f"{text}, {texts.subject} of {_sized(members)}"
     compressed = ways.get("compressed", {}).values()
     shapes = [(torch.view_as_real(p) if p.is_complex() else p).shape for p in compressed]
-    if shapes and strategy.pipeline is None and (text := updates.message(shapes)):
-        yield text
+    if shapes and texts.message is not None and strategy.pipeline is None:
+        yield texts.message(shapes)
     if rest := [name for name in named if name not in params]:
         yield f"not trained: {_counted(rest, 'tensor')}"
 
