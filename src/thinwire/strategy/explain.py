@@ -118,7 +118,7 @@ class _Texts:
             size = f"{others:g} MiB" + (f" (the first of {first:g} MiB)" if first < others else "")
             self.advice.append(
                 f"overlap: gradients are sent during the backward pass, in buckets of {size}, once "
-                "all ranks used the same parameters in two successive texts. With one rank, "
+                "all ranks used the same parameters in two successive updates. With one rank, "
                 "row-sparse gradients or changing parameters, the exchange follows the backward "
                 "pass"
             )
@@ -134,10 +134,8 @@ class _Texts:
         self.fragments, self.row_sparse = config.fragments, False
         self.changes = changes = config.compression
         if changes is not None:
-            step = config.begin_step + 1
-            self.message = lambda shapes: (
-                f"a message has {changes.sent_bytes(step, shapes):,} bytes"
-            )
+            first = partial(changes.sent_bytes, config.begin_step + 1)
+            self.message = lambda shapes: f"a message has {first(shapes):,} bytes"
         self.after = [f"Averaging over {self.ranks}, {_interval(config)}"]
         if isinstance(config, AdaptiveLocalSGD):
             self.after.append("New interval: shorter as the loss falls, longer as the rate falls")

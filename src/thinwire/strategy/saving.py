@@ -215,11 +215,10 @@ def load_all(
             _load_optimizer(state, steps, settings_in_groups(changes))
             restore_schedulers_(found.pairs, undo)
             restore_modules_(steps.model, of_modules, undo)
-            if steps.scaler is not None:
-                undo.callback(steps.scaler.load_state_dict, steps.scaler.state_dict())
-                steps.scaler.load_state_dict(state["loss_scale"])
-            undo.callback(steps.merge.load_state_dict, steps.merge.state_dict())
-            steps.merge.load_state_dict(state["merge"])
+            for key, part in {"loss_scale": steps.scaler, "merge": steps.merge}.items():
+                if part is not None:
+                    undo.callback(part.load_state_dict, part.state_dict())
+                    part.load_state_dict(state[key])
         except Exception as error:
             problem = error
         left = agreed(problem, left)
