@@ -329,7 +329,10 @@ def _scaler(setup: Setup) -> LossScaler | None:
     amp = setup.strategy.amp
     if amp is None or amp.loss_scale is None:
         return None
-    return LossScaler(amp.loss_scale, **(setup.division.overflows if setup.strategy.local else {}))
+    if setup.strategy.local is None:
+        return LossScaler(amp.loss_scale)
+    group = setup.division.overflow_group
+    return LossScaler(amp.loss_scale, group, local=group is None)
 
 
 def _every_step(setup: Setup, undo: ExitStack) -> EveryStep:

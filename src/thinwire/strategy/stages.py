@@ -98,12 +98,11 @@ class Whole:
         self.shards = group.shards
         """The ranks of this site; None if every rank has a whole model."""
         self.is_whole = mesh is None
-        self.overflows: Mapping[str, Any] = {"local": True}
-        """Arguments of a loss scale for the ranks that drop a local step together."""
+        self.overflow_group = None if mesh is None else mesh.get_group("shard")
+        """The ranks that drop a local step together; None if each drops its own."""
         self.refusals: Mapping[str, str] = {}
         """Calls of the engine that do not work, with the reasons."""
         if mesh is not None:
-            self.overflows = {"process_group": mesh.get_group("shard")}
             self.refusals = {
                 "join()": "with mesh=: the ranks of a site gather their shards in every forward "
                 "pass. Give them equally many batches, for example with DistributedSampler"
@@ -172,7 +171,7 @@ class Stages:
         self.job = grid.job
         self.peers = grid.peers if grid.stages > 1 else None
         self.replica_group = grid.replica_group
-        self.overflows = {"process_group": grid.stage_group}
+        self.overflow_group = grid.stage_group
         self.checks: Sequence[Check] = ()
 
     @property
