@@ -106,7 +106,7 @@ class _Texts:
         self.clipped = " over all stages"
 
     def _of_exchange(self, strategy: Fields) -> None:
-        config, scale, drop = self.of_gradients, _scale_of(strategy), ""
+        config, scale, drop = self.of_gradients, strategy._loss_scale, ""
         if scale is None or (_is_unchecked(scale) and config is not None):
             drop = ". A gradient that is not finite, on any rank, drops the update on all"
         method = "dense" if config is None else f"by {tag_of(config)}"
@@ -157,17 +157,13 @@ class _Texts:
         return "dense, because its rows are sparse already" if p in row_sparse else "compressed"
 
 
-def _scale_of(strategy: Fields) -> LossScale | None:
-    return None if strategy.amp is None else strategy.amp.loss_scale
-
-
 def _is_unchecked(scale: LossScale | None) -> bool:
     return isinstance(scale, FixedLossScale) and not scale.drop_overflow_update
 
 
 def _order(strategy: Fields, texts: _Texts, grad_clip: Clip | None) -> Iterator[str]:
     amp, merge, recompute = strategy.amp, strategy.gradient_merge, strategy.recompute
-    scale = _scale_of(strategy)
+    scale = strategy._loss_scale
     text = f"Forward pass of this rank's mini-batch{texts.passes}"
     text += f", in {amp.dtype} where autocast allows it" if amp is not None else ""
     yield text + ("; recomputed modules keep only their inputs" if recompute is not None else "")
@@ -216,7 +212,7 @@ def _advice(strategy: Fields, texts: _Texts) -> Iterator[str]:
         )
     if amp is not None and amp.dtype == "bfloat16" and amp.loss_scale is not None:
         yield "amp: bfloat16 has the range of float32; the loss scale is used, but gains little"
-    if _is_unchecked(_scale_of(strategy)):
+    if _is_unchecked(strategy._loss_scale):
         yield (
             "amp: with drop_overflow_update=False an overflow reaches the parameters, unless "
             "a compression stops it"

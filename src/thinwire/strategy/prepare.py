@@ -242,12 +242,17 @@ def _planned(setup: Setup) -> ExitStack:
                 undo.callback(convert_(given, one.optimizer, one.conversion))
         setup.stage, setup.params = stage, of_stages[here]
         setup.folds = selected[0].folding is not None
-        setup.scaler = _scaler(setup)
+        scale = strategy._loss_scale
         if len(stages) > 1:
             setup.names_of_stages = [list(named) for named in of_stages]
         if strategy.local is None:
             warn_of_others(stage, optimizer)
+            if scale is not None:
+                setup.scaler = LossScaler(scale)
         else:
+            group = setup.division.overflow_group
+            if scale is not None:
+                setup.scaler = LossScaler(scale, group, local=group is None)
             setup.local = LocalUpdates(
                 stage,
                 optimizer,
@@ -322,17 +327,6 @@ def _local(setup: Setup, local: LocalUpdates, undo: ExitStack) -> LocalStep:
         joining=Joining(setup.group),
         local=local,
     )
-
-
-def _scaler(setup: Setup) -> LossScaler | None:
-    """Return the loss scaler, for the ranks that decide on an overflow together."""
-    amp = setup.strategy.amp
-    if amp is None or amp.loss_scale is None:
-        return None
-    if setup.strategy.local is None:
-        return LossScaler(amp.loss_scale)
-    group = setup.division.overflow_group
-    return LossScaler(amp.loss_scale, group, local=group is None)
 
 
 def _every_step(setup: Setup, undo: ExitStack) -> EveryStep:
