@@ -33,6 +33,7 @@ from thinwire.exchange.gradients import gradients_of
 from thinwire.exchange.overlap import Overlap
 from thinwire.exchange.replica import Replica
 from thinwire.exchange.synchronizer import Ranks
+from thinwire.local.config import LocalConfig
 from thinwire.local.model import require_own_params, warn_of_misplaced, warn_of_others
 from thinwire.local.updates import LocalUpdates, enter
 from thinwire.members.members import member_of
@@ -163,9 +164,11 @@ def _compile_loops(setup: Setup) -> None:
     for single in all_of(setup.optimizer):
         if isinstance(single, CommonOptimizer):
             single.compile_loops()
-    of_gradients = setup.strategy.gradient_compression if setup.local is None else None
-    if of_gradients and (loops := of_gradients.loops([*Shards(setup.params).values()])):
-        loops()
+    config = setup.strategy.gradient_compression
+    if setup.local is None and config is not None:
+        loops = config.loops([*Shards(setup.params).values()])
+        if loops is not None:
+            loops()
 
 
 def _agreed(setup: Setup) -> ExitStack:
@@ -221,10 +224,9 @@ def _planned(setup: Setup) -> ExitStack:
     require_split_works(
         stage_split_of(model), optimizer, stages, names, mesh=setup.mesh, members=setup.members
     )
-    if strategy.local is not None and len(stages) > 1:
-        require_averages(stages)
     here = setup.division.stage
-    stage, own = stages[here], set(stages[here].parameters())
+    setup.stage = stage = stages[here]
+    own = set(stage.parameters())
     trained = {p for p in params_of(optimizer) if p.requires_grad}
     of_stages = [{n: p for n, p in named_parameters(part) if p in trained} for part in stages]
     if strategy.pipeline is None:
@@ -240,34 +242,40 @@ def _planned(setup: Setup) -> ExitStack:
         for given, one in zip(all_of(optimizer), selected, strict=True):
             if one.optimizer is not given:
                 undo.callback(convert_(given, one.optimizer, one.conversion))
-        setup.stage, setup.params = stage, of_stages[here]
+        setup.params = of_stages[here]
         setup.folds = selected[0].folding is not None
-        scale = strategy._loss_scale
         if len(stages) > 1:
             setup.names_of_stages = [list(named) for named in of_stages]
         if strategy.local is None:
             warn_of_others(stage, optimizer)
-            if scale is not None:
-                setup.scaler = LossScaler(scale)
+            if strategy._loss_scale is not None:
+                setup.scaler = LossScaler(strategy._loss_scale)
         else:
-            group = setup.division.overflow_group
-            if scale is not None:
-                setup.scaler = LossScaler(scale, group, local=group is None)
-            setup.local = LocalUpdates(
-                stage,
-                optimizer,
-                strategy.local,
-                process_group=setup.division.replica_group,
-                compression=strategy.gradient_compression,
-                scaler=setup.scaler,
-                digest_every=setup.digest_every,
-                timeout=setup.timeout,
-                streams=setup.streams,
-                members=setup.members,
-                plan=setup.planned,
-                mesh=setup.mesh,
-            )
+            _plan_local(setup, strategy.local, stages)
         return undo.pop_all()
+
+
+def _plan_local(setup: Setup, config: LocalConfig, stages: list[nn.Module]) -> None:
+    """Make the local updates, without entering them. Changes `setup`."""
+    if len(stages) > 1:
+        require_averages(stages)
+    scale, group = setup.strategy._loss_scale, setup.division.overflow_group
+    if scale is not None:
+        setup.scaler = LossScaler(scale, group, local=group is None)
+    setup.local = LocalUpdates(
+        setup.stage,
+        setup.optimizer,
+        config,
+        process_group=setup.division.replica_group,
+        compression=setup.strategy.gradient_compression,
+        scaler=setup.scaler,
+        digest_every=setup.digest_every,
+        timeout=setup.timeout,
+        streams=setup.streams,
+        members=setup.members,
+        plan=setup.planned,
+        mesh=setup.mesh,
+    )
 
 
 def _assembled(setup: Setup, undo: ExitStack) -> Steps:

@@ -43,7 +43,7 @@ class Setup:
     strategy: Fields
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    loss_fn: Callable[..., Any] | None
+    loss_fn: Callable[..., Tensor] | None
     grad_clip: Clip | None
     digest_every: int
     timeout: float | datetime.timedelta | None
@@ -144,8 +144,7 @@ class Whole:
             )
         outputs = called(steps.model, inputs)
         with self._precision():
-            loss: Tensor = self._loss_fn(outputs, targets)
-            return loss
+            return self._loss_fn(outputs, targets)
 
 
 class Stages:
@@ -172,7 +171,6 @@ class Stages:
         self.peers = grid.peers if grid.stages > 1 else None
         self.replica_group = grid.replica_group
         self.overflow_group = grid.stage_group
-        self.checks: Sequence[Check] = ()
 
     @property
     def bytes_sent(self) -> int:

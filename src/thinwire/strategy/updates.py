@@ -285,6 +285,7 @@ class LocalStep(Microsteps):
     joining: Joining
     local: LocalUpdates
     rides = False
+    concludes = True
     _tokens: int | None = None
     """Tokens of the present microstep."""
 
@@ -302,11 +303,6 @@ class LocalStep(Microsteps):
     def left(self) -> bool:
         """True if this member has left the run."""
         return self.local.left
-
-    @property
-    def concludes(self) -> bool:
-        """See `EveryStep`."""
-        return True
 
     @property
     def flush_compares_steps(self) -> bool:
