@@ -342,23 +342,23 @@ def _every_step(setup: Setup, undo: ExitStack) -> EveryStep:
     common = _common(setup, undo)
     sites, params, optimizer = setup.sites, Shards(setup.params), setup.optimizer
     clip, division = common["clip"], setup.division
-    given = compression = setup.strategy.gradient_compression
+    given = setup.strategy.gradient_compression
+    method = given or Dense()
     limit = None if sites is None else _limit(setup)  # a compression sees single shards
-    if compression is not None and limit is not None:
-        compression = replace(compression, local_grad_clip_norm=None)
+    if limit is not None:
+        method = replace(method, local_grad_clip_norm=None)
     momentum = None
-    if compression is not None and setup.folds:
+    if setup.folds:
         own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
-        method = compression
         mark_states(optimizer, undo)
         momentum = FoldedSGD(optimizer, setup.params, lambda _: method, clip.clip or own)
-    compresses = compression is not None and any(map(compression.compresses, params.values()))
+    compresses = any(map(method.compresses, params.values()))
     batches, buffers = Batches(), MovingBuffers(setup.stage, setup.replica_ranks())
     rides = setup.verify == "after" and division.is_whole and not compresses
     gradients = gradients_of(
         setup.replica_ranks() if sites is None else sites,
         params,
-        compression,
+        given and method,
         momentum=momentum,
         # a loss scale has checked the gradients, or was told not to
         check_finite=setup.scaler is None,
@@ -377,13 +377,13 @@ def _every_step(setup: Setup, undo: ExitStack) -> EveryStep:
     gradients.watch(replica, f"engine {next_identity()}")
     if clip.stages is not None and isinstance(clip.clip, ClipByGlobalNorm):
         gradients.measure = lambda grads: norm_of(grads.values())
-    if compression is not None and gradients.sources.rank == 0:
-        report_coverage(compression, params.values())
+    if given is not None and gradients.sources.rank == 0:
+        report_coverage(given, params.values())
     gradients.pace = Pace(setup.planned if setup.group.rank == 0 else None)
     overlap = None
     # gradients of shards exist only after the model's own reduction
     if division.is_whole and division.replicas > 1 and not setup.find_unused_parameters:
-        first_bytes, bucket_bytes = (given or Dense()).buckets
+        first_bytes, bucket_bytes = method.buckets
         overlap = Overlap(
             setup.params, gradients, bucket_bytes=bucket_bytes, first_bytes=first_bytes
         )
@@ -395,7 +395,7 @@ def _every_step(setup: Setup, undo: ExitStack) -> EveryStep:
         exchange=gradients,
         joining=batches,
         voters=[buffers.group],
-        compression=compression if compresses else None,
+        compression=method if compresses else Dense(),
         momentum=momentum,
         buffers=buffers,
         find_unused=setup.find_unused_parameters,

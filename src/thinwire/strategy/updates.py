@@ -48,8 +48,8 @@ class EveryStep(Microsteps):
 
     exchange: GradientExchange
     joining: Batches
-    compression: Compression | None
-    """Compression of gradients; None if the exchange compresses no tensor."""
+    compression: Compression
+    """Compression of gradients; `Dense` if the exchange compresses no tensor."""
     momentum: FoldedSGD | None
     """Momentum of an SGD that the compression keeps, if it does."""
     buffers: MovingBuffers
@@ -117,8 +117,8 @@ class EveryStep(Microsteps):
 
     def counts(self) -> dict[str, Any]:
         """Return what this rank counts and measures, by names of `stats`."""
-        counters, config = self.counters(), self.compression
-        unsent = 0.0 if config is None else config.unsent_share(self.ramp_step())
+        counters = self.counters()
+        unsent = self.compression.unsent_share(self.ramp_step())
         found = {"sparsity": unsent, "merge_steps": self.merge_steps} | counters
         found |= self.exchange.pace.goodput(self.step, int(counters["dropped_steps"]))
         return self.exchange.traffic() | found | self.clip.counts(self.params.values())
@@ -266,13 +266,13 @@ class EveryStep(Microsteps):
         return exchanging
 
     def _end_round(self) -> None:
-        exchange, settled = self.exchange, self.compression.settled_step if self.compression else 1
+        exchange = self.exchange
         warning = exchange.pace.round(
             self.merge_steps,
             time.perf_counter(),
             self.waited_s(),
             exchange.sources.rate_bit_s,
-            compare=self.step > settled,
+            compare=self.step > self.compression.settled_step,
         )
         self.plan_warning = warning or self.plan_warning
 
