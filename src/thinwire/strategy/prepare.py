@@ -352,9 +352,9 @@ def _every_step(setup: Setup, undo: ExitStack) -> EveryStep:
         own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
         mark_states(optimizer, undo)
         momentum = FoldedSGD(optimizer, setup.params, lambda _: method, clip.clip or own)
-    compresses = any(map(method.compresses, params.values()))
+    used = method if any(map(method.compresses, params.values())) else Dense()
     batches, buffers = Batches(), MovingBuffers(setup.stage, setup.replica_ranks())
-    rides = setup.verify == "after" and division.is_whole and not compresses
+    rides = setup.verify == "after" and division.is_whole and isinstance(used, Dense)
     gradients = gradients_of(
         setup.replica_ranks() if sites is None else sites,
         params,
@@ -395,7 +395,8 @@ def _every_step(setup: Setup, undo: ExitStack) -> EveryStep:
         exchange=gradients,
         joining=batches,
         voters=[buffers.group],
-        compression=method if compresses else Dense(),
+        compression=used,
+        settled_step=used.settled_step,
         momentum=momentum,
         buffers=buffers,
         find_unused=setup.find_unused_parameters,

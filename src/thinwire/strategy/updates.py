@@ -50,6 +50,8 @@ class EveryStep(Microsteps):
     joining: Batches
     compression: Compression
     """Compression of gradients; `Dense` if the exchange compresses no tensor."""
+    settled_step: int
+    """Step from which on messages have their final length."""
     momentum: FoldedSGD | None
     """Momentum of an SGD that the compression keeps, if it does."""
     buffers: MovingBuffers
@@ -272,7 +274,7 @@ class EveryStep(Microsteps):
             time.perf_counter(),
             self.waited_s(),
             exchange.sources.rate_bit_s,
-            compare=self.step > self.compression.settled_step,
+            compare=self.step > self.settled_step,
         )
         self.plan_warning = warning or self.plan_warning
 
