@@ -85,7 +85,7 @@ class Microsteps(ABC):
 
     def __post_init__(self) -> None:
         self.sharded = any(map(is_sharded, self.params.values()))
-        self._uncounted = defaultdict[str, float](float)
+        self._uncounted: defaultdict[str, float] = defaultdict(int)
         """What neither the exchange nor a vote counts: earlier runs, and drops by a loss scale."""
 
     @property
