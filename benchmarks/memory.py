@@ -125,8 +125,8 @@ def engine(make: Callable[[Any], torch.optim.Optimizer], state_dtype: str) -> Bu
             prepared.train_step(inputs, None)
 
         return step, lambda: [
-            prepared._parts.optimizer.state,
-            prepared._parts.saved_exchange(),
+            prepared._steps.optimizer.state,
+            prepared._steps.saved_exchange(),
         ]
 
     return build
@@ -168,7 +168,7 @@ def sharded_engine(model: nn.Module, inputs: Tensor) -> tuple[Step, Kept]:
     def step() -> None:
         prepared.train_step(inputs, None)
 
-    return step, lambda: [prepared._parts.optimizer.state, prepared._parts.saved_exchange()]
+    return step, lambda: [prepared._steps.optimizer.state, prepared._steps.saved_exchange()]
 
 
 def sharded_local(

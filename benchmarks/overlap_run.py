@@ -228,16 +228,15 @@ class Contenders:
         optimizer = torch.optim.SGD(model.named_parameters(), LR, momentum=0.9)
         engine = strategy.prepare(model, optimizer, nn.functional.mse_loss)
         self._watch_end(model)
-        parts = engine._parts
-        assert parts.overlap is not None
+        steps: Any = engine._steps
 
         def cut(size_mb: int, *, early: bool = True) -> None:
-            if parts.overlap is not None:
-                parts.overlap.remove()
-            parts.overlap = Overlap(parts.params, parts.exchange, bucket_bytes=size_mb * MIB)  # type: ignore[arg-type]
+            if steps.overlap is not None:
+                steps.overlap.remove()
+            steps.overlap = Overlap(steps.params, steps.exchange, bucket_bytes=size_mb * MIB)
             if not early:
-                parts.overlap.remove()
-                parts.overlap = None
+                steps.overlap.remove()
+                steps.overlap = None
 
         cuts = {f"{name}, {mb} MiB": partial(cut, mb) for mb in self.config["bucket_mb"]}
         cuts[f"{name}, after the backward pass"] = partial(cut, DEFAULT_MB, early=False)

@@ -20,28 +20,24 @@ from thinwire.comm import Group
 from thinwire.compress import kinds_of_state
 from thinwire.core.sharded import is_sharded
 from thinwire.errors import CheckpointMismatch
-from thinwire.strategy.facts import settings_in_groups
-from thinwire.strategy.parts import Parts
 from thinwire.strategy.saving import (
     OF_USER,
     compared,
     copy_values_,
     load_all,
-    log_changes,
     on_host,
     require_shapes,
     rules_of_other_ranks,
     saved,
     saved_model,
 )
+from thinwire.strategy.updates import Steps
 
 
 def save(
     directory: str | Path,
-    parts: Parts,
-    counters: Mapping[str, float],
+    steps: Steps,
     extra: Any,
-    step: int,
     keep: int | None,
     *,
     frozen: bool,
@@ -53,35 +49,33 @@ def save(
     Without `copy` parameters, buffers and state of the optimizer must not change until then.
     """
     content: Any
-    to_save, facts = on_host if copy else Tensor.detach, parts.facts
+    to_save, facts = on_host if copy else Tensor.detach, steps.facts
     try:
         if only is None:
-            content = saved(parts, counters, extra, frozen=frozen, to_save=to_save)
+            content = saved(steps, extra, frozen=frozen, to_save=to_save)
         else:
             facts = {**facts, ONLY: only}
-            content = saved_model(parts, frozen=frozen, to_save=to_save)
+            content = saved_model(steps, frozen=frozen, to_save=to_save)
     except Exception as error:  # reported to the others, which wait for this rank
         content = error
-    part = parts.part
-    return lambda group: save_checkpoint(
-        directory, content, step=step, group=group, facts=facts, part=part, keep=keep
-    )
+    options: dict[str, Any] = {"step": steps.position(), "part": steps.part, "keep": keep}
+    return lambda group: save_checkpoint(directory, content, group=group, facts=facts, **options)
 
 
-def load(directory: str | Path, parts: Parts, step: int | None) -> tuple[Path, dict[str, Any]]:
+def load(directory: str | Path, steps: Steps, step: int | None) -> tuple[Path, dict[str, Any]]:
     """Load the newest whole checkpoint, or that of a step; see `Engine.load`."""
-    loaded = _found(directory, parts, step=step)
+    loaded = _found(directory, steps, step=step)
     if ONLY in loaded.facts:
         raise _mismatch(loaded, f"it was saved with only={loaded.facts[ONLY]!r}")
-    changes, problems = compared(loaded.facts, parts)
-    if problems:
-        raise _mismatch(loaded, "; ".join(problems))
+    changes, problem = compared(loaded.facts, steps)
+    if problem:
+        raise _mismatch(loaded, problem)
     if loaded.resharded:
-        fitted = partial(_complete, loaded.state, parts)
-        on_all_ranks(parts.savers, "cutting a checkpoint into other shards", fitted)
+        fitted = partial(_complete, loaded.state, steps)
+        on_all_ranks(steps.savers, "cutting a checkpoint into other shards", fitted)
 
-    if not parts.group.static_membership and parts.group.rank > 0:  # all ranks read one member's
-        loaded.state["random"] = derived(loaded.state["random"], parts.group.rank)
+    if not steps.group.static_membership and steps.group.rank > 0:  # all ranks read one member's
+        loaded.state["random"] = derived(loaded.state["random"], steps.group.rank)
 
     def agreed(problem: Exception | None, left: frozenset[str]) -> frozenset[str]:
         def act() -> list[str]:
@@ -89,35 +83,32 @@ def load(directory: str | Path, parts: Parts, step: int | None) -> tuple[Path, d
                 raise _mismatch(loaded, str(problem)) from problem.__cause__
             return sorted(left)
 
-        return frozenset().union(*on_all_ranks(parts.savers, "taking over a checkpoint", act))
+        return frozenset().union(*on_all_ranks(steps.savers, "taking over a checkpoint", act))
 
-    keep = settings_in_groups(changes)
-    restored = load_all(loaded.state, parts, keep=keep, agreed=agreed)
-    log_changes(str(loaded.path), changes)
-    return loaded.path, restored
+    return loaded.path, load_all(loaded.state, steps, changes, str(loaded.path), agreed=agreed)
 
 
-def _found(directory: str | Path, parts: Parts, **options: Any) -> Loaded:
+def _found(directory: str | Path, steps: Steps, **options: Any) -> Loaded:
     return load_checkpoint(
         directory,
-        group=parts.savers,
-        part=parts.part,
+        group=steps.savers,
+        part=steps.part,
         rules=rules_of_other_ranks(),
-        sharding=partial(_sharding, parts),
+        sharding=partial(_sharding, steps),
         **options,
     )
 
 
 @torch.no_grad()
-def load_parameters(directory: str | Path, parts: Parts) -> Path:
+def load_parameters(directory: str | Path, steps: Steps) -> Path:
     """Load only the parameters and buffers; see `Engine.load_parameters`."""
     fit = "Load a checkpoint of the same model"
-    if parts.runner is not None:
+    if _in_stages(steps.facts):
         fit += f", cut into the same stages; else {EXPORTED}"
-    loaded = _found(directory, parts, combined=True)
+    loaded = _found(directory, steps, combined=True)
 
     def fits() -> list[str]:
-        theirs, ours = (_shapes(facts) for facts in (loaded.facts, parts.facts))
+        theirs, ours = (_shapes(facts) for facts in (loaded.facts, steps.facts))
         if loaded.resharded and theirs != ours:  # rows of shards may fit by chance
             name = next(n for n in {**theirs, **ours} if theirs.get(n) != ours.get(n))
             raise CheckpointMismatch(
@@ -126,22 +117,20 @@ def load_parameters(directory: str | Path, parts: Parts) -> Path:
                 "same model"
             )
         try:
-            return sorted(require_shapes(loaded.state, parts, fit))
+            return sorted(require_shapes(loaded.state, steps, fit))
         except ValueError as error:
             raise CheckpointMismatch(f"{loaded.path}: {error}") from error.__cause__
 
-    left = frozenset().union(*on_all_ranks(parts.savers, "taking over parameters", fits))
-    copy_values_(loaded.state, parts, left)
-    discard_pending(parts, alike=not left)
+    left = frozenset().union(*on_all_ranks(steps.savers, "taking over parameters", fits))
+    copy_values_(loaded.state, steps, left)
+    discard_pending(steps, alike=not left)
     return loaded.path
 
 
-def discard_pending(parts: Parts, *, alike: bool = True) -> None:
+def discard_pending(steps: Steps, *, alike: bool = True) -> None:
     """Discard pending state. `alike`: True if ranks have the same buffers now."""
-    parts.buffers.forget(alike=alike)
-    parts.merge.clear()
-    if parts.local is not None:
-        parts.local.start_anew()
+    steps.merge.clear()
+    steps.start_anew(alike=alike)
 
 
 def _shapes(facts: Mapping[str, Any]) -> dict[str, str]:
@@ -152,7 +141,7 @@ def _shapes(facts: Mapping[str, Any]) -> dict[str, str]:
 
 def _mismatch(loaded: Loaded, problem: str) -> CheckpointMismatch:
     advice = "engine.load_parameters(directory)"
-    if (loaded.facts.get("strategy") or {}).get("pipeline") is not None:
+    if _in_stages(loaded.facts):
         advice = EXPORTED
     return CheckpointMismatch(
         f"{loaded.path} does not fit this engine: {problem}. Prepare the engine as it was when it "
@@ -160,11 +149,15 @@ def _mismatch(loaded: Loaded, problem: str) -> CheckpointMismatch:
     )
 
 
-def _sharding(parts: Parts, facts: Mapping[str, Any]) -> Sharding | None:
+def _in_stages(facts: Mapping[str, Any]) -> bool:
+    return (facts.get("strategy") or {}).get("pipeline") is not None
+
+
+def _sharding(steps: Steps, facts: Mapping[str, Any]) -> Sharding | None:
     """Return the sharding of this engine's model; None if either side has pipeline stages."""
-    if parts.runner is not None or facts.get("strategy", {}).get("pipeline") is not None:
+    if _in_stages(steps.facts) or _in_stages(facts):
         return None
-    params = dict(named_parameters(parts.model))
+    params = dict(named_parameters(steps.model))
     shapes = {name: tuple(param.shape) for name, param in params.items()}
     first = next(iter(params.values()))
     shards = first.device_mesh.size() if is_sharded(first) else 1  # type: ignore[attr-defined]
@@ -178,7 +171,7 @@ def _sharding(parts: Parts, facts: Mapping[str, Any]) -> Sharding | None:
         return next((word for word in words(path) if word in shapes), None)
 
     return Sharding(
-        shards=shards, shard=parts.part, shapes=shapes, owner=owner, of_ranks=("random",)
+        shards=shards, shard=steps.part, shapes=shapes, owner=owner, of_ranks=("random",)
     )
 
 
@@ -194,9 +187,9 @@ def _owners(tree: Mapping[str, Any]) -> dict[Any, str]:
     }
 
 
-def _complete(state: Mapping[str, Any], parts: Parts) -> None:
+def _complete(state: Mapping[str, Any], steps: Steps) -> None:
     """Initialize compression state that a new sharding needs: zeros, or as drawn on all ranks."""
-    saved, here = state["exchange"], parts.saved_exchange()
+    saved, here = state["exchange"], steps.saved_exchange()
     # state that all ranks hold alike is not pending
     alike = {f"{kind}s" for kind, rule in kinds_of_state().items() if rule == "first"}
     for kind, tensors in here.items():

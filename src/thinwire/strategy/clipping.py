@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Group, wrong_call_site
-from thinwire.compress.protocol import Compression
 from thinwire.core.gradients import Clip, ClipByGlobalNorm, ClipByNorm, clipped, scaled
 from thinwire.core.norms import global_norm, grad_norm, norms_over_shards
 from thinwire.core.tensors import coalesced, values_of, with_own_storage, with_values
 from thinwire.errors import StrategyError
 from thinwire.optim.common import CommonOptimizer, common_settings
 from thinwire.optim.folded import why_no_local_clip
+from thinwire.strategy.replace import SelectedOptimizer
 
 
 @dataclass(slots=True)
@@ -68,15 +68,12 @@ class Clipping:
 
 
 def require_one_clip(
-    optimizer: torch.optim.Optimizer,
-    grad_clip: Clip | None,
-    folding: Compression | None = None,
-    *,
-    sharded: bool = False,
+    selected: SelectedOptimizer, grad_clip: Clip | None, *, sharded: bool = False
 ) -> None:
-    """Raise `StrategyError` if the optimizer clips already, or a compression that is `folding` its
+    """Raise `StrategyError` if the optimizer clips already, or a compression that keeps its
     momentum cannot have this clipping, as where tensors are `sharded`.
     """
+    optimizer, folding = selected.optimizer, selected.folding
     own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
     why = None
     if grad_clip is not None and own is not None:
@@ -87,10 +84,10 @@ def require_one_clip(
         raise StrategyError(f"prepare got grad_clip={grad_clip or own}, but {why}")
 
 
-def require_clip_of_one(optimizers: Sequence[torch.optim.Optimizer], *, parts: bool) -> None:
+def require_clip_of_one(selected: Sequence[SelectedOptimizer], *, parts: bool) -> None:
     """Refuse several optimizers if one clips by norm and each rank has `parts` of a model."""
     # only the engine's single clipping sees the norms of all parts
-    for optimizer in optimizers if parts and len(optimizers) > 1 else ():
+    for optimizer in [one.optimizer for one in selected] if parts and len(selected) > 1 else ():
         own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
         if isinstance(own, ClipByGlobalNorm | ClipByNorm):
             raise StrategyError(

@@ -20,8 +20,8 @@ from thinwire.strategy import documents, fleet
 from thinwire.strategy.engine import Engine
 from thinwire.strategy.explain import explanation
 from thinwire.strategy.fields import Fields
-from thinwire.strategy.parts import Setup
 from thinwire.strategy.prepare import prepare
+from thinwire.strategy.stages import Setup
 
 
 @check.by_name

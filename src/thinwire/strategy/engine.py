@@ -15,22 +15,19 @@ from torch.nn import Parameter
 
 from thinwire import _validate as check
 from thinwire.checkpoint.manifest import next_folder
-from thinwire.comm import busy, mapping_of, require_agreement, wrong_call_site
+from thinwire.comm import mapping_of, require_agreement, wrong_call_site
 from thinwire.comm.stats import numbers
 from thinwire.core.several import all_of
-from thinwire.core.sharded import reshard_, shard_of
-from thinwire.core.tensors import called, require_loss
-from thinwire.errors import CheckpointMissing, ThinwireError
+from thinwire.core.sharded import shard_of
+from thinwire.errors import CheckpointMissing
 from thinwire.local.updates import LocalUpdates
 from thinwire.optim import Lamb, Lars
-from thinwire.pipeline.runner import PipelineRunner
 from thinwire.strategy import checkpoints, saving
-from thinwire.strategy.engine_checks import Joining
 from thinwire.strategy.following import Following
 from thinwire.strategy.model_files import load_model_file
-from thinwire.strategy.parts import Parts
 from thinwire.strategy.publishing import EnginePublisher, Where
 from thinwire.strategy.saving import BackgroundSave
+from thinwire.strategy.stages import Stages, Whole
 from thinwire.strategy.updates import Steps
 
 _log = logging.getLogger("thinwire")
@@ -56,14 +53,15 @@ class Engine:
     on every rank and leaves parameters and state as before the update.
     """
 
-    def __init__(self, parts: Parts, steps: Steps) -> None:
-        self._parts, self._steps = parts, steps
+    def __init__(self, steps: Steps, division: Whole | Stages) -> None:
+        self._steps, self._division = steps, division
         self.extra: Any = None
         """The argument `extra` of `save`, after `load`; None before it, or if none was given."""
         self._following: Following | None = None
+        self._publisher: EnginePublisher | None = None
         self._background_save = BackgroundSave()
         # hooks of the engine are on the model and the optimizer, and must not outlive the engine
-        self._finalizer = weakref.finalize(self, parts.undo.close)
+        self._finalizer = weakref.finalize(self, steps.undo.close)
 
     @property
     def step(self) -> int:
@@ -73,14 +71,14 @@ class Engine:
     @property
     def model(self) -> nn.Module:
         """The model, or this rank's stage of it under a pipeline."""
-        return self._parts.model
+        return self._steps.model
 
     @property
     def sync(self) -> LocalUpdates | None:
         """The local updates that `local_sgd` returns; None if every update is exchanged.
         `sync.step`, `sync.synced` and `sync.k_steps` are the same on all ranks.
         """
-        return self._parts.local
+        return self._steps.local
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -94,7 +92,7 @@ class Engine:
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
         """All optimizers passed to `prepare`."""
-        return all_of(self._parts.optimizer)
+        return all_of(self._steps.optimizer)
 
     def train_step(self, inputs: Any, targets: Any, *, tokens: int | None = None) -> Tensor:
         """Run forward pass, backward pass, exchange and update from one mini-batch.
@@ -125,29 +123,7 @@ class Engine:
             ThinwireError: The exchange failed: see `thinwire.errors`.
         """
         self._require_open()
-        if self._parts.runner is not None:
-            return self._train_stages(self._parts.runner, inputs, targets, tokens)
-        self._steps.begin(tokens, early=True)
-        loss = self._steps.minimize(lambda: self._loss_of(inputs, targets, "train_step"))
-        return loss.detach().reshape(())
-
-    def _train_stages(
-        self, runner: PipelineRunner, inputs: Any, targets: Any, tokens: int | None
-    ) -> Tensor:
-        problem: Exception | None = None
-        try:
-            self._steps.begin(tokens, early=True)
-            self._steps.clear_grads()
-        except ThinwireError:
-            raise
-        except (TypeError, ValueError, RuntimeError) as error:  # reported to other stages
-            problem = error
-        with self._parts.group.one_deadline():
-            loss = runner.step(inputs, targets, problem, concludes=self._steps.concludes)
-            self._steps.finish(loss)
-            loss = runner.conclude() if loss is None else loss
-        self._steps.after_step()
-        return loss
+        return self._division.train(self._steps, inputs, targets, tokens)
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, targets: Any) -> Tensor:
@@ -175,14 +151,7 @@ class Engine:
             TypeError, ValueError: The loss is no tensor, or no scalar.
         """
         self._require_open()
-        if self._parts.runner is not None:
-            with self._parts.group.one_deadline():
-                return self._parts.runner.evaluate(inputs, targets)
-        with busy(self._parts.group.timeout_s):
-            require_loss(loss := self._loss_of(inputs, targets, "evaluate"), trains=False)
-        if self._steps.sharded:  # the root module has kept whole parameters
-            reshard_(self._parts.model)
-        return loss.detach().reshape(())
+        return self._division.evaluate(self._steps, inputs, targets)
 
     def minimize(
         self, loss: Tensor, *, tokens: int | None = None
@@ -213,16 +182,10 @@ class Engine:
                 parameters changed since `prepare`, as in `train_step`.
             ThinwireError: The exchange failed: see `thinwire.errors`.
         """
-        parts = self._parts
-        if parts.runner is not None:
-            raise RuntimeError(
-                "engine.minimize does not work under pipeline, since only the last stage has the "
-                "loss: use engine.train_step(inputs, targets)"
-            )
-        self._require_open()
+        self._require_works("minimize")
         self._steps.begin(tokens, early=True)
         self._steps.minimize(lambda: loss)
-        return [], [(p, p.grad) for p in parts.params.values() if p.grad is not None]
+        return [], [(p, p.grad) for p in self._steps.params.values() if p.grad is not None]
 
     def apply_gradients(self, loss: Tensor | None = None, *, tokens: int | None = None) -> None:
         """Run exchange and update from the gradients in `p.grad`. Counts as one microstep.
@@ -247,8 +210,7 @@ class Engine:
                 pass. Trainable parameters changed since `prepare`, as in `train_step`.
             ThinwireError: The exchange failed: see `thinwire.errors`.
         """
-        self._require_unscaled("apply_gradients")
-        self._require_open()
+        self._require_works("apply_gradients")
         self._steps.apply(loss, tokens)
 
     def follow_steps(self, loss: Callable[[], Tensor | None] | None = None) -> Following:
@@ -277,15 +239,14 @@ class Engine:
             RuntimeError: As in `apply_gradients`; steps are followed already. At a step: an enabled
                 `GradScaler` calls it, on two ranks or more; or not all steps follow one backward.
         """
-        self._require_open()
-        self._require_unscaled("follow_steps")
+        self._require_works("follow_steps")
         if self._following is not None and self._following.active:
             raise RuntimeError(
                 "follow_steps is already active for this optimizer: first call remove() of the "
                 "handle that it returned"
             )
         self._following = Following(self._steps, loss)
-        self._parts.undo.callback(self._following.remove)
+        self._steps.undo.callback(self._following.remove)
         return self._following
 
     @contextlib.contextmanager
@@ -318,29 +279,16 @@ class Engine:
         Communication: one exchange of zeros at the end. Under local updates 24 bytes a rank for
         every averaging.
         """
-        self._require_open()
-        if self._steps.joining is not None:
+        self._require_works("join()")
+        joining = self._steps.joining
+        if joining.inside:
             raise RuntimeError("engine.join() is nested: use a single one around the whole loop")
-        if self._parts.runner is not None:
-            raise RuntimeError(
-                "engine.join() does not work under pipeline, since all stages need the same "
-                "batches: give all replicas equally many, for example with DistributedSampler"
-            )
-        if self._steps.sharded:
-            raise RuntimeError(
-                "engine.join() does not work with mesh=: the ranks of a site gather their shards "
-                "in every forward pass. Give them equally many batches, for example with "
-                "DistributedSampler"
-            )
-        self._steps.joining = Joining(self._parts.group)
-        batches = self._parts.batches
-        batches.begin(inside=True)
+        joining.begin(inside=True)
         try:
             yield
             self._steps.idle()
         finally:
-            self._steps.joining = None
-            batches.begin(inside=False)
+            joining.begin(inside=False)
 
     def flush(self) -> None:
         """Finish pending work: leftovers of a merge, local updates under way, and the last
@@ -361,22 +309,22 @@ class Engine:
         """
         self._require_open()
         if self._steps.left:
-            self._parts.merge.clear()
+            self._steps.merge.clear()
             return
-        following, parts, merge = self._following, self._parts, self._parts.merge
+        following, steps, merge = self._following, self._steps, self._steps.merge
         if following is not None and following.active and (why := following.unfinished()):
-            self._steps.refuse(why)
-        with self._steps.with_advice(), parts.group.one_deadline():
-            if self._steps.flush_compares_steps:
-                position = {"step": self._steps.position()}
+            steps.refuse(why)
+        with steps.with_advice(), steps.group.one_deadline():
+            if steps.flush_compares_steps:
+                position = {"step": steps.position()}
                 position["microsteps of the unfinished update"] = merge.microsteps
-                require_agreement(parts.group, position, action="engine.flush()")
+                require_agreement(steps.group, position, action="engine.flush()")
             if merge.microsteps:
-                self._steps.clear_grads()  # before a second set is made
-                left, overflow = merge.take(avg=parts.merge_avg), merge.overflowed
-                self._steps.update(left, overflow=overflow, complete=True)
-            self._steps.end()
-        self._parts.replica.record_gradients()
+                steps.clear_grads()  # before a second set is made
+                left, overflow = merge.take(avg=steps.merge_avg), merge.overflowed
+                steps.update(left, overflow=overflow, complete=True)
+            steps.end()
+        steps.replica.record_gradients()
 
     def mean_loss(self, loss: Tensor | float) -> Tensor:
         """Return the mean of a loss over the ranks, with equal weights. All ranks must call this.
@@ -407,7 +355,7 @@ class Engine:
             raise ValueError(
                 f"loss must have one element, got {value.numel()}: take its mean first"
             )
-        group, name = self._parts.group, "the mean loss"
+        group, name = self._steps.group, "the mean loss"
         if not group.static_membership:
             raise RuntimeError(
                 "engine.mean_loss does not work with members=, since a joining member would not "
@@ -458,14 +406,14 @@ class Engine:
         Returns:
             The counters by name.
         """
-        parts = self._parts
+        steps, publisher = self._steps, self._publisher
         return numbers(
-            microsteps=parts.merge.microsteps,
-            k_steps=self._steps.k_steps,
-            loss_scale=1.0 if parts.scaler is None else parts.scaler.scale,
-            bytes_dense=4 * self.step * sum(shard_of(p).numel() for p in parts.params.values()),
-            published_step=0 if self._steps.publisher is None else self._steps.publisher.step,
-            **self._steps.counts(),
+            microsteps=steps.merge.microsteps,
+            k_steps=steps.k_steps,
+            loss_scale=1.0 if steps.scaler is None else steps.scaler.scale,
+            bytes_dense=4 * steps.step * sum(shard_of(p).numel() for p in steps.params.values()),
+            published_step=0 if publisher is None else publisher.step,
+            **steps.counts(),
         )
 
     @property
@@ -475,10 +423,9 @@ class Engine:
     @property
     def pending(self) -> str:
         """Pending work of `flush`, such as "2 merged microsteps"; empty if there is none."""
-        microsteps = self._parts.merge.microsteps
+        microsteps = self._steps.merge.microsteps
         waiting = [f"{microsteps} merged microsteps"] if microsteps else []
-        averager = self._parts.averager
-        if averager is not None and averager.when.unsynced:
+        if self._steps.unsynced:
             waiting.append("an averaging")
         return " and ".join(waiting)
 
@@ -505,7 +452,7 @@ class Engine:
         Raises:
             TypeError: A file cannot hold the state of a scheduler or a module.
         """
-        return saving.state_dict(self._parts, self._steps.counters())
+        return saving.state_dict(self._steps)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a `state_dict` of the same rank, bit for bit, on all ranks. No communication.
@@ -524,7 +471,7 @@ class Engine:
             ValueError: The state belongs to another model or strategy; nothing has changed.
         """
         self._require_open()
-        self._continue(saving.load(state, self._parts))
+        self._continue(saving.load(state, self._steps))
 
     def save(
         self,
@@ -578,25 +525,25 @@ class Engine:
             Diverged: The states of ranks differ; nothing was written.
             Mismatch: Ranks are out of step, or some of them did not call this.
         """
-        if self._parts.group.static_membership:
-            position = {"step of the checkpoint": self._steps.position()}
-            require_agreement(self._parts.group, position, action="saving")
-            self._steps.exchange.require_equal(self._steps.position())
+        steps = self._steps
+        step = steps.position()
+        if steps.group.static_membership:
+            require_agreement(steps.group, {"step of the checkpoint": step}, action="saving")
+            steps.exchange.require_equal(step)
         check.boolean("frozen", frozen)
         check.boolean("wait", wait)
         check.one_of("only", only, (None, "model"))
         self.wait_for_save()
         begun_s = time.perf_counter()
-        parts, counters, step = self._parts, self._steps.counters(), self._steps.position()
         write = checkpoints.save(
-            directory, parts, counters, extra, step, keep, frozen=frozen, copy=not wait, only=only
+            directory, steps, extra, keep, frozen=frozen, copy=not wait, only=only
         )
         path = next_folder(Path(directory), step)
         if wait:
-            path = write(parts.savers)
+            path = write(steps.savers)
         else:
-            self._background_save.begin(parts.savers, write)
-        self._steps.pace.exclude(time.perf_counter() - begun_s)
+            self._background_save.begin(steps.savers, write)
+        steps.exchange.pace.exclude(time.perf_counter() - begun_s)
         return path
 
     def publish(self, where: Where, *, updates: int = 1, **how: Any) -> EnginePublisher:
@@ -621,13 +568,12 @@ class Engine:
             StreamError: The storage does not answer, or has versions of another model.
             ValueError: Members publish into a folder without `shared=True`.
         """
-        self._require_open()
-        if self._steps.publisher is not None and not self._steps.publisher.closed:
+        self._require_works("publish")
+        if self._publisher is not None and not self._publisher.closed:
             raise RuntimeError("this engine publishes already: close the handle of the first call")
-        self._steps.publisher = publisher = EnginePublisher(
-            self._parts, self._steps.events, self._steps.position, where, updates, how
-        )
-        self._parts.undo.callback(publisher.abandon)
+        self._publisher = publisher = EnginePublisher(self._steps, where, updates, how)
+        self._steps.publish = publisher.after_update
+        self._steps.undo.callback(publisher.abandon)
         return publisher
 
     def wait_for_save(self) -> Path | None:
@@ -703,7 +649,7 @@ class Engine:
         self._require_open()
         check.boolean("if_any", if_any)
         step = None if step is None else check.integer("step", step, at_least=0)
-        if not self._parts.group.static_membership and self._steps.position():
+        if not self._steps.group.static_membership and self._steps.position():
             reason = (
                 f"this member already has the state of the others, at step {self._steps.position()}"
             )
@@ -714,7 +660,7 @@ class Engine:
             _log.info("%s: nothing is loaded", reason)
             return None
         try:
-            path, restored = checkpoints.load(directory, self._parts, step)
+            path, restored = checkpoints.load(directory, self._steps, step)
         except CheckpointMissing:
             if not if_any:
                 raise
@@ -763,8 +709,8 @@ class Engine:
             )
         path = Path(source)
         if torch_checkpoint or path.suffix == ".safetensors":
-            return load_model_file(path, self._parts)
-        return checkpoints.load_parameters(path, self._parts)
+            return load_model_file(path, self._steps)
+        return checkpoints.load_parameters(path, self._steps)
 
     def close(self) -> None:
         """Remove all hooks from the model and the optimizer, for good. May be called twice.
@@ -774,8 +720,8 @@ class Engine:
         and residuals in its `state`, and a new engine with the same fields continues with them.
         """
         try:
-            if self._steps.publisher is not None:
-                self._steps.publisher.close()
+            if self._publisher is not None:
+                self._publisher.close()
         finally:
             self._finalizer()
             self._background_save.close()
@@ -784,26 +730,11 @@ class Engine:
         self._steps.count_from(restored)
         self.extra = restored["extra"]
 
-    def _loss_of(self, inputs: Any, targets: Any, caller: str) -> Tensor:
-        parts = self._parts
-        if parts.loss_fn is None:
-            raise RuntimeError(
-                f"{caller} needs a loss function, but prepare got none: call prepare(model, "
-                "optimizer, loss_fn), or compute the loss yourself and call engine.minimize(loss)"
-            )
-        outputs = called(parts.model, inputs)
-        with contextlib.nullcontext() if parts.autocast is None else parts.autocast():
-            return parts.loss_fn(outputs, targets)
-
     def _require_open(self) -> None:
         if not self._finalizer.alive:
             raise RuntimeError("this engine was closed: prepare a new one")
 
-    def _require_unscaled(self, caller: str) -> None:
-        parts = self._parts
-        if parts.runner is not None or parts.scaler is not None:
-            field = "pipeline" if parts.scaler is None else "the loss scale of amp"
-            raise RuntimeError(
-                f"engine.{caller} does not work under {field}, which needs the loss before its "
-                "backward pass: use engine.train_step(inputs, targets)"
-            )
+    def _require_works(self, call: str) -> None:
+        self._require_open()
+        if (why := self._steps.refusals.get(call)) is not None:
+            raise RuntimeError(f"engine.{call} does not work {why}")

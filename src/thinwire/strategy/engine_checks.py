@@ -57,8 +57,12 @@ class Joining:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self.due = True
-        """True if the next microstep begins with a vote."""
+        self.begin(inside=False)
+
+    def begin(self, *, inside: bool) -> None:
+        """Begin anew, `inside` the block or outside."""
+        self.inside = self.due = inside
+        """`due`: True if the next microstep begins with a vote."""
 
     def vote(self, *, active: bool) -> bool:
         """Return True if any rank still has a batch. All ranks must call this."""

@@ -1,11 +1,12 @@
 """A strategy as text: its fields, a step in order, the pairs, advice, the effect on a model."""
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from types import NoneType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -14,12 +15,14 @@ from thinwire._names import named_parameters
 from thinwire._wording import listed
 from thinwire.comm import node_size_of, rank_and_size_in
 from thinwire.compress import tag_of
+from thinwire.compress.protocol import Compression
 from thinwire.compress.residuals import Dense
 from thinwire.core.gradients import Clip
 from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
-from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, fragments_of
+from thinwire.layout.shares import contiguous
+from thinwire.local.config import AdaptiveLocalSGD, LocalConfig
 from thinwire.local.model import require_own_params
-from thinwire.pipeline.split import split_model
+from thinwire.pipeline.split import Pipeline, split_model
 from thinwire.step.recompute import matches
 from thinwire.strategy.clipping import require_one_clip
 from thinwire.strategy.documents import attribute_lines
@@ -44,7 +47,8 @@ def explanation(
     check.instance("model", model, (nn.Module, NoneType))
     check.instance("optimizer", optimizer, (Optimizer, NoneType))
     about = attribute_lines(type(strategy))
-    order = enumerate(_order(strategy, grad_clip), start=1)
+    texts = _Texts(strategy)
+    order = enumerate(_order(strategy, texts, grad_clip), start=1)
     sections = {
         "On": [f"{name}: {about.get(name, '')} {value}" for name, value in strategy.on.items()]
         or ["nothing: gradients are averaged over all ranks, as by DistributedDataParallel"],
@@ -52,8 +56,10 @@ def explanation(
         "Together": [
             f"{' and '.join(rule.pair)}: {rule.meaning}" for rule in rules_between(strategy.on)
         ],
-        "To know": list(_advice(strategy)),
-        "This model": [] if model is None else list(_about_model(strategy, model, optimizer)),
+        "To know": list(_advice(strategy, texts)),
+        "This model": (
+            [] if model is None else list(_about_model(strategy, texts, model, optimizer))
+        ),
         "This optimizer": (
             [] if optimizer is None else _about_optimizer(strategy, optimizer, model, grad_clip)
         ),
@@ -62,21 +68,108 @@ def explanation(
     return "\n\n".join("\n".join([t, *map(wrap, texts)]) for t, texts in sections.items() if texts)
 
 
-def _order(strategy: Fields, grad_clip: Clip | None) -> Iterator[str]:
-    amp, merge, local = strategy.amp, strategy.gradient_merge, strategy.local
-    pipeline, recompute = strategy.pipeline, strategy.recompute
-    scale = None if amp is None else amp.loss_scale
-    unchecked = isinstance(scale, FixedLossScale) and not scale.drop_overflow_update
-    merges = merge is not None and merge.k_steps > 1
-    ranks = "all ranks" if pipeline is None else "the replicas of a stage"
+class _Texts:
+    """Texts that differ between modes; first of whole models whose updates are exchanged."""
 
-    text = "Forward pass of this rank's mini-batch"
-    if pipeline is not None:
-        text += f", in {pipeline.micro_batches} parts through {pipeline.stages} stages"
+    ranks = "all ranks"
+    passes = clipped = ""
+    early = "; it begins in the backward pass"
+    stages = fragments = 1
+    subject = "the gradient"
+    owner = "the mean gradient"
+    overflow = "All ranks agree whether a gradient overflowed: if so, no update"
+    after: Sequence[str] = ()
+    """What follows an update."""
+    pending: Sequence[str] = ()
+    """What a flush applies."""
+    row_sparse = True
+    """True if row-sparse gradients travel as they are."""
+    changes: Compression | None = None
+    message: Callable[[Sequence[torch.Size]], str] | None = None
+    """Describes the message of what is compressed."""
+
+    def __init__(self, strategy: Fields) -> None:
+        self.of_gradients = strategy.gradient_compression
+        self.advice: list[str] = []
+        if strategy.pipeline is not None:
+            self._of_stages(strategy.pipeline)
+        if strategy.local is None:
+            self._of_exchange(strategy)
+        else:
+            self._of_averaging(strategy.local, strategy)
+
+    def _of_stages(self, config: Pipeline) -> None:
+        self.stages = config.stages
+        self.ranks = "the replicas of a stage"
+        self.passes = f", in {config.micro_batches} parts through {config.stages} stages"
+        self.early = ""
+        self.clipped = " over all stages"
+
+    def _of_exchange(self, strategy: Fields) -> None:
+        config, scale, drop = self.of_gradients, strategy._loss_scale, ""
+        if scale is None or (_is_unchecked(scale) and config is not None):
+            drop = ". A gradient that is not finite, on any rank, drops the update on all"
+        method = "dense" if config is None else f"by {tag_of(config)}"
+        self.exchange = (
+            f"Exchange: the gradient becomes the mean over {self.ranks}, {method}{self.early}{drop}"
+        )
+        if self.early:
+            first, others = (nbytes / 2**20 for nbytes in (config or Dense()).buckets)
+            size = f"{others:g} MiB" + (f" (the first of {first:g} MiB)" if first < others else "")
+            self.advice.append(
+                f"overlap: gradients are sent during the backward pass, in buckets of {size}, once "
+                "all ranks used the same parameters in two successive updates. With one rank, "
+                "row-sparse gradients or changing parameters, the exchange follows the backward "
+                "pass"
+            )
+        if config is not None:
+            self.advice += _about_compression(config, strategy, self.stages)
+            self.message = partial(config.message_text, config.settled_step)
+
+    def _of_averaging(self, config: LocalConfig, strategy: Fields) -> None:
+        self.subject, self.owner = "the change", "this rank's own gradient"
+        self.overflow = "An overflow drops the local step, which still counts"
+        self.exchange = "No exchange of gradients: each rank updates on its own"
+        self.pending = ["the last averaging"]
+        self.fragments, self.row_sparse = config.fragments, False
+        self.changes = changes = config.compression
+        if changes is not None:
+            first = partial(changes.sent_bytes, config.begin_step + 1)
+            self.message = lambda shapes: f"a message has {first(shapes):,} bytes"
+        self.after = [f"Averaging over {self.ranks}, {_interval(config)}"]
+        if isinstance(config, AdaptiveLocalSGD):
+            self.after.append("New interval: shorter as the loss falls, longer as the rate falls")
+        self.advice = ["local updates: ranks differ between two averagings; evaluate after flush()"]
+        self.advice += _about_share(config)
+        if strategy.dgc is not None and strategy.dgc.node_size not in (None, 1):
+            self.advice.append(
+                "dgc: node_size is for gradients; set node_size of the local updates"
+            )
+
+    def way(self, p: Parameter, row_sparse: Collection[Tensor]) -> str:
+        """Return how what is exchanged of a parameter travels."""
+        if self.changes is not None:
+            return "compressed" if self.changes.compresses(p) and p.numel() else "dense"
+        if self.of_gradients is None:
+            return "dense"
+        if (why := self.of_gradients.why_dense(p)) is not None:
+            return f"dense, {why}"
+        return "dense, because its rows are sparse already" if p in row_sparse else "compressed"
+
+
+def _is_unchecked(scale: LossScale | None) -> bool:
+    return isinstance(scale, FixedLossScale) and not scale.drop_overflow_update
+
+
+def _order(strategy: Fields, texts: _Texts, grad_clip: Clip | None) -> Iterator[str]:
+    amp, merge, recompute = strategy.amp, strategy.gradient_merge, strategy.recompute
+    scale = strategy._loss_scale
+    text = f"Forward pass of this rank's mini-batch{texts.passes}"
     text += f", in {amp.dtype} where autocast allows it" if amp is not None else ""
     yield text + ("; recomputed modules keep only their inputs" if recompute is not None else "")
     text = "Backward pass of the loss" + (" times the loss scale" if scale is not None else "")
     yield text + ("; recomputed modules repeat their forward pass" if recompute else "")
+    merges = strategy._merge_steps > 1
     if merge is not None and merges:
         divided = ", divided by the loss scale," if scale is not None else ""
         yield (
@@ -85,41 +178,17 @@ def _order(strategy: Fields, grad_clip: Clip | None) -> Iterator[str]:
         )
     if scale is not None:
         divided = "" if merges else "; else gradients are divided by the scale"
-        if unchecked:
+        if _is_unchecked(scale):
             yield f"Gradients are not checked for overflow{divided.replace('else ', '')}"
-        elif local is not None:
-            yield f"An overflow drops the local step, which still counts{divided}"
         else:
-            yield f"All ranks agree whether a gradient overflowed: if so, no update{divided}"
-    if local is not None:
-        yield "No exchange of gradients: each rank updates on its own"
-    else:
-        method = (
-            f"by {tag_of(strategy.gradient_compression)}"
-            if strategy.gradient_compression
-            else "dense"
-        )
-        early = "; it begins in the backward pass" if pipeline is None else ""
-        drop = ""
-        if scale is None or (unchecked and strategy.gradient_compression is not None):
-            drop = ". A gradient that is not finite, on any rank, drops the update on all"
-        yield f"Exchange: the gradient becomes the mean over {ranks}, {method}{early}{drop}"
+            yield f"{texts.overflow}{divided}"
+    yield texts.exchange
     clipping = "clipping"
     if grad_clip is not None:
-        owner = "this rank's own gradient" if local is not None else "the mean gradient"
-        clipping += (
-            f" of {owner}{' over all stages' if pipeline is not None else ''} by {grad_clip}"
-        )
+        clipping += f" of {texts.owner}{texts.clipped} by {grad_clip}"
     method = next((f.upper() for f in ("lars", "lamb") if f in strategy.on), "the given optimizer")
     yield f"Update: {clipping}, weight decay and regularizer, centralization, then {method}"
-    yield from _after(local, scale, ranks)
-
-
-def _after(local: LocalConfig | None, scale: LossScale | None, ranks: str) -> Iterator[str]:
-    if local is not None:
-        yield f"Averaging over {ranks}, {_interval(local)}"
-    if isinstance(local, AdaptiveLocalSGD):
-        yield "New interval: shorter as the loss falls, longer as the rate falls"
+    yield from texts.after
     if isinstance(scale, DynamicLossScale):
         yield "New loss scale: smaller after an overflow, larger after many updates without one"
 
@@ -134,9 +203,8 @@ def _interval(config: LocalConfig) -> str:
     return text + (f"; it takes effect {config.delay} steps later" if config.delay else "")
 
 
-def _advice(strategy: Fields) -> Iterator[str]:
-    amp, pipeline, local = strategy.amp, strategy.pipeline, strategy.local
-    merge = strategy.gradient_merge
+def _advice(strategy: Fields, texts: _Texts) -> Iterator[str]:
+    amp, merge = strategy.amp, strategy.gradient_merge
     if amp is not None and amp.dtype == "float16" and amp.loss_scale is None:
         yield (
             "amp: float16 without a loss scale: gradients below 6e-8 become 0 and large ones "
@@ -144,13 +212,12 @@ def _advice(strategy: Fields) -> Iterator[str]:
         )
     if amp is not None and amp.dtype == "bfloat16" and amp.loss_scale is not None:
         yield "amp: bfloat16 has the range of float32; the loss scale is used, but gains little"
-    scale = None if amp is None else amp.loss_scale
-    if isinstance(scale, FixedLossScale) and not scale.drop_overflow_update:
+    if _is_unchecked(strategy._loss_scale):
         yield (
             "amp: with drop_overflow_update=False an overflow reaches the parameters, unless "
             "a compression stops it"
         )
-    if pipeline is not None:
+    if (pipeline := strategy.pipeline) is not None:
         yield (
             f"pipeline: the number of ranks must be a multiple of {pipeline.stages}, every "
             f"mini-batch of {pipeline.micro_batches}. The tensors between stages are the traffic: "
@@ -160,39 +227,21 @@ def _advice(strategy: Fields) -> Iterator[str]:
     for name, config in single.items():
         if config is not None and config.k_steps == 1:
             yield f"{name}: k_steps=1 saves no communication"
-    if local is None and pipeline is None:
-        method = strategy.gradient_compression or Dense()
-        first, others = (nbytes / 2**20 for nbytes in method.buckets)
-        size = f"{others:g} MiB" + (f" (the first of {first:g} MiB)" if first < others else "")
-        yield (
-            f"overlap: gradients are sent during the backward pass, in buckets of {size}, once "
-            "all ranks used the same parameters in two successive updates. With one rank, "
-            "row-sparse gradients or changing parameters, the exchange follows the backward pass"
-        )
-    if local is None:
-        yield from _about_compression(strategy)
-    else:
-        yield "local updates: ranks differ between two averagings; evaluate after flush()"
-        yield from _about_share(local)
-    if local and strategy.dgc and strategy.dgc.node_size not in (None, 1):
-        yield "dgc: node_size is for gradients; set node_size of the local updates"
-    pending = ["the leftovers of a merge"] if merge is not None and merge.k_steps > 1 else []
-    if pending := pending + (["the last averaging"] if local is not None else []):
+    yield from texts.advice
+    pending = ["the leftovers of a merge"] if strategy._merge_steps > 1 else []
+    if pending := [*pending, *texts.pending]:
         yield f"at the end call engine.flush(): it applies {' and '.join(pending)}"
 
 
-def _about_compression(strategy: Fields) -> Iterator[str]:
+def _about_compression(config: Compression, strategy: Fields, stages: int) -> Iterator[str]:
     """Return advice on a compression of gradients: its optimizer, its sources, its exchange."""
-    config = strategy.gradient_compression
-    if config is None:
-        return
     tag = tag_of(config)
     if config.accumulates and strategy.lars is None and strategy.lamb is None:
         yield (
             f"{tag}: clipping, weight decay, momentum and Nesterov of an SGD come before the "
             "exchange; any other optimizer gets the sparse mean as its gradient"
         )
-    ranks = range(0, rank_and_size_in()[1], strategy.pipeline.stages if strategy.pipeline else 1)
+    ranks = range(0, rank_and_size_in()[1], stages)
     sources = (
         f"{tag}: node_size={config.node_size}: that many consecutive ranks average densely and "
         "count as one source; None takes torchrun's LOCAL_WORLD_SIZE where it fills two machines "
@@ -237,60 +286,41 @@ def _about_share(config: LocalConfig) -> Iterator[str]:
         )
 
 
-def _about_model(strategy: Fields, model: nn.Module, optimizer: Optimizer | None) -> Iterator[str]:
+def _about_model(
+    strategy: Fields, texts: _Texts, model: nn.Module, optimizer: Optimizer | None
+) -> Iterator[str]:
     named = dict(named_parameters(model))
     params = {name: p for name, p in named.items() if p.requires_grad}
     if optimizer is not None:
         trained = {p for group in optimizer.param_groups for p in group["params"]}
         params = {name: p for name, p in params.items() if p in trained}
-        if strategy.pipeline is None:
-            require_trained(params)
-    if strategy.local is not None and strategy.pipeline is None and params:
-        fragments_of(params, strategy.local)
     if strategy.pipeline is not None:
         for number, stage in enumerate(split_model(model, strategy.pipeline), start=1):
             yield f"stage {number}: {_sized(dict(named_parameters(stage)))}"
+    else:
+        if optimizer is not None:
+            require_trained(params)
+        if params:
+            contiguous([p.numel() for p in params.values()], texts.fragments)
     if strategy.recompute is not None:
         names = matches(model, strategy.recompute.checkpoints)
         yield f"recomputed: {_counted(names, 'module')}"
-    yield from _exchanged(strategy, model, params)
-    if rest := [name for name in named if name not in params]:
-        yield f"not trained: {_counted(rest, 'tensor')}"
-
-
-def _exchanged(strategy: Fields, model: nn.Module, params: dict[str, Parameter]) -> Iterator[str]:
-    local = strategy.local
-    changes = None if local is None else local.compression
     row_sparse = {
         m.weight
         for m in model.modules()
-        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse and local is None
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse and texts.row_sparse
     }
-
-    def way(p: Parameter) -> str:
-        if changes is not None:
-            return "compressed" if changes.compresses(p) and p.numel() else "dense"
-        if strategy.gradient_compression is None:
-            return "dense"
-        if (why := strategy.gradient_compression.why_dense(p)) is not None:
-            return f"dense, {why}"
-        return "dense, because its rows are sparse already" if p in row_sparse else "compressed"
-
     ways: dict[str, dict[str, Parameter]] = {}
     for name, p in params.items():
-        ways.setdefault(way(p), {})[name] = p
-    subject = "the change" if local is not None else "the gradient"
+        ways.setdefault(texts.way(p, row_sparse), {})[name] = p
     for text, members in sorted(ways.items()):
-        yield f"{text}, {subject} of {_sized(members)}"
-    compressed = list(ways.get("compressed", {}).values())
-    config = changes if changes is not None else strategy.gradient_compression
-    if config is None or not compressed or strategy.pipeline is not None:
-        return
+        yield f"{text}, {texts.subject} of {_sized(members)}"
+    compressed = ways.get("compressed", {}).values()
     shapes = [(torch.view_as_real(p) if p.is_complex() else p).shape for p in compressed]
-    if changes is not None and local is not None:
-        yield f"a message has {changes.sent_bytes(local.begin_step + 1, shapes):,} bytes"
-    elif local is None:
-        yield config.message_text(config.settled_step, shapes)
+    if shapes and texts.message is not None and strategy.pipeline is None:
+        yield texts.message(shapes)
+    if rest := [name for name in named if name not in params]:
+        yield f"not trained: {_counted(rest, 'tensor')}"
 
 
 def _about_optimizer(
@@ -308,7 +338,7 @@ def _about_optimizer(
                 names[p] = known[i] if i < len(known) else f"parameter {len(names)}"
     selected = select_optimizers(optimizer, strategy, names=names)
     for one in selected:
-        require_one_clip(one.optimizer, grad_clip, one.compressor if one.folds else None)
+        require_one_clip(one, grad_clip)
     return [note for one in selected for note in one.notes]
 
 

@@ -11,6 +11,7 @@ from thinwire.compress import COMPRESSIONS
 from thinwire.compress.dgc import DGC
 from thinwire.compress.low_rank import LowRank
 from thinwire.compress.protocol import Compression
+from thinwire.core.loss_scale import LossScale
 from thinwire.errors import StrategyError
 from thinwire.local.config import AdaptiveLocalSGD, LocalSGD
 from thinwire.optim.layerwise import LAMB, LARS
@@ -75,6 +76,10 @@ class Fields:
     def _merge_steps(self) -> int:
         """Microbatches of an update on one rank."""
         return 1 if self.gradient_merge is None else self.gradient_merge.k_steps
+
+    @property
+    def _loss_scale(self) -> LossScale | None:
+        return None if self.amp is None else self.amp.loss_scale
 
     def _conflicts_inside(self) -> Iterator[str]:
         for name in ("localsgd", "adaptive_localsgd"):

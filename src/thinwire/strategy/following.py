@@ -11,8 +11,8 @@ from torch import Tensor
 from thinwire.core.several import all_of
 from thinwire.core.sharded import shard_of
 from thinwire.local.model import SCALER, refuse_scaler
-from thinwire.strategy.microsteps import Microsteps
 from thinwire.strategy.ownership import params_of, remove_scaler_marks_, replace_step_
+from thinwire.strategy.updates import Steps
 
 
 class Following:
@@ -20,17 +20,17 @@ class Following:
 
     # one update follows a step of each optimizer after one backward pass
 
-    def __init__(self, steps: Microsteps, loss: Callable[[], Tensor | None] | None) -> None:
+    def __init__(self, steps: Steps, loss: Callable[[], Tensor | None] | None) -> None:
         self.active = True
         """True if steps are followed."""
         self._steps, self._loss = steps, loss
-        self._optimizers, self._stepped = all_of(steps.parts.optimizer), list[int]()
+        self._optimizers, self._stepped = all_of(steps.optimizer), list[int]()
         self._seen: dict[Tensor, tuple[Tensor | None, int]] = {}
         """Gradients and their versions at the optimizer's step; with -1 before it."""
         self._backward_passed = False
         """True after a backward pass since the first step."""
         self._undo = ExitStack()
-        for param in params_of(steps.parts.optimizer):
+        for param in params_of(steps.optimizer):
             if param.requires_grad and len(self._optimizers) > 1:
                 hook = param.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
                 self._undo.callback(hook.remove)
@@ -52,17 +52,16 @@ class Following:
         self._backward_passed = True
 
     def _step(self, which: int, closure: Callable[[], Any] | None) -> Any:
-        parts = self._steps.parts
-        by_time = parts.local is not None and parts.local.config.by_time
+        steps = self._steps
         marked = [remove_scaler_marks_(single) for single in self._optimizers]
         if any(marked):
             raise RuntimeError(SCALER)
-        if parts.group.size > 1 and not by_time:
-            refuse_scaler(parts.optimizer)
+        if steps.group.size > 1 and steps.in_lockstep:
+            refuse_scaler(steps.optimizer)
         with torch.enable_grad():
             value = None if closure is None else closure()
         if (problem := self._problem_of(which)) is not None:
-            self._steps.refuse(problem)
+            steps.refuse(problem)
         if len(self._stepped) == len(self._optimizers):
             self._update(value)
         return value
@@ -70,7 +69,7 @@ class Following:
     def _problem_of(self, which: int) -> str | None:
         """Add a step; return why it is of another update, if so."""
         if not self._stepped:
-            self._seen = {p: (p.grad, -1) for p in params_of(self._steps.parts.optimizer)}
+            self._seen = {p: (p.grad, -1) for p in params_of(self._steps.optimizer)}
             self._backward_passed = False
         changed = self._backward_passed or any(
             p.grad is not None and (p.grad is not grad or version not in (-1, _version(grad)))

@@ -2,63 +2,96 @@
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from typing import NoReturn
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from thinwire._wording import warn_user
-from thinwire.comm import long_waits_logged
+from thinwire.amp import LossScaler
+from thinwire.comm import Group, long_waits_logged
 from thinwire.comm.group import collective_calls
+from thinwire.compress.protocol import Limit
 from thinwire.compress.residuals import Grads
 from thinwire.core.several import all_of
 from thinwire.core.sharded import is_sharded, shard_of, sharded_like
 from thinwire.core.tensors import require_loss, state_dtype, with_own_storage
 from thinwire.errors import Mismatch, PeerLost, PeerStalled
 from thinwire.exchange.agreement import StepDecision
-from thinwire.exchange.synchronizer import COUNTED
+from thinwire.exchange.gradients import GradientExchange
+from thinwire.exchange.replica import Replica
+from thinwire.local.averager import Averager
+from thinwire.members.members import Member
 from thinwire.optim.common import CommonOptimizer
-from thinwire.strategy.engine_checks import Joining
+from thinwire.step.merge import GradientSum
+from thinwire.strategy.clipping import Clipping
+from thinwire.strategy.engine_checks import Batches, Joining
 from thinwire.strategy.ownership import allow_step, params_of
-from thinwire.strategy.parts import Parts
-from thinwire.strategy.publishing import EnginePublisher
 
 
+@dataclass(kw_only=True, eq=False)
 class Microsteps(ABC):
     """Runs the microsteps of an engine, each from its loss, and the updates at the end of some of
     them: exchanged in each step, or made on this rank between two averagings.
 
-    `minimize` runs the backward pass, in which the exchange may begin. `finish` takes the gradients
-    and merges them, or calls `update`.
+    `minimize` runs the backward pass, in which the exchange may begin. `add_or_update` merges the
+    gradients, or calls `update`.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-        self.exchange, self.pace = parts.exchange, parts.exchange.pace
-        self.step = self._updates_here = 0
-        """Updates made by this rank. Without local updates the same on all ranks."""
-        self._uncounted: dict[str, float] = dict.fromkeys(
-            (*COUNTED, "bytes_between_stages", "dropped_steps"), 0
-        )
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    params: dict[str, Parameter]
+    """Trained parameters of this rank, by the name in the whole model."""
+    group: Group
+    """All ranks."""
+    part: int
+    """Index of this rank's pipeline stage or shard; else 0."""
+    is_whole: bool
+    """True if this rank has a whole model."""
+    member: Member | None
+    scaler: LossScaler | None
+    merge_steps: int
+    """Microsteps of an update, as the strategy says."""
+    merge_avg: bool
+    undo: ExitStack
+    """Undoes changes to model and optimizer."""
+    clip: Clipping
+    limit: Limit | None
+    """Clips this rank's gradients before they are compressed."""
+    replica: Replica
+    facts: dict[str, Any]
+    """Facts that a checkpoint must share with the engine that loads it."""
+    refusals: Mapping[str, str]
+    """Calls of the engine that do not work, with the reasons."""
+    bytes_between_stages: Callable[[], int]
+    exchange: Averager | GradientExchange
+    joining: Batches | Joining
+    """The votes inside `Engine.join`."""
+    voters: Sequence[Group] = ()
+    """Groups of what agrees over the ranks beside the exchange and the loss scale."""
+    merge: GradientSum = field(default_factory=GradientSum)
+    step: int = 0
+    """Updates made by this rank. Without local updates the same on all ranks."""
+    updates_here: int = 0
+    last_loss: Tensor | None = None
+    publish: Callable[[], None] | None = None
+    """Publishes the model if that is due, after each microstep."""
+    plan_warning: str | None = None
+
+    def __post_init__(self) -> None:
+        self.sharded = any(map(is_sharded, self.params.values()))
+        self._uncounted: defaultdict[str, float] = defaultdict(int)
         """What neither the exchange nor a vote counts: earlier runs, and drops by a loss scale."""
-        self.joining: Joining | None = None
-        """The votes inside `Engine.join`; None outside."""
-        self.sharded = any(map(is_sharded, parts.params.values()))
-        self._plan_warning: str | None = None
-        self.last_loss: Tensor | None = None
-        self.publisher: EnginePublisher | None = None
 
     @property
     @abstractmethod
     def merging(self) -> bool:
         """True if the present microstep is merged, and no update follows it."""
-
-    @abstractmethod
-    def position(self) -> int:
-        """Return updates, or local steps with dropped ones: the same on all ranks."""
 
     @abstractmethod
     def refuse(self, problem: str, *, early: bool = False) -> NoReturn:
@@ -86,12 +119,24 @@ class Microsteps(ABC):
     def _observe(self, loss: Tensor | None) -> None:
         """Note the loss of a microstep."""
 
+    @property
+    def savers(self) -> Group:
+        """The ranks that write one checkpoint: all; with members a member alone, or its site."""
+        if self.group.static_membership:
+            return self.group
+        return self.group.shards or self.group.node
+
+    @property
+    def _votes(self) -> list[Group]:
+        scaler = None if self.scaler is None else self.scaler._group
+        return [*self.voters, *([] if scaler is None else [scaler])]
+
     def counters(self) -> dict[str, float]:
         """Return the counters of this rank, earlier runs included."""
-        runner, found = self.parts.runner, self.exchange.counted()
-        found["bytes_between_stages"] = 0 if runner is None else runner.bytes_sent
+        found = self.exchange.counted()
+        found["bytes_between_stages"] = self.bytes_between_stages()
         found["dropped_steps"] = self.exchange.drops.total
-        for part in self.parts.votes():
+        for part in self._votes:
             found["bytes_sent"] += part.bytes_sent
             found["bytes_received"] += part.bytes_received
             found["bytes_between_nodes"] += 0 if self.sharded else part.bytes_sent
@@ -108,7 +153,7 @@ class Microsteps(ABC):
 
     def waited_s(self) -> float:
         """Seconds for which other ranks blocked this one, in this process."""
-        return self.exchange.waited_s + sum(part.wait_s for part in self.parts.votes())
+        return self.exchange.waited_s + sum(part.wait_s for part in self._votes)
 
     @contextlib.contextmanager
     def with_advice(self) -> Iterator[None]:
@@ -117,7 +162,7 @@ class Microsteps(ABC):
             with long_waits_logged(f"step {self.step}", self.waited_s):
                 yield
         except (PeerLost, PeerStalled, Mismatch) as error:
-            if self.joining is None:
+            if not self.joining.inside:
                 error.add_note(
                     "If ranks have unequal numbers of batches, train inside `with "
                     "engine.join():`, or give all ranks equally many."
@@ -126,14 +171,16 @@ class Microsteps(ABC):
 
     def clear_grads(self) -> None:
         """Clear gradients, as `zero_grad()` does."""
-        for param in self.parts.params.values():
+        for param in self.params.values():
             param.grad = None
         # also of frozen ones, as zero_grad() does: the optimizer would keep updating from them
-        for trained in params_of(self.parts.optimizer):
+        for trained in params_of(self.optimizer):
             trained.grad = None
 
     def _require_unchanged(self, *, early: bool, every: bool = False) -> None:
-        if (problem := self.parts.replica.changed(every=every)) is not None:
+        if (problem := self.replica.changed(every=every)) is not None:
+            if early:
+                self.clear_grads()
             self.refuse(problem, early=early)
 
     def begin(self, tokens: int | None, *, early: bool) -> None:
@@ -141,75 +188,70 @@ class Microsteps(ABC):
         self._require_unchanged(early=early)
         self._begin(tokens)
         if early:
-            self.parts.replica.warn_of_edits()
+            self.replica.warn_of_edits()
 
     def apply(self, loss: Tensor | None, tokens: int | None = None) -> None:
         """Run one microstep from the gradients in `p.grad`."""
         self.begin(tokens, early=False)
         # no hook launches any more, and no vote is needed before all is sent
         with self._exchanging(early=not self.merging):
-            self.finish(loss)
+            self.add_or_update(*self.gathered(loss))
         self.after_step()
 
     def minimize(self, compute: Callable[[], Tensor]) -> Tensor:
         """Run one microstep from a loss with one element, which is returned."""
-        scaler = self.parts.scaler
+        scaler = self.scaler
         # the block encloses the update too: buckets launched in the backward pass arrive there
         with self._exchanging(early=not self.merging):
             require_loss(loss := compute(), trains=True)
             self.clear_grads()
             scaled = loss if scaler is None else scaler.scaled(loss)
             scaled.backward()  # type: ignore[no-untyped-call]
-            self.finish(loss.detach())
+            self.add_or_update(*self.gathered(loss.detach()))
         self.after_step()
         return loss
 
-    def finish(self, loss: Tensor | None) -> None:
-        """Finish one microstep after its backward pass. `loss` may be None."""
-        parts = self.parts
+    def gathered(self, loss: Tensor | None) -> tuple[dict[str, Tensor], float, bool]:
+        """End one backward pass. Return gradients, their factor, and True for an overflow."""
         # torch's schedulers must see a call of the optimizer, whether this microstep updates,
         # merges or is dropped
-        for optimizer in all_of(parts.optimizer):
+        for optimizer in all_of(self.optimizer):
             vars(optimizer)["_opt_called"] = True
         self.last_loss = loss
         self._observe(loss)
-        held = {n: shard_of(p.grad) for n, p in parts.params.items() if p.grad is not None}
-        scaler = parts.scaler
-        overflow = scaler is not None and scaler.overflowed(held.values())
-        factor = 1.0 if scaler is None else scaler.inverse_scale
-        self._add_or_update(held, factor, overflow=overflow)
+        held = {n: shard_of(p.grad) for n, p in self.params.items() if p.grad is not None}
+        scaler = self.scaler
+        if scaler is None:
+            return held, 1.0, False
+        return held, scaler.inverse_scale, scaler.overflowed(held.values())
 
-    def _add_or_update(
-        self, held: dict[str, Tensor], factor: float, *, overflow: bool
-    ) -> StepDecision:
+    def add_or_update(self, held: dict[str, Tensor], factor: float, overflow: bool) -> StepDecision:
         """Merge the gradients of one microstep, or update from them."""
-        parts, merge = self.parts, self.parts.merge
+        merge = self.merge
         if self.merging:
             merge.add(held, factor)
             merge.overflowed = merge.overflowed or overflow
             if factor != 1.0:
-                for param in map(parts.params.__getitem__, held):
+                for param in map(self.params.__getitem__, held):
                     assert param.grad is not None
                     param.grad = param.grad * factor
             return StepDecision.APPLY
         if merge.microsteps:
-            grads = merge.completed_(held, factor, parts.merge_avg)
+            grads = merge.completed_(held, factor, self.merge_avg)
         else:
-            grads = _unscaled(parts.params, held, factor)
+            grads = _unscaled(self.params, held, factor)
         return self.update(grads, overflow=overflow or merge.overflowed)
 
-    def _limited(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _limited(self, step: int, grads: dict[str, Tensor]) -> dict[str, Tensor]:
         """Clip this rank's gradients before they are compressed."""
-        parts = self.parts
-        step = parts.ramp_step(self.position())
-        return grads if parts.limit is None else parts.limit(step, grads)
+        return grads if self.limit is None else self.limit(step, grads)
 
     def _step_optimizers(self, grads: Grads) -> torch.optim.Optimizer | None:
         """Run one step from `grads`, which replace `p.grad`. Wide gradients stay wide if possible.
 
         Return the optimizer from another library that made collective calls in it, if any.
         """
-        params, optimizer, wide = self.parts.params, self.parts.optimizer, False
+        params, optimizer, wide = self.params, self.optimizer, False
         for name, param in params.items():
             param.grad = None
             if name in grads:
@@ -220,7 +262,7 @@ class Microsteps(ABC):
             for single in all_of(optimizer):
                 # optimizers of this library exchange norms and matrices of shards; others show
                 # in their first steps whether they exchange
-                ours = isinstance(single, CommonOptimizer) or self._updates_here > _WATCHED
+                ours = isinstance(single, CommonOptimizer) or self.updates_here > _WATCHED
                 calls = 0 if ours else collective_calls()
                 if wide and isinstance(single, CommonOptimizer):
                     own = {p for group in single.param_groups for p in group["params"]}
@@ -234,17 +276,17 @@ class Microsteps(ABC):
 
     def after_step(self) -> None:
         """Publish what is due, and warn of a run that left its plan, at the engine's caller."""
-        self.parts.replica.record_gradients()
-        if self.publisher is not None:
-            self.publisher.after_update()
-        if self._plan_warning is not None:
-            warning, self._plan_warning = self._plan_warning, None
+        self.replica.record_gradients()
+        if self.publish is not None:
+            self.publish()
+        if self.plan_warning is not None:
+            warning, self.plan_warning = self.plan_warning, None
             warn_user(warning)
 
     def forget_merged(self) -> None:
         """Clear the merge, after its update was made or dropped."""
-        if self.parts.merge.microsteps:
-            self.parts.merge.clear()
+        if self.merge.microsteps:
+            self.merge.clear()
 
 
 _WATCHED = 8

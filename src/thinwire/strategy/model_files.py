@@ -27,7 +27,7 @@ from thinwire.errors import (
     CheckpointMissing,
 )
 from thinwire.strategy.checkpoints import discard_pending
-from thinwire.strategy.parts import Parts
+from thinwire.strategy.updates import Steps
 
 _PREFIXES = ("", "model.")
 """Prefixes of a model's names in a checkpoint of torch, which joins the keys of nested dicts."""
@@ -37,13 +37,13 @@ _Opened = tuple[dict[str, tuple[int, ...]], Callable[[_Tensors], _Tensors]]
 
 
 @torch.no_grad()
-def load_model_file(path: Path, parts: Parts) -> Path:
+def load_model_file(path: Path, steps: Steps) -> Path:
     """Load parameters and buffers, each rank its own part; see `Engine.load_parameters`."""
-    model = parts.model
+    model = steps.model
     reshard_(model)
     tensors = dict(named_parameters(model)) | dict(named_buffers(model))
     # of each key; a tied tensor has several, a buffer that is not persistent none
-    names: dict[str, str | None] = parts.facts["state_dict"]
+    names: dict[str, str | None] = steps.facts["state_dict"]
     taken: dict[str, Tensor] = {}
     is_folder = path.is_dir()
     opened = _safetensors if path.suffix == ".safetensors" else _folder if is_folder else _pickle
@@ -55,13 +55,13 @@ def load_model_file(path: Path, parts: Parts) -> Path:
                 _require_no_checkpoint(path if is_folder else path.parent)
             if not first.is_file():  # opening a pipe may never end
                 raise CheckpointMissing(f"there is no file {first}, or it is a pipe or a device")
-            taken.update(_taken(path, names, tensors, *opened(path, names, parts.part)))
+            taken.update(_taken(path, names, tensors, *opened(path, names, steps.part)))
             files = [path] if first == path else sorted(f for f in path.iterdir() if f.is_file())
             return " ".join(map(checksum, files))
         except (OSError, SafetensorError, UnpicklingError) as error:
             raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error.__cause__
 
-    answers = on_all_ranks(parts.group, "reading a model", read)
+    answers = on_all_ranks(steps.group, "reading a model", read)
     for rank, answer in enumerate(answers):  # the same on all ranks
         if answer != answers[0]:
             raise CheckpointError(
@@ -69,7 +69,7 @@ def load_model_file(path: Path, parts: Parts) -> Path:
             )
     for name, value in taken.items():
         shard_of(tensors[name]).copy_(value)
-    discard_pending(parts)
+    discard_pending(steps)
     return path
 
 

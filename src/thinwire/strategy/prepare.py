@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import Parameter
 
 from thinwire import _validate as check
 from thinwire._names import named_buffers, named_parameters
 from thinwire.amp import LossScaler
 from thinwire.comm import next_identity, require_agreement, sites_of
-from thinwire.comm.nodes import Grid, require_divisor
+from thinwire.comm.nodes import require_divisor
 from thinwire.comm.replicate import make_models_equal_
 from thinwire.comm.stats import Pace, planned_row
 from thinwire.compress import locally_clipped
@@ -28,12 +27,13 @@ from thinwire.core.norms import norm_of
 from thinwire.core.several import all_of, kinds_of
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
 from thinwire.errors import StrategyError, ThinwireError
-from thinwire.exchange.agreement import Check, Participants
+from thinwire.exchange.agreement import Participants
 from thinwire.exchange.digest import digest_of
 from thinwire.exchange.gradients import gradients_of
 from thinwire.exchange.overlap import Overlap
 from thinwire.exchange.replica import Replica
 from thinwire.exchange.synchronizer import Ranks
+from thinwire.local.config import LocalConfig
 from thinwire.local.model import require_own_params, warn_of_misplaced, warn_of_others
 from thinwire.local.updates import LocalUpdates, enter
 from thinwire.members.members import member_of
@@ -41,13 +41,10 @@ from thinwire.optim import Lamb, Lars
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.folded import FoldedSGD
 from thinwire.optim.muon import Muon
-from thinwire.pipeline.runner import PipelineRunner
-from thinwire.pipeline.split import split_model
-from thinwire.step.forwarding import Autocast
 from thinwire.step.recompute import matches, recompute
 from thinwire.strategy.clipping import require_clip_of_one, require_one_clip, take_clip_
 from thinwire.strategy.engine import Engine
-from thinwire.strategy.engine_checks import MovingBuffers
+from thinwire.strategy.engine_checks import Batches, Joining, MovingBuffers
 from thinwire.strategy.facts import checkpoint_facts, compared_settings, model_facts
 from thinwire.strategy.fields import Fields
 from thinwire.strategy.ownership import (
@@ -61,7 +58,6 @@ from thinwire.strategy.ownership import (
     require_unowned,
     stage_split_of,
 )
-from thinwire.strategy.parts import Parts, Setup
 from thinwire.strategy.replace import select_optimizers
 from thinwire.strategy.requirements import (
     check_kinds,
@@ -72,6 +68,7 @@ from thinwire.strategy.requirements import (
     warn_of_optimizer,
 )
 from thinwire.strategy.saving import mark_states
+from thinwire.strategy.stages import NEEDS_THE_LOSS, Setup, Stages, Whole
 from thinwire.strategy.updates import EveryStep, LocalStep, Steps
 from thinwire.wire.message import WIRE_VERSION
 
@@ -108,10 +105,9 @@ def _prepared(setup: Setup) -> Engine:
     begin_s = time.perf_counter()
     model, group = setup.model, setup.group
     _form_groups_(setup)
-    parts = _agreed_parts(setup)
     with ExitStack() as undo:
-        undo.push(parts.undo)
-        setup.ranks.compile(partial(_compile_loops, setup, parts))
+        undo.push(_agreed(setup))
+        setup.ranks.compile(partial(_compile_loops, setup))
         split = stage_split_of(model)
         if split is None:
             # the model of rank 0, or of the first site
@@ -121,7 +117,8 @@ def _prepared(setup: Setup) -> Engine:
         else:
             gather_stages_(model, split, group)
             record_stage_split(model, [model])
-        engine = Engine(parts, _assembled(setup, parts, undo.enter_context(ExitStack())))
+        steps = _assembled(setup, undo.enter_context(ExitStack()))
+        engine = Engine(steps, setup.division)
         undo.pop_all()
     kind, on = kinds_of(setup.optimizer), ", ".join(setup.strategy.on) or "no field"
     took_s = time.perf_counter() - begin_s
@@ -146,34 +143,36 @@ def _form_groups_(setup: Setup) -> None:
     if member is not None:
         member.require_same_setup("strategy", facts)
     setup.ranks.compare(facts, "comparing strategies")
-    setup.replicas = group.size
-    if strategy.pipeline is not None:
-        setup.grid = Grid(strategy.pipeline.stages, setup.timeout)
-        setup.replicas = setup.grid.replicas
     if setup.mesh is not None:
         own = None if member else sites_of(setup.mesh, setup.timeout, setup.streams)
         setup.sites = own or group
-        setup.replicas = setup.sites.replica_count
-    if strategy.expected_replicas not in (None, setup.replicas):
+    if strategy.pipeline is None:
+        setup.division = Whole(setup.sites or group, setup.mesh)
+    else:
+        setup.division = Stages(strategy.pipeline, setup.timeout)
+    replicas = setup.division.replicas
+    if strategy.expected_replicas not in (None, replicas):
         raise StrategyError(
             f"the fleet description has dp_degree={strategy.expected_replicas}, but the "
-            f"{group.size} ranks make {setup.replicas} replicas: start that number of replicas, "
+            f"{group.size} ranks make {replicas} replicas: start that number of replicas, "
             "or omit dp_degree to use all ranks"
         )
 
 
-def _compile_loops(setup: Setup, parts: Parts) -> None:
+def _compile_loops(setup: Setup) -> None:
     """Compile what this training calls, without the loops of local updates."""
     for single in all_of(setup.optimizer):
         if isinstance(single, CommonOptimizer):
             single.compile_loops()
-    of_gradients = parts.compression if parts.local is None else None
-    if of_gradients and (loops := of_gradients.loops([*Shards(parts.params).values()])):
-        loops()
+    config = setup.strategy.gradient_compression
+    if setup.local is None and config is not None:
+        loops = config.loops([*Shards(setup.params).values()])
+        if loops is not None:
+            loops()
 
 
-def _agreed_parts(setup: Setup) -> Parts:
-    """Return the parts that need no change of the model, or raise on all ranks at once."""
+def _agreed(setup: Setup) -> ExitStack:
+    """Run `_planned` on all ranks, or raise on all at once."""
     model, optimizer = setup.model, setup.optimizer
     alike = setup.strategy.local is None and setup.sites is None
     facts = model_facts(model, optimizer, digest=alike)
@@ -190,7 +189,7 @@ def _agreed_parts(setup: Setup) -> Parts:
         "find_unused_parameters of prepare": setup.find_unused_parameters,
     }
     try:
-        parts = _planned(setup)
+        undo = _planned(setup)
     except (TypeError, ValueError, RuntimeError) as problem:
         # a failed rank takes part in the agreement too: the others would wait for it otherwise
         with contextlib.suppress(ThinwireError):
@@ -199,9 +198,9 @@ def _agreed_parts(setup: Setup) -> Parts:
     try:
         _agree(setup, {"problem": None, **facts}, of_stage)
     except BaseException:
-        parts.undo.close()
+        undo.close()
         raise
-    return parts
+    return undo
 
 
 def _agree(setup: Setup, facts: dict[str, Any], of_stage: dict[str, Any]) -> None:
@@ -211,7 +210,8 @@ def _agree(setup: Setup, facts: dict[str, Any], of_stage: dict[str, Any]) -> Non
         require_agreement(replicas, of_stage, action="comparing the replicas of a stage")
 
 
-def _planned(setup: Setup) -> Parts:
+def _planned(setup: Setup) -> ExitStack:
+    """Make what needs no change of the model; changes `setup`. Return what undoes the rest."""
     strategy, model, optimizer = setup.strategy, setup.model, setup.optimizer
     require_unowned(model, optimizer)
     names = {p: name for name, p in named_parameters(model)}
@@ -219,13 +219,14 @@ def _planned(setup: Setup) -> Parts:
     if strategy.recompute is not None:
         matches(model, strategy.recompute.checkpoints)
     if (exchanging := strategy.local or strategy.gradient_compression) is not None:
-        require_divisor(exchanging.node_size, setup.replicas)
-    stages = [model] if strategy.pipeline is None else split_model(model, strategy.pipeline)
-    require_split_works(stage_split_of(model), optimizer, stages, names, setup)
-    if strategy.local is not None and len(stages) > 1:
-        require_averages(stages)
-    here = setup.part if len(stages) > 1 else 0
-    stage, own = stages[here], set(stages[here].parameters())
+        require_divisor(exchanging.node_size, setup.division.replicas)
+    stages = setup.division.cut(model)
+    require_split_works(
+        stage_split_of(model), optimizer, stages, names, mesh=setup.mesh, members=setup.members
+    )
+    here = setup.division.stage
+    setup.stage = stage = stages[here]
+    own = set(stage.parameters())
     trained = {p for p in params_of(optimizer) if p.requires_grad}
     of_stages = [{n: p for n, p in named_parameters(part) if p in trained} for part in stages]
     if strategy.pipeline is None:
@@ -236,180 +237,183 @@ def _planned(setup: Setup) -> Parts:
             undo.callback(one.restore)
         sharded = setup.mesh is not None
         for one in selected:
-            folding = one.compressor if one.folds else None
-            require_one_clip(one.optimizer, setup.grad_clip, folding, sharded=sharded)
-        in_parts = sharded or len(stages) > 1
-        require_clip_of_one([one.optimizer for one in selected], parts=in_parts)
+            require_one_clip(one, setup.grad_clip, sharded=sharded)
+        require_clip_of_one(selected, parts=sharded or setup.division.peers is not None)
         for given, one in zip(all_of(optimizer), selected, strict=True):
             if one.optimizer is not given:
                 undo.callback(convert_(given, one.optimizer, one.conversion))
-        parts = _planned_for(setup, stage, of_stages[here])
-        parts.names_of_stages = [list(named) for named in of_stages] if len(stages) > 1 else []
-        parts.folds = selected[0].folds
-        parts.undo = undo.pop_all()
-        return parts
+        setup.params = of_stages[here]
+        setup.folds = selected[0].folding is not None
+        if len(stages) > 1:
+            setup.names_of_stages = [list(named) for named in of_stages]
+        if strategy.local is None:
+            warn_of_others(stage, optimizer)
+            if strategy._loss_scale is not None:
+                setup.scaler = LossScaler(strategy._loss_scale)
+        else:
+            _plan_local(setup, strategy.local, stages)
+        return undo.pop_all()
 
 
-def _planned_for(setup: Setup, stage: nn.Module, params: dict[str, Parameter]) -> Parts:
-    strategy, optimizer = setup.strategy, setup.optimizer
-    config, local = strategy.local, None
-    scaler = _scaler(setup)
-    if config is None:
-        warn_of_others(stage, optimizer)
-    else:
-        local = LocalUpdates(
-            stage,
-            optimizer,
-            config,
-            process_group=setup.replica_group,
-            compression=strategy.gradient_compression,
-            scaler=scaler,
-            digest_every=setup.digest_every,
-            timeout=setup.timeout,
-            streams=setup.streams,
-            members=setup.members,
-            plan=setup.planned,
-            mesh=setup.mesh,
-        )
-    merge = strategy.gradient_merge
-    return Parts(
-        model=stage,
-        optimizer=optimizer,
-        loss_fn=setup.loss_fn,
-        params=params,
-        group=setup.group,
-        part=setup.part,
-        compression=strategy.gradient_compression,
-        local=local,
-        member=setup.member,
-        scaler=scaler,
-        merge_steps=strategy._merge_steps,
-        merge_avg=merge is None or merge.avg,
-        find_unused=setup.find_unused_parameters and local is None,
+def _plan_local(setup: Setup, config: LocalConfig, stages: list[nn.Module]) -> None:
+    """Make the local updates, without entering them. Changes `setup`."""
+    if len(stages) > 1:
+        require_averages(stages)
+    scale, group = setup.strategy._loss_scale, setup.division.overflow_group
+    if scale is not None:
+        setup.scaler = LossScaler(scale, group, local=group is None)
+    setup.local = LocalUpdates(
+        setup.stage,
+        setup.optimizer,
+        config,
+        process_group=setup.division.replica_group,
+        compression=setup.strategy.gradient_compression,
+        scaler=setup.scaler,
+        digest_every=setup.digest_every,
+        timeout=setup.timeout,
+        streams=setup.streams,
+        members=setup.members,
+        plan=setup.planned,
+        mesh=setup.mesh,
     )
 
 
-def _assembled(setup: Setup, parts: Parts, undo: ExitStack) -> Steps:
+def _assembled(setup: Setup, undo: ExitStack) -> Steps:
     """Make the other parts, and the steps. Changes the model from here on; `undo` undoes it."""
     strategy, model, optimizer = setup.strategy, setup.model, setup.optimizer
-    parts.undo = undo
     for single in all_of(optimizer):
         undo.callback(OwnershipGuard(model, single).remove)
     if strategy.recompute is not None:
-        undo.callback(recompute(model, strategy.recompute.checkpoints, stage=parts.model).remove)
-    dtype = None if strategy.amp is None else getattr(torch, str(strategy.amp.dtype))
-    if dtype is not None:
-        device = next(model.parameters()).device.type
-        parts.autocast = partial(torch.autocast, device, dtype=dtype)
-        if strategy.pipeline is None:
-            undo.callback(Autocast(model, dtype).remove)
-    scaler, grid = parts.scaler, setup.grid
-    if strategy.pipeline is not None:
-        assert grid is not None, "made for the pipeline"
-        record_stage_split(model, split_model(model, strategy.pipeline))
-        scale = (lambda: 1.0) if scaler is None else (lambda: scaler.scale)
-        parts.runner = PipelineRunner(
-            parts.model, strategy.pipeline, grid, setup.loss_fn, dtype=dtype, scale=scale
-        )
-    if parts.local is not None:
-        parts.averager = enter(parts.local, merge_steps=parts.merge_steps)
-        undo.callback(parts.local.close)
-    stages = None if grid is None or grid.stages == 1 else grid.peers
-    parts.clip = take_clip_(optimizer, setup.grad_clip, undo, stages=stages, shards=setup.shards)
-    peers = setup.member.group if setup.member else setup.replica_ranks()
-    parts.buffers = MovingBuffers(parts.model, peers)
-    if parts.local is None:
-        steps: Steps = _every_step(setup, parts)
-    else:
-        parts.limit = _limit(parts.compression, Shards(parts.params), setup)
-        parts.compression = None
-        parts.replica = Replica(optimizer, None, parts.model, parts.params, averaged=True)
-        steps = LocalStep(parts, parts.local)
+        undo.callback(recompute(model, strategy.recompute.checkpoints, stage=setup.stage).remove)
+    setup.division.open(setup, undo)
+    local = setup.local
+    steps = _every_step(setup, undo) if local is None else _local(setup, local, undo)
     for single in all_of(optimizer):
         if isinstance(single, CommonOptimizer):
             single.call_params({p: name for name, p in named_parameters(model)})
-    parts.facts = checkpoint_facts(strategy, model, optimizer)
-    mark_states(parts)
     return steps
 
 
-def _scaler(setup: Setup) -> LossScaler | None:
-    """Return the loss scaler, for the ranks that decide on an overflow together."""
-    amp = setup.strategy.amp
-    if amp is None or amp.loss_scale is None:
-        return None
-    if setup.strategy.local is None:
-        return LossScaler(amp.loss_scale)
-    if setup.mesh is not None:
-        return LossScaler(amp.loss_scale, setup.mesh.get_group("shard"))
-    if setup.grid is None:
-        return LossScaler(amp.loss_scale, local=True)
-    return LossScaler(amp.loss_scale, setup.grid.stage_group)
+def _common(setup: Setup, undo: ExitStack) -> dict[str, Any]:
+    """Return the parts that both ways to update have."""
+    strategy, merge, division = setup.strategy, setup.strategy.gradient_merge, setup.division
+    refusals = dict(division.refusals)
+    if setup.scaler is not None:
+        why = f"under the loss scale of amp, {NEEDS_THE_LOSS}"
+        refusals |= dict.fromkeys(("apply_gradients", "follow_steps"), why)
+    return {
+        "model": setup.stage,
+        "optimizer": setup.optimizer,
+        "params": setup.params,
+        "group": setup.group,
+        "part": division.stage if division.shards is None else division.shards.rank,
+        "is_whole": division.is_whole,
+        "member": setup.member,
+        "scaler": setup.scaler,
+        "merge_steps": strategy._merge_steps,
+        "merge_avg": merge is None or merge.avg,
+        "undo": undo,
+        "clip": take_clip_(
+            setup.optimizer, setup.grad_clip, undo, stages=division.peers, shards=division.shards
+        ),
+        "facts": checkpoint_facts(strategy, setup.model, setup.optimizer),
+        "refusals": refusals,
+        "bytes_between_stages": lambda: division.bytes_sent,
+    }
 
 
-def _every_step(setup: Setup, parts: Parts) -> EveryStep:
+def _local(setup: Setup, local: LocalUpdates, undo: ExitStack) -> LocalStep:
+    """Enter the local updates."""
+    averager = enter(local, merge_steps=setup.strategy._merge_steps)
+    undo.callback(local.close)
+    mark_states(setup.optimizer, undo)
+    return LocalStep(
+        **_common(setup, undo),
+        limit=_limit(setup),
+        replica=Replica(setup.optimizer, None, setup.stage, setup.params, averaged=True),
+        exchange=averager,
+        joining=Joining(setup.group),
+        local=local,
+    )
+
+
+def _every_step(setup: Setup, undo: ExitStack) -> EveryStep:
     """Make the exchange of gradients and what goes with it."""
-    sites, params, optimizer = setup.sites, Shards(parts.params), setup.optimizer
-    compression, parts.compression = parts.compression, None
-    if sites is not None:  # a compression sees single shards
-        parts.limit = _limit(compression, params, setup)
-    whole, clip = compression, parts.clip
-    if compression is not None and parts.limit is not None:
-        compression = replace(compression, local_grad_clip_norm=None)
-    if compression is not None and parts.folds:
+    common = _common(setup, undo)
+    sites, params, optimizer = setup.sites, Shards(setup.params), setup.optimizer
+    clip, division = common["clip"], setup.division
+    given = setup.strategy.gradient_compression
+    method = given or Dense()
+    limit = None if sites is None else _limit(setup)  # a compression sees single shards
+    if limit is not None:
+        method = replace(method, local_grad_clip_norm=None)
+    momentum = None
+    if setup.folds:
         own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
-        method = compression
-        parts.momentum = FoldedSGD(optimizer, parts.params, lambda _: method, clip.clip or own)
-    if compression is not None and any(map(compression.compresses, params.values())):
-        parts.compression = compression
-    checks: list[Check] = [] if parts.runner is None else [parts.runner]
-    job = None if setup.grid is None else setup.grid.job
-    rides = setup.verify == "after" and setup.grid is None and sites is None
-    rides &= parts.compression is None
-    parts.gradients = gradients = gradients_of(
+        mark_states(optimizer, undo)
+        momentum = FoldedSGD(optimizer, setup.params, lambda _: method, clip.clip or own)
+    used = method if any(map(method.compresses, params.values())) else Dense()
+    batches, buffers = Batches(), MovingBuffers(setup.stage, setup.replica_ranks())
+    rides = setup.verify == "after" and division.is_whole and isinstance(used, Dense)
+    gradients = gradients_of(
         setup.replica_ranks() if sites is None else sites,
         params,
-        compression,
-        momentum=parts.momentum,
+        given and method,
+        momentum=momentum,
         # a loss scale has checked the gradients, or was told not to
-        check_finite=parts.scaler is None,
+        check_finite=setup.scaler is None,
         sources=None if sites is None else sites.replicas,
         participants=Participants(
-            [*checks, parts.batches, parts.buffers], job, parts.names_of_stages
+            [*division.checks, batches, buffers], division.job, setup.names_of_stages
         ),
         rides=rides,
     )
-    momentum = parts.momentum
     if momentum is not None and momentum.begun:
         gradients.state_loaded()
     # where facts ride on the sums, a digest is compared one update after it was read
     every = setup.digest_every - (rides and setup.digest_every > 1)
-    digest = digest_of(optimizer, dict(named_parameters(parts.model)), every)
-    parts.replica = Replica(optimizer, digest, parts.model, parts.params)
-    gradients.watch(parts.replica, f"engine {next_identity()}")
+    digest = digest_of(optimizer, dict(named_parameters(setup.stage)), every)
+    replica = Replica(optimizer, digest, setup.stage, setup.params)
+    gradients.watch(replica, f"engine {next_identity()}")
     if clip.stages is not None and isinstance(clip.clip, ClipByGlobalNorm):
         gradients.measure = lambda grads: norm_of(grads.values())
-    if compression is not None and gradients.sources.rank == 0:
-        report_coverage(compression, params.values())
+    if given is not None and gradients.sources.rank == 0:
+        report_coverage(given, params.values())
     gradients.pace = Pace(setup.planned if setup.group.rank == 0 else None)
+    overlap = None
     # gradients of shards exist only after the model's own reduction
-    whole_model = parts.runner is None and sites is None
-    if whole_model and setup.replicas > 1 and not parts.find_unused:
-        first_bytes, bucket_bytes = (whole or Dense()).buckets
-        parts.overlap = Overlap(
-            parts.params, gradients, bucket_bytes=bucket_bytes, first_bytes=first_bytes
+    if division.is_whole and division.replicas > 1 and not setup.find_unused_parameters:
+        first_bytes, bucket_bytes = method.buckets
+        overlap = Overlap(
+            setup.params, gradients, bucket_bytes=bucket_bytes, first_bytes=first_bytes
         )
-        parts.undo.callback(parts.overlap.remove)
-    return EveryStep(parts, gradients)
+        undo.callback(overlap.remove)
+    return EveryStep(
+        **common,
+        limit=limit,
+        replica=replica,
+        exchange=gradients,
+        joining=batches,
+        voters=[buffers.group],
+        compression=used,
+        settled_step=used.settled_step,
+        momentum=momentum,
+        buffers=buffers,
+        find_unused=setup.find_unused_parameters,
+        overlap=overlap,
+    )
 
 
-def _limit(config: Any, params: Shards, setup: Setup) -> Limit | None:
+def _limit(setup: Setup) -> Limit | None:
     """Return the local clip before compression."""
+    config: Any = setup.strategy.gradient_compression
+    params = Shards(setup.params)
     if config is None or config.local_grad_clip_norm is None:
         return None
-    gather = None if setup.shards is None else setup.shards.gather_now
+    shards, sources = setup.division.shards, setup.division.replicas
+    gather = None if shards is None else shards.gather_now
     return lambda step, grads: locally_clipped(
-        grads, params, lambda _: config, step=step, sources=setup.replicas, gather=gather
+        grads, params, lambda _: config, step=step, sources=sources, gather=gather
     )
 
 

@@ -1,20 +1,17 @@
 """Publishes the model of an engine beside its training."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from thinwire import _validate as check
 from thinwire._wording import warn_user
 from thinwire.comm import Group, while_busy
-from thinwire.compress.quantized_change import Quantized
-from thinwire.core.sharded import is_sharded, sharded_like
+from thinwire.core.sharded import is_sharded
 from thinwire.errors import StreamError
-from thinwire.strategy.parts import Parts
+from thinwire.strategy.updates import Steps
 from thinwire.stream.files import Storage
 from thinwire.stream.publisher import Publisher
 from thinwire.stream.state import tensors_of
@@ -31,36 +28,21 @@ class EnginePublisher:
 
     def __init__(
         self,
-        parts: Parts,
-        events: Callable[[], int],
-        position: Callable[[], int],
+        steps: Steps,
         where: Where,
         updates: int,
         how: Mapping[str, Any],
     ) -> None:
-        self._parts, self._events, self._position = parts, events, position
-        self._every = check.integer("updates", updates, at_least=1) if parts.local is None else 1
+        self._steps = steps
+        self._every = steps.publishes_every(updates)
         self._where, self._settings = where, Settings(**how)
-        if parts.runner is not None:
-            raise RuntimeError(
-                "engine.publish does not work under pipeline, where each rank has a stage of the "
-                "model: save checkpoints, and export them"
-            )
-        local = None if parts.local is None else parts.local.config
-        self._one_bit = (
-            local is not None
-            and isinstance(local.compression, Quantized)
-            and local.compression.value_bits == 1
-            and not local.outer_momentum
-        )
-        """True if an averaging changes an anchor by one of few values: fewer bits than rounded."""
-        self._last = events()
-        self._member = parts.member
+        self._last = steps.events()
+        self._member = steps.member
         self.closed = False
         self._publisher: Publisher | None = None
         if self._member is not None:
             self._try_storage()
-        elif any(map(is_sharded, tensors_of(parts.model)[0].values())):
+        elif any(map(is_sharded, tensors_of(steps.model)[0].values())):
             self._begin_together()
         elif self._is_first():
             self._publisher = self._made()
@@ -72,7 +54,7 @@ class EnginePublisher:
 
     def after_update(self) -> None:
         """Publish if a version is due: after an averaging of local updates, or some updates."""
-        events = self._events()
+        events = self._steps.events()
         if self._publisher is not None and events > self._last:
             self._publisher.release()  # ranks have agreed on the sums that it has
         if self.closed or events < self._last + self._every:
@@ -84,7 +66,7 @@ class EnginePublisher:
     @property
     def _ranks(self) -> Group:
         """All ranks, with those of this site if the model is sharded."""
-        return self._parts.exchange.group
+        return self._steps.exchange.group
 
     def _is_first(self) -> bool:
         """Return True on the rank, or on the ranks of the site, that publishes now."""
@@ -141,15 +123,14 @@ class EnginePublisher:
 
         After the failure of a version before, this one is given all the same.
         """
-        member, step = self._member, self._position()
+        member, step = self._member, self._steps.position()
         for _ in range(2):
             try:
                 if self._publisher is None and member is not None:
                     room = hashlib.sha256(member.kv.store.room.encode()).hexdigest()
                     self._publisher = self._made(room, member.present()[0])
                 assert self._publisher is not None, "made when publishing began"
-                gradients = self._parts.gradients
-                self._publisher.give(step, held=gradients is not None and gradients.rides)
+                self._publisher.give(step, held=self._steps.rides)
                 return
             except StreamError as error:
                 warn_user(f"a version was not published: {error}")
@@ -157,19 +138,10 @@ class EnginePublisher:
                     self._publisher = None  # this member was away meanwhile
 
     def _state(self) -> dict[str, Tensor]:
-        """Return what all ranks have in common: for a parameter of local updates its anchor."""
-        tensors, tied = tensors_of(self._parts.model)
-        shared = {name: self._shared(name, tensor) for name, tensor in tensors.items()}
+        """Return what all ranks have in common."""
+        tensors, tied = tensors_of(self._steps.model)
+        shared = {name: self._steps.shared(name, tensor) for name, tensor in tensors.items()}
         return shared | {name: shared[first] for name, first in tied.items()}
-
-    def _shared(self, name: str, tensor: Tensor) -> Tensor:
-        local = self._parts.averager
-        if local is None or (anchor := local.averaging.anchors.get(name)) is None:
-            return tensor
-        if tensor.is_complex():
-            anchor = torch.view_as_complex(anchor)
-        dtype = anchor.dtype if self._one_bit else tensor.dtype
-        return sharded_like(anchor.to(tensor.device, dtype), tensor)
 
     def wait(self) -> None:
         """Wait for the version in progress.
@@ -192,7 +164,7 @@ class EnginePublisher:
                 publisher.abandon()
                 publisher.wait()
             else:
-                publisher.close(self._position())
+                publisher.close(self._steps.position())
         self.closed = True
 
     def abandon(self) -> None:

@@ -39,12 +39,8 @@ class SelectedOptimizer:
 
     optimizer: torch.optim.Optimizer
     """The given object, or a new one that the given object has to become: see `convert_`."""
-    compressor: Compression | None
-    """Compressor of the gradients (under local updates: of the changes); None if nothing is
-    compressed.
-    """
-    folds: bool
-    """True if the compressor keeps the momentum of this SGD."""
+    folding: Compression | None
+    """The compression that keeps the momentum of this SGD, if one does."""
     conversion: tuple[Any, ...]
     """Fields that replace an optimizer, and so caused a new one."""
     notes: tuple[str, ...]
@@ -130,23 +126,20 @@ def select_optimizer(
     conversion = (lars, lamb)
     if converted_by(optimizer) == conversion:  # by an earlier engine, now closed
         lars, lamb = None, None
-    folds = compression is not None and compression.accumulates
-    folds = folds and is_only and not local and lars is None and type(optimizer) in _SGDS
-    problems = [
-        *_mismatches(optimizer, lars, lamb),
-        *(_unfolded(optimizer, compression) if folds and compression is not None else []),
-    ]
+    alone = is_only and not local and lars is None and type(optimizer) in _SGDS
+    folding = compression if compression and compression.accumulates and alone else None
+    problems = [*_mismatches(optimizer, lars, lamb), *_unfolded(optimizer, folding)]
     if problems:
         raise StrategyError(prefix + "; ".join(problems))
     new, notes = optimizer, [f"{type(optimizer).__name__} is used unchanged"]
     if (config := lars or lamb) is not None:
         every = keep or (lambda _: True)
         new, notes = _converted(optimizer, config, names, every, is_only=is_only, prefix=prefix)
-    notes += _compression(new, compression, local=local, folds=folds)
+    notes += _compression(new, compression, local=local, folds=folding is not None)
     restore = ExitStack().close  # nothing
     if new is optimizer and keep is not None and not all(map(keep, params_of(optimizer))):
         restore = _restrict_(optimizer, keep)
-    return SelectedOptimizer(new, compression, folds, conversion, tuple(notes), restore)
+    return SelectedOptimizer(new, folding, conversion, tuple(notes), restore)
 
 
 def _converted(
@@ -328,8 +321,10 @@ def _mismatches(
         )
 
 
-def _unfolded(optimizer: torch.optim.Optimizer, compression: Compression) -> Iterator[str]:
-    """Return settings of an SGD that cannot act before its gradients are accumulated."""
+def _unfolded(optimizer: torch.optim.Optimizer, compression: Compression | None) -> Iterator[str]:
+    """Yield settings of an SGD that cannot act before its gradients are accumulated."""
+    if compression is None:
+        return
     field = tag_of(compression)
     yield from _refused_settings(field, optimizer.param_groups)
     yield from conversion_obstacles(optimizer)

@@ -20,7 +20,6 @@ from thinwire.errors import StrategyError
 from thinwire.members.members import Member
 from thinwire.strategy.fields import Fields
 from thinwire.strategy.ownership import StageSplit, holds_one_stage
-from thinwire.strategy.parts import Setup
 
 
 def warn_of_optimizer(strategy: Fields, optimizer: torch.optim.Optimizer) -> None:
@@ -94,13 +93,13 @@ def require_split_works(
     optimizer: torch.optim.Optimizer,
     stages: list[nn.Module],
     names: dict[Parameter, str],
-    setup: Setup,
+    **needs_whole: object,
 ) -> None:
     """Refuse to continue after an engine with a pipeline if this rank lacks current values."""
     if split is None:
         return
-    for name in ("mesh", "members"):
-        if getattr(setup, name) is not None:
+    for name, given in needs_whole.items():
+        if given is not None:
             raise StrategyError(
                 "this model was trained in stages and each rank has the current values of its "
                 f"own stage only, but {name}= needs a whole model. Load a file made by `thinwire "

@@ -24,11 +24,10 @@ from thinwire.core.several import all_of, kinds_of, params_in
 from thinwire.core.sharded import is_sharded, reshard_, shard_of, sharded_like
 from thinwire.core.tree import leaves, mapped
 from thinwire.exchange.provenance import PROVENANCE, Provenance, checksum_of, without_provenance
-from thinwire.exchange.synchronizer import COUNTED
 from thinwire.optim.common import CommonOptimizer
 from thinwire.optim.saving import in_order, remembered
 from thinwire.strategy.facts import Change, changes_of, mismatches, settings_in_groups
-from thinwire.strategy.parts import Parts
+from thinwire.strategy.updates import Steps
 from thinwire.strategy.user_state import (
     Matched,
     matched_schedulers,
@@ -80,47 +79,48 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def saved_model(
-    parts: Parts, *, frozen: bool = True, to_save: Callable[[Tensor], Tensor] = torch.clone
+    steps: Steps, *, frozen: bool = True, to_save: Callable[[Tensor], Tensor] = torch.clone
 ) -> dict[str, Any]:
     """Return parameters and buffers, with tensors as `to_save` returns them."""
-    names = sorted(non_persistent_buffers(parts.model))
-    params = _parameters(parts)
-    left = {} if frozen else {n: p for n, p in params.items() if n not in parts.params}
+    names = sorted(non_persistent_buffers(steps.model))
+    params = _parameters(steps)
+    left = {} if frozen else {n: p for n, p in params.items() if n not in steps.params}
     return {
         "parameters": _held({n: p for n, p in params.items() if n not in left}, to_save),
-        "buffers": _held(dict(named_buffers(parts.model)), to_save),
+        "buffers": _held(dict(named_buffers(steps.model)), to_save),
         **({_NON_PERSISTENT: names} if names else {}),
-        **({_FROZEN: _digests(left, parts.part)} if left else {}),
+        **({_FROZEN: _digests(left, steps.part)} if left else {}),
     }
 
 
 def saved(
-    parts: Parts,
-    counters: Mapping[str, float],
+    steps: Steps,
     extra: Any = None,
     *,
     frozen: bool = True,
     to_save: Callable[[Tensor], Tensor] = torch.clone,
 ) -> dict[str, Any]:
     """Return everything that a later step depends on, with tensors as `to_save` returns them."""
+    # first, since an averaging in flight is settled below, and counted again after a load
+    counters = steps.counters()
     # threads of the user may change it
     of_user = to_save if to_save is torch.clone else on_host
-    _require_dense_state(parts)
-    of_modules = _held(saved_modules(parts.model), of_user, sharded=True)
-    optimizer = without_provenance(parts.optimizer.state_dict())
-    exchange = parts.saved_exchange()
+    _require_dense_state(steps)
+    of_modules = _held(saved_modules(steps.model), of_user, sharded=True)
+    optimizer = without_provenance(steps.optimizer.state_dict())
+    exchange = steps.saved_exchange()
     rest = {
         "optimizer": {**optimizer, "state": _without_kept(optimizer["state"], exchange)},
         "exchange": exchange,
-        "merge": parts.merge.state_dict(),
+        "merge": steps.merge.state_dict(),
     }
     return {
-        "counters": dict(counters),
-        **saved_model(parts, frozen=frozen, to_save=to_save),
+        "counters": counters,
+        **saved_model(steps, frozen=frozen, to_save=to_save),
         **_held(rest, to_save),
-        "schedulers": _held(saved_schedulers(parts.optimizer, extra), of_user),
-        "optimizer_names": _names(parts),
-        "loss_scale": None if parts.scaler is None else parts.scaler.state_dict(),
+        "schedulers": _held(saved_schedulers(steps.optimizer, extra), of_user),
+        "optimizer_names": _names(steps),
+        "loss_scale": None if steps.scaler is None else steps.scaler.state_dict(),
         "random": random_state(),
         "extra": _held(plain(extra), of_user, sharded=True),
         **({_OF_MODULES: of_modules} if of_modules else {}),
@@ -138,16 +138,16 @@ def _without_kept(state: Mapping[Any, Any], exchange: Mapping[str, Any]) -> dict
     }
 
 
-def state_dict(parts: Parts, counters: Mapping[str, float]) -> dict[str, Any]:
+def state_dict(steps: Steps) -> dict[str, Any]:
     """Return the result of `saved` for `load`, with the facts that it fits and its rank."""
-    state = saved(parts, counters)
+    state = saved(steps)
     provenance = Provenance(
         *rank_and_size_in(), state["counters"]["step"], checksum_of(_of_ranks(state))
     )
-    return {**state, "facts": _held(parts.facts), PROVENANCE: provenance.packed()}
+    return {**state, "facts": _held(steps.facts), PROVENANCE: provenance.packed()}
 
 
-def mark_states(parts: Parts) -> None:
+def mark_states(optimizer: torch.optim.Optimizer, undo: ExitStack) -> None:
     """Let the state of optimizers that differs by rank say whose it is; warn of another's."""
     own = Provenance(*rank_and_size_in(), 0, 0)
 
@@ -157,36 +157,32 @@ def mark_states(parts: Parts) -> None:
         if problem and checksum_of(state["state"]):
             warn_user(f"thinwire: {problem}")
 
-    for single in all_of(parts.optimizer) if parts.folds or parts.local else ():
+    for single in all_of(optimizer):
         mark = single.register_state_dict_post_hook(lambda _, s: {**s, PROVENANCE: own.packed()})
         for handle in (mark, single.register_load_state_dict_pre_hook(compare)):
-            parts.undo.callback(handle.remove)
+            undo.callback(handle.remove)
 
 
-def load(state: Mapping[str, Any], parts: Parts) -> dict[str, Any]:
+def load(state: Mapping[str, Any], steps: Steps) -> dict[str, Any]:
     """Restore everything or nothing, and return the state of the engine itself."""
     check.instance("state", state, Mapping, advice="pass what engine.state_dict() returned")
     if "facts" not in state:
         raise ValueError(
             "state is not from an engine: it lacks 'facts'. Pass the result of engine.state_dict()"
         )
-    changes, problems = compared(state["facts"], parts)
-    if problems:
+    changes, problem = compared(state["facts"], steps)
+    if problem:
         raise ValueError(
-            f"state does not fit this engine: {'; '.join(problems)}. Prepare the engine as it was "
-            "when it saved"
+            f"state does not fit this engine: {problem}. Prepare the engine as it was when it saved"
         )
     rest = {key: value for key, value in state.items() if key not in ("facts", PROVENANCE)}
     provenance = Provenance.read(state.get(PROVENANCE))
     # an optimizer uses the tensors of the state in place, and a state may be loaded again
     own = {k: _held(v, sharded=True) if k == "optimizer" else v for k, v in rest.items()}
-    restored = load_all(
-        own, parts, keep=settings_in_groups(changes), agreed=lambda problem, left: left
-    )
-    log_changes("the state", changes)
+    restored = load_all(own, steps, changes, "the state", agreed=lambda problem, left: left)
     this = *rank_and_size_in(), checksum_of(_of_ranks(rest))
-    if provenance is not None and (problem := provenance.problem(*this)) is not None:
-        warn_user(f"thinwire: {problem}")
+    if provenance is not None and (other := provenance.problem(*this)) is not None:
+        warn_user(f"thinwire: {other}")
     return restored
 
 
@@ -198,9 +194,10 @@ def _of_ranks(state: Mapping[str, Any]) -> list[Any]:
 @torch.no_grad()
 def load_all(
     state: Mapping[str, Any],
-    parts: Parts,
+    steps: Steps,
+    changes: list[Change],
+    source: str,
     *,
-    keep: Collection[str],
     agreed: Callable[[Exception | None, frozenset[str]], frozenset[str]],
 ) -> dict[str, Any]:
     """Run `load` with the agreement of several ranks: `agreed` gets this rank's error or
@@ -211,38 +208,37 @@ def load_all(
     with ExitStack() as undo:
         problem: Exception | None = None
         try:
-            counters, left = _checked(state, parts)
-            found = matched_schedulers(state["schedulers"], parts.optimizer)
-            for optimizer in all_of(parts.optimizer):
+            counters, left = _checked(state, steps)
+            found = matched_schedulers(state["schedulers"], steps.optimizer)
+            for optimizer in all_of(steps.optimizer):
                 undo.callback(remembered(optimizer))
-            _load_optimizer(state, parts, keep)
+            _load_optimizer(state, steps, settings_in_groups(changes))
             restore_schedulers_(found.pairs, undo)
-            restore_modules_(parts.model, of_modules, undo)
-            if parts.scaler is not None:
-                undo.callback(parts.scaler.load_state_dict, parts.scaler.state_dict())
-                parts.scaler.load_state_dict(state["loss_scale"])
-            undo.callback(parts.merge.load_state_dict, parts.merge.state_dict())
-            parts.merge.load_state_dict(state["merge"])
+            restore_modules_(steps.model, of_modules, undo)
+            for key, part in {"loss_scale": steps.scaler, "merge": steps.merge}.items():
+                if part is not None:
+                    undo.callback(part.load_state_dict, part.state_dict())
+                    part.load_state_dict(state[key])
         except Exception as error:
             problem = error
         left = agreed(problem, left)
         if problem is not None:
             raise problem
-        parts.load_exchange(
-            _without(left, state["exchange"], dict(named_buffers(parts.model)))
+        steps.load_exchange(
+            _without(left, state["exchange"], dict(named_buffers(steps.model)))
         )  # it checks everything before it changes anything
         undo.pop_all()
-    copy_values_(state, parts, left)
-    if parts.averager is not None:
-        parts.averager.tensors.buffers_restored()
-    # buffers that a merge has changed on each rank are made equal by its update
-    parts.buffers.forget(equal=not parts.merge.microsteps, alike=not left)
+    copy_values_(state, steps, left)
+    steps.buffers_loaded(alike=not left)
     set_random_state(state["random"])
-    _warn_of_user_state(found, *unmatched_modules(parts.model, of_modules))
+    if changes:
+        texts = [f"{one.name} was {one.before} and is {one.now}" for one in changes]
+        _log.warning("%s is loaded with changed settings: %s", source, ", ".join(texts))
+    _warn_of_user_state(found, *unmatched_modules(steps.model, of_modules))
     return {**counters, "extra": state["extra"]}
 
 
-def _checked(state: Mapping[str, Any], parts: Parts) -> tuple[dict[str, float], frozenset[str]]:
+def _checked(state: Mapping[str, Any], steps: Steps) -> tuple[dict[str, float], frozenset[str]]:
     """Return the counters and the buffers that are `_left`, if the state fits the engine."""
     wanted = {"counters", "parameters", "buffers", "optimizer", "optimizer_names", "schedulers"}
     wanted |= {"exchange", "loss_scale", "merge", "random", "extra"}
@@ -251,30 +247,29 @@ def _checked(state: Mapping[str, Any], parts: Parts) -> tuple[dict[str, float], 
             f"state is not from an engine: missing {sorted(wanted - state.keys())}, unknown "
             f"{sorted(state.keys() - wanted - _MAY_LACK)}"
         )
-    kinds = ("step", "dropped_steps", "bytes_between_stages", *COUNTED)
-    counters = {key: state["counters"].get(key) for key in kinds}
+    counters = {key: state["counters"].get(key) for key in steps.counters()}
     for key, value in counters.items():
         check.real(key, value, at_least=0)
-    if (state["loss_scale"] is None) != (parts.scaler is None):
+    if (state["loss_scale"] is None) != (steps.scaler is None):
         sides = ("state", "the engine")
-        has, lacks = sides if parts.scaler is None else reversed(sides)
+        has, lacks = sides if steps.scaler is None else reversed(sides)
         raise ValueError(
             f"{has} has a loss_scale, but {lacks} has none: prepare the engine with the same "
             "strategy"
         )
-    return counters, require_shapes(state, parts, "Load a state of the same model")
+    return counters, require_shapes(state, steps, "Load a state of the same model")
 
 
-def require_shapes(state: Mapping[str, Any], parts: Parts, advice: str) -> frozenset[str]:
+def require_shapes(state: Mapping[str, Any], steps: Steps, advice: str) -> frozenset[str]:
     """Raise unless names and shapes are equal. Return the buffers that are `_left`."""
-    params = _parameters(parts)
-    out = _require_frozen(state.get(_FROZEN), params, parts.part)
+    params = _parameters(steps)
+    out = _require_frozen(state.get(_FROZEN), params, steps.part)
     here = {name: param for name, param in params.items() if name not in out}
     check.same_shapes("parameters", state["parameters"], here, advice=advice)
-    left = _left(state, parts)
+    left = _left(state, steps)
     theirs, ours = (
         {name: buffer for name, buffer in buffers.items() if name not in left}
-        for buffers in (state["buffers"], dict(named_buffers(parts.model)))
+        for buffers in (state["buffers"], dict(named_buffers(steps.model)))
     )
     check.same_shapes("buffers", theirs, ours, advice=advice)
     return left
@@ -306,13 +301,13 @@ def _require_frozen(
     return frozenset(digests)
 
 
-def _left(state: Mapping[str, Any], parts: Parts) -> frozenset[str]:
+def _left(state: Mapping[str, Any], steps: Steps) -> frozenset[str]:
     """Return the buffers with persistent=False that one side lacks or has in another shape."""
-    theirs, ours = state["buffers"], dict(named_buffers(parts.model))
+    theirs, ours = state["buffers"], dict(named_buffers(steps.model))
     saved_only = set(state.get(_NON_PERSISTENT, ())) - ours.keys()
     return frozenset(
         name
-        for name in non_persistent_buffers(parts.model) | saved_only
+        for name in non_persistent_buffers(steps.model) | saved_only
         if (name in theirs) != (name in ours)
         or (name in ours and theirs[name].shape != ours[name].shape)
     )
@@ -340,16 +335,16 @@ def _without(
     return fitted
 
 
-def copy_values_(state: Mapping[str, Any], parts: Parts, left: frozenset[str]) -> None:
+def copy_values_(state: Mapping[str, Any], steps: Steps, left: frozenset[str]) -> None:
     """Set parameters and buffers of the model to those of a state, except what is `left`."""
     for kind, tensors in (
-        ("parameters", _parameters(parts)),
-        ("buffers", dict(named_buffers(parts.model))),
+        ("parameters", _parameters(steps)),
+        ("buffers", dict(named_buffers(steps.model))),
     ):
         for name, tensor in tensors.items():
             if name in state[kind] and name not in (left if kind == "buffers" else ()):
                 tensor.copy_(state[kind][name])
-    kept = sorted(left & {*state["buffers"], *dict(named_buffers(parts.model))})
+    kept = sorted(left & {*state["buffers"], *dict(named_buffers(steps.model))})
     if kept:
         _log.warning(
             "%s: non-persistent buffers that are missing in the state or the model, or have "
@@ -358,24 +353,24 @@ def copy_values_(state: Mapping[str, Any], parts: Parts, left: frozenset[str]) -
         )
 
 
-def _load_optimizer(state: Mapping[str, Any], parts: Parts, keep: Collection[str]) -> None:
-    saved_groups, groups = state["optimizer"]["param_groups"], parts.optimizer.param_groups
+def _load_optimizer(state: Mapping[str, Any], steps: Steps, keep: Collection[str]) -> None:
+    saved_groups, groups = state["optimizer"]["param_groups"], steps.optimizer.param_groups
     kept = [{key: group[key] for key in keep if key in group} for group in groups]
-    ordered = in_order(saved_groups, state["optimizer_names"], _names(parts))
+    ordered = in_order(saved_groups, state["optimizer_names"], _names(steps))
     owners = dict(zip(params_in(ordered), params_in(groups), strict=False))
     entries = {  # other keys are the optimizer's own
         key: _as_sharded(values, owners[key]) if key in owners else values
         for key, values in state["optimizer"]["state"].items()
     }
-    parts.optimizer.load_state_dict(
+    steps.optimizer.load_state_dict(
         {**state["optimizer"], "state": entries, "param_groups": ordered}
     )
-    params = _parameters(parts)
+    params = _parameters(steps)
     same = all(value.dtype == params[name].dtype for name, value in state["parameters"].items())
-    for optimizer in all_of(parts.optimizer):
+    for optimizer in all_of(steps.optimizer):
         if same and not isinstance(optimizer, CommonOptimizer):  # these take their state unchanged
             _put_back_types(optimizer, entries, owners)
-    for group, values in zip(parts.optimizer.param_groups, kept, strict=True):
+    for group, values in zip(steps.optimizer.param_groups, kept, strict=True):
         group.update(values)
 
 
@@ -428,42 +423,33 @@ def _warn_of_user_state(found: Matched, missing: list[str], unsaved: list[str]) 
         warn_user(text)
 
 
-def compared(facts: Mapping[str, Any], parts: Parts) -> tuple[list[Change], list[str]]:
-    """Compare a state's facts with the engine's. Return changed settings and obstacles."""
-    changes = changes_of(facts.get("strategy", {}), parts.facts["strategy"])
-    return changes, mismatches(facts, parts.facts, changes)
+def compared(facts: Mapping[str, Any], steps: Steps) -> tuple[list[Change], str]:
+    """Compare a state's facts with the engine's. Return changed settings, and obstacles as text."""
+    changes = changes_of(facts.get("strategy", {}), steps.facts["strategy"])
+    return changes, "; ".join(mismatches(facts, steps.facts, changes))
 
 
-def log_changes(source: str, changes: list[Change]) -> None:
-    """Log the settings that differ from those of a state or checkpoint."""
-    if changes:
-        listed = ", ".join(
-            f"{change.name} was {change.before} and is {change.now}" for change in changes
-        )
-        _log.warning("%s is loaded with changed settings: %s", source, listed)
+def _parameters(steps: Steps) -> dict[str, Tensor]:
+    if any(map(is_sharded, steps.params.values())):
+        reshard_(steps.model)
+    return {name: shard_of(param) for name, param in named_parameters(steps.model)}
 
 
-def _parameters(parts: Parts) -> dict[str, Tensor]:
-    if any(map(is_sharded, parts.params.values())):
-        reshard_(parts.model)
-    return {name: shard_of(param) for name, param in named_parameters(parts.model)}
-
-
-def _names(parts: Parts) -> list[list[str]] | None:
+def _names(steps: Steps) -> list[list[str]] | None:
     """Return the names of the optimizer's parameters by group; None if one of them has none."""
-    names: dict[Tensor, str] = {p: name for name, p in named_parameters(parts.model)}
-    groups: Sequence[Any] = [group["params"] for group in parts.optimizer.param_groups]
+    names: dict[Tensor, str] = {p: name for name, p in named_parameters(steps.model)}
+    groups: Sequence[Any] = [group["params"] for group in steps.optimizer.param_groups]
     if any(p not in names for group in groups for p in group):
         return None
     return [[names[p] for p in group] for group in groups]
 
 
-def _require_dense_state(parts: Parts) -> None:
-    for name, param in parts.params.items():
-        for key, value in parts.optimizer.state.get(param, {}).items():
+def _require_dense_state(steps: Steps) -> None:
+    for name, param in steps.params.items():
+        for key, value in steps.optimizer.state.get(param, {}).items():
             if isinstance(value, Tensor) and value.layout != torch.strided:
                 raise TypeError(
-                    f"{key} of {name} is a {value.layout} tensor in {kinds_of(parts.optimizer)}, "
+                    f"{key} of {name} is a {value.layout} tensor in {kinds_of(steps.optimizer)}, "
                     "because its gradients are row-sparse, but only dense state can be saved: "
                     "use tw.optim.LazyAdam, no momentum, or an embedding with sparse=False"
                 )
