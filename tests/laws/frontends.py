@@ -55,6 +55,8 @@ class Case:
     steps: int = STEPS
     dgc: dict[str, Any] = field(default_factory=dict)
     """Settings beside those of `DGC`."""
+    group: dict[str, Any] = field(default_factory=dict)
+    """Settings of the group of parameters of `DGCMomentum`."""
     made: Callable[[], nn.Module] = make_model
     ddp: dict[str, Any] = field(default_factory=dict)
     """Settings of torch's wrapper."""
@@ -155,6 +157,10 @@ class Frontend:
     def stats(self) -> dict[str, Any]:
         raise NotImplementedError
 
+    def kept(self) -> dict[str, Any]:
+        """What this rank keeps of each parameter, by kind."""
+        raise NotImplementedError
+
 
 class OwnStep(Frontend):
     """`DGCMomentum.step`."""
@@ -163,7 +169,7 @@ class OwnStep(Frontend):
         super().__init__(case)
         self.called: nn.Module = self.model
         self.optimizer = tw.optim.DGCMomentum(
-            self.model.named_parameters(),
+            [{"params": list(self.model.named_parameters()), **case.group}],
             case.lr,
             grad_clip=case.clip,
             **{**DGC, **case.dgc, **self.told},
@@ -186,6 +192,10 @@ class OwnStep(Frontend):
 
     def stats(self) -> dict[str, Any]:
         return self.optimizer.stats()
+
+    def kept(self) -> dict[str, Any]:
+        states = {n: self.optimizer.state[p] for n, p in self.model.named_parameters()}
+        return {"residuals": {n: state.get("residual") for n, state in states.items()}}
 
 
 class AttachedStep(OwnStep):
@@ -256,6 +266,9 @@ class WithEngine(Frontend):
 
     def stats(self) -> dict[str, Any]:
         return self.engine.stats()
+
+    def kept(self) -> dict[str, Any]:
+        return self.state()["exchange"]  # type: ignore[no-any-return]
 
 
 class Minimize(WithEngine):
@@ -336,6 +349,9 @@ class LocalBlock(Frontend):
 
     def stats(self) -> dict[str, Any]:
         return {"dropped_steps": 0, **self.sync.stats()}
+
+    def kept(self) -> dict[str, Any]:
+        return self.sync.state_dict()
 
 
 def _local(case: Case) -> tw.LocalSGD | tw.AdaptiveLocalSGD:
