@@ -67,6 +67,8 @@ class Case:
     local: tw.LocalSGD | tw.AdaptiveLocalSGD | None = None
     """Of local updates, in place of an averaging in every third step."""
     frozen: str = ""
+    alike: int = 1
+    """Ranks beside each other that see the same data."""
     sharded: bool = False
     """By `fully_shard`: four ranks are two sites of two shards."""
     told: dict[str, Any] = field(default_factory=dict)
@@ -91,7 +93,7 @@ def losses(case: Case, model: nn.Module, rank: int, begin: int, end: int) -> Ite
 
 
 def batches(case: Case, rank: int, begin: int, end: int) -> Iterator[tuple[Tensor, Tensor]]:
-    source = rank // 2 if case.sharded else rank
+    source = rank // (2 if case.sharded else case.alike)
     for step in range(begin, end):
         generator = torch.Generator().manual_seed(1000 * step + source)
         x = torch.randn(16, 8, generator=generator)
@@ -365,7 +367,7 @@ PARAMETERS: tuple[type[Frontend], ...] = (LocalBlock, LocalEngine, LocalMinimize
 def trained(rank: int, size: int, frontend: Callable[[Case], Frontend], case: Case) -> Trained:
     """All microsteps; or up to one, and from there by another object from the state of this."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*was dropped")
+        warnings.filterwarnings("ignore", message=".*was dropped|.*are equal")
         way = frontend(case)
         if case.resume_at is None:
             way.train(rank, 0, case.wrap_at or case.steps)

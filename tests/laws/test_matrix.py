@@ -168,6 +168,28 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(ranks: Pool, name: str, at: 
     check_resumed(ranks, row, at)
 
 
+def without_nodes(case: Case) -> Case:
+    """Where each rank is a source."""
+    local = case.local and replace(case.local, node_size=1)
+    dgc = case.dgc and {**case.dgc, "node_size": 1}
+    fields = case.fields and {
+        name: replace(config, node_size=1) for name, config in case.fields.items()
+    }
+    return replace(case, local=local, dgc=dgc, fields=fields)
+
+
+@pytest.mark.parametrize(
+    "name", rows([name for name in {**SENDING, **AVERAGING} if "nodes" in name])
+)
+def test_a_node_of_ranks_with_the_same_data_is_one_rank(ranks: Pool, name: str) -> None:
+    """Bit for bit: the mean of two equal tensors is exact."""
+    row = {**SENDING, **AVERAGING}[name]
+    nodes = ranks.run(trained, row.frontend, replace(row.case, alike=2), size=row.size)
+    single = ranks.run(trained, row.frontend, without_nodes(row.case), size=row.size // 2)
+    assert {each.bits for each in nodes} == {each.bits for each in single}
+    assert len({each.bits for each in nodes}) == 1
+
+
 @pytest.mark.parametrize("late", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", ["quantized", "with state"])
 def test_run_stopped_with_a_result_in_flight_is_exact(ranks: Pool, name: str, late: int) -> None:

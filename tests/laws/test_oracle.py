@@ -211,6 +211,18 @@ ROWS: dict[str, Row] = {
         tw.LocalSGD(4, delay=3, outer_momentum=0.5), Local(4, 1, (1.0, 0.5, False), delay=3)
     ),
     "local, nodes": in_nodes(of_local(tw.LocalSGD(4, node_size=2), Local(4)), 4, 2),
+    "dgc, nodes, local clip": in_nodes(
+        of_dgc({"node_size": 2, "exchange": "gather", "local_grad_clip_norm": 0.2}, local_clip=0.2),
+        4,
+        2,
+    ),
+    "local, adaptive, shorter than the delay": of_local(
+        tw.AdaptiveLocalSGD(5, max_k_steps=12, delay=4),
+        Local(5, delay=4, most=12),
+        None,
+        {"rate": lambda step: 0.01 if step < 4 else 0.3},
+        lr=tw.schedules.PiecewiseConstant([4], [0.01, 0.3]),
+    ),
     "local, adaptive": of_local(tw.AdaptiveLocalSGD(3, max_k_steps=6), Local(3, most=6)),
     "local, sparse": of_local(
         tw.LocalSGD(4, compression=tw.Sparse(0.75, 32, 0.9, "all")),

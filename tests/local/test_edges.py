@@ -12,49 +12,17 @@ from torch import Tensor, nn
 import thinwire as tw
 from tests.api import Averager
 from tests.local.test_laws import (
-    CURVES,
     Bag,
     bag,
-    gradient,
     net,
     one_step,
-    set_gradients,
     sgd,
     start_values,
     values,
 )
 from tests.ranks import Pool
-from tests.reference.local_training import Simulation, intervals
 from tests.toys import descend, engine_of
 from thinwire.errors import Mismatch
-
-
-def shrinking(rank: int, size: int, losses: list[float], config: Any) -> list[Any]:
-    model, optimizer = bag()
-    found = []
-    with tw.local_sgd(model, optimizer, config) as sync:
-        for step, loss in enumerate(losses, start=1):
-            set_gradients(model, step, rank)
-            sync.observe(loss)
-            optimizer.step()
-            found.append(values(model))
-    return found
-
-
-def test_an_interval_below_the_delay_applies_early_and_loses_nothing(ranks: Pool) -> None:
-    """1e-11: float64 sums in another order."""
-    losses, rates = (curve[:60] for curve in CURVES["loss reaches 0"])
-    config = tw.AdaptiveLocalSGD(5, max_k_steps=12, delay=4)
-    found = ranks.run(shrinking, losses, config, size=2)
-    ks, _ = intervals(losses, rates, init=5, most=12, begin=1)
-    assert ks[-1] == 1
-    oracle = Simulation({n: v.numpy() for n, v in start_values().items()}, 2, k=5, lr=0.1, delay=4)
-    for step, k in enumerate([5, *ks[:-1]]):
-        oracle.k = k
-        oracle.advance(gradient)
-        for rank in range(2):
-            for name, p in found[rank][step].items():
-                np.testing.assert_allclose(p, oracle.ranks[rank].p[name], rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize(

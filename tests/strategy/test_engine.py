@@ -135,26 +135,6 @@ def test_damaged_batch_statistics_are_not_written_and_all_ranks_hear_of_it(ranks
     assert "parameters, optimizer and counters are updated" in second[0][1]
 
 
-def merged_and_whole(rank: int, size: int, avg: bool) -> float:
-    merge = tw.GradientMerge(4, avg=avg)
-    merged = prepared(make_model(plain=True, **DOUBLE), gradient_merge=merge)
-    whole = make_engine((), plain=True, **DOUBLE)
-    for step in range(3):
-        x, y = batch(step, rank, rows=32, **DOUBLE)
-        for rows in torch.arange(32).split(8):
-            merged.train_step(x[rows], y[rows])
-        loss = cross_entropy(whole.model(x), y)
-        whole.minimize(loss if avg else 4 * loss)
-    assert merged.stats()["step"] == whole.stats()["step"] == 3
-    pairs = zip(merged.model.parameters(), whole.model.parameters(), strict=True)
-    return max(float((a - b).detach().abs().max()) for a, b in pairs)
-
-
-@pytest.mark.parametrize("avg", [True, False])
-def test_merge_of_k_is_one_batch_k_times_as_large(avg: bool, ranks: Pool) -> None:
-    assert max(ranks.run(merged_and_whole, avg, size=2)) < 1e-12
-
-
 @pytest.mark.parametrize("fields", [(), ("amp",), ("gradient_merge",)])
 def test_recompute_changes_no_bit(fields: tuple[str, ...]) -> None:
     found = []
