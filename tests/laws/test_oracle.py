@@ -162,6 +162,13 @@ ROWS: dict[str, Row] = {
     "dgc, all is sent": of_dgc({"sparsity": (0.0,)}, largest={"levels": (0.0,)}),
     "dgc, merged, dropped": of_dgc({}, merge=2, case={"merge": 2, "nan_at": 5}),
     "dgc, clip": of_dgc({}, clip=0.2, local_clip=0.2, case={"clip": BY_NORM(0.2)}),
+    "dgc, clip of prepare": of_dgc(
+        {},
+        (WithEngine,),
+        clip=0.2,
+        local_clip=0.2,
+        case={"told": {"grad_clip": BY_NORM(0.2)}},
+    ),
     "dgc, local clip": of_dgc({"local_grad_clip_norm": 0.2}, local_clip=0.2),
     "dgc, ramp, dropped": of_dgc(
         {"sparsity": (0.5, 0.75, 0.9), "rampup_step": 5},

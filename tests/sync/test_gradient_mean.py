@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tests.api import DGC, Group, locally_clipped
+from tests.api import DGC, Group
 from tests.ranks import Pool
 from tests.sync.means import GradientMean
 
@@ -123,27 +123,6 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         with pytest.raises(ValueError, match=text):
             mean.load_state_dict(bad)
     assert all(torch.equal(v, residuals[n]) for n, v in mean.residuals.items())
-
-
-def test_local_limit_is_for_compressed_tensors() -> None:
-    """One rank's share g / N has at most the norm C / sqrt(N)."""
-
-    def let_in(dgc: DGC, step: int, param: Tensor, grad: Tensor) -> Tensor:
-        grads, params = {"w": grad}, {"w": param}
-        return locally_clipped(grads, params, lambda _: dgc, step=step, sources=4)["w"]
-
-    dgc = DGC(rampup_begin_step=5, local_grad_clip_norm=0.5, min_numel=10)
-    param, small = Parameter(torch.zeros(10)), Parameter(torch.zeros(9))
-    grad = torch.full((10,), 3.0)
-    limited = let_in(dgc, 5, param, grad)
-    assert float((limited / 4).norm()) == pytest.approx(0.5 / 2, rel=1e-6)
-    assert torch.equal(grad, torch.full((10,), 3.0))
-    assert torch.equal(let_in(dgc, 5, param, grad / 100), grad / 100)
-    half = Parameter(torch.zeros(10, dtype=torch.bfloat16))
-    assert let_in(dgc, 5, half, grad.bfloat16()).dtype == torch.float32
-    for step, p, g in [(4, param, grad), (5, small, grad[:9]), (5, param, grad.to_sparse())]:
-        assert let_in(dgc, step, p, g) is g
-    assert let_in(DGC(min_numel=10), 5, param, grad) is grad
 
 
 def reused(rank: int, size: int) -> list[bool]:
