@@ -71,7 +71,7 @@ class Case:
     """Ranks beside each other that see the same data."""
     sharded: bool = False
     """By `fully_shard`: four ranks are two sites of two shards."""
-    told: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     """What each frontend takes: `digest_every`, say."""
 
 
@@ -131,12 +131,12 @@ class Frontend:
         self.case, self.model = case, case.made()
         if case.frozen:
             self.model.get_parameter(case.frozen).requires_grad_(False)
-        self.told = dict(case.told)
+        self.options = dict(case.options)
         if case.sharded:
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
             fully_shard(self.model[2], mesh=mesh["shard"])
             fully_shard(self.model, mesh=mesh["shard"])
-            self.told["mesh"] = mesh
+            self.options["mesh"] = mesh
 
     def train(self, rank: int, begin: int, end: int) -> None:
         raise NotImplementedError
@@ -174,7 +174,7 @@ class OwnStep(Frontend):
             [{"params": list(self.model.named_parameters()), **case.group}],
             case.lr,
             grad_clip=case.clip,
-            **{**DGC, **case.dgc, **self.told},
+            **{**DGC, **case.dgc, **self.options},
         )
 
     def train(self, rank: int, begin: int, end: int) -> None:
@@ -247,7 +247,7 @@ class WithEngine(Frontend):
             if case.optimizer is None
             else case.optimizer(self.model.named_parameters())
         )
-        self.engine = strategy.prepare(self.model, optimizer, cross_entropy, **self.told)
+        self.engine = strategy.prepare(self.model, optimizer, cross_entropy, **self.options)
 
     def train(self, rank: int, begin: int, end: int) -> None:
         for x, y in batches(self.case, rank, begin, end):
@@ -322,7 +322,7 @@ class LocalBlock(Frontend):
         self.optimizer = tw.optim.SGD(
             self.model.named_parameters(), case.lr, momentum=0.9, grad_clip=case.clip
         )
-        self.sync = tw.local_sgd(self.model, self.optimizer, _local(case), **self.told)
+        self.sync = tw.local_sgd(self.model, self.optimizer, _local(case), **self.options)
         self.sync.__enter__()
 
     def train(self, rank: int, begin: int, end: int) -> None:

@@ -54,7 +54,7 @@ def in_other_orders() -> torch.nn.Module:
     )
 
 
-OTHER_ORDERS = Case(made=in_other_orders, told={"digest_every": 1})
+OTHER_ORDERS = Case(made=in_other_orders, options={"digest_every": 1})
 OF_DGC = {
     "other orders": OTHER_ORDERS,
     "other orders, dense": replace(OTHER_ORDERS, dgc={"rampup_begin_step": 99}),

@@ -45,7 +45,7 @@ class Row:
     def rides(self) -> bool:
         """True if the facts of ranks ride on dense sums, which nobody can refuse for all."""
         fields = self.case.fields
-        return fields is not None and fields.keys() <= {"amp"} and not self.case.told
+        return fields is not None and fields.keys() <= {"amp"} and not self.case.options
 
 
 def adam(params: Any) -> torch.optim.Optimizer:
@@ -70,7 +70,7 @@ ENGINES = {
     "dense": Case(fields={}),
     "dense, merged": Case(fields={}, merge=3),
     "dense, adam": Case(fields={}, optimizer=adam),
-    "dense, before": Case(fields={}, told={"verify": "before"}),
+    "dense, before": Case(fields={}, options={"verify": "before"}),
     "dgc, merged": Case(merge=3),
     "dgc, adam": Case(fields={"dgc": COMPRESSED}, optimizer=adam),
     "dgc, adam, nodes": Case(
@@ -301,7 +301,7 @@ EVERY = 4
 
 def parted(rank: int, size: int, row: Row, harm: str) -> tuple[int, str]:
     """One bit of what all hold alike becomes another one on rank 1: when it was found."""
-    case = replace(row.case, told={"digest_every": EVERY}, frozen="0.bias", steps=24)
+    case = replace(row.case, options={"digest_every": EVERY}, frozen="0.bias", steps=24)
     way = row.frontend(case)
     begin, merge = 6 * case.merge, case.merge
     way.train(rank, 0, begin)

@@ -82,9 +82,9 @@ class Row:
 
 
 def of_local(
-    config: Any, local: Local, compression: Any = None, oracle: Any = None, **told: Any
+    config: Any, local: Local, compression: Any = None, oracle: Any = None, **settings: Any
 ) -> Row:
-    case = Case(local=config, **told)
+    case = Case(local=config, **settings)
     return Row(case, {"local": local, **(oracle or {})}, compression, (LocalBlock, LocalEngine))
 
 
@@ -95,17 +95,17 @@ def of_ramp(config: Any, local: Local, levels: Any, rampup: int, begin: int) -> 
     return of_engine({"localsgd": config, "dgc": dgc}, compression, {"local": local})
 
 
-def of_dgc(dgc: dict[str, Any], ways: Any = (OwnStep, WithEngine), /, **told: Any) -> Row:
-    """With the settings of `Case`, of which the largest entries are told in `told`."""
-    largest = {"levels": (0.75,), "begin": 2, **told.pop("largest", {})}
-    case = Case(dgc={"min_numel": LEAST, "value_bits": 32, **dgc}, **told.pop("case", {}))
-    return Row(case, {"masked": True, **told}, Largest(LARGE, **largest), ways)
+def of_dgc(dgc: dict[str, Any], ways: Any = (OwnStep, WithEngine), /, **settings: Any) -> Row:
+    """`largest`: what the oracle selects; `case`: settings of `Case`; all else is the oracle's."""
+    largest = {"levels": (0.75,), "begin": 2, **settings.pop("largest", {})}
+    case = Case(dgc={"min_numel": LEAST, "value_bits": 32, **dgc}, **settings.pop("case", {}))
+    return Row(case, {"masked": True, **settings}, Largest(LARGE, **largest), ways)
 
 
 def of_engine(
-    fields: dict[str, Any], compression: Any = None, oracle: Any = None, **told: Any
+    fields: dict[str, Any], compression: Any = None, oracle: Any = None, **settings: Any
 ) -> Row:
-    return Row(Case(fields=fields, **told), oracle or {}, compression)
+    return Row(Case(fields=fields, **settings), oracle or {}, compression)
 
 
 def in_nodes(row: Row, size: int, node: int) -> Row:
@@ -167,7 +167,7 @@ ROWS: dict[str, Row] = {
         (WithEngine,),
         clip=0.2,
         local_clip=0.2,
-        case={"told": {"grad_clip": BY_NORM(0.2)}},
+        case={"options": {"grad_clip": BY_NORM(0.2)}},
     ),
     "dgc, local clip": of_dgc({"local_grad_clip_norm": 0.2}, local_clip=0.2),
     "dgc, ramp, dropped": of_dgc(

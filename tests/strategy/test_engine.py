@@ -581,7 +581,7 @@ def reshaped(rank: int, size: int, fields: tuple[str, ...], change: str, odd: se
     """Train some steps, so that buckets leave during the backward pass; then change a model."""
     model = make_model(plain=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    engine = prepared(model, optimizer, told={"timeout": 50}, **settings(fields))
+    engine = prepared(model, optimizer, options={"timeout": 50}, **settings(fields))
     train(engine, fields, 0, 6)
     if rank in odd and change == "double":
         model.double()

@@ -48,7 +48,7 @@ def clipped(
     rank: int, size: int, maker: str, clip: str, fields: dict[str, Any]
 ) -> tuple[list[float], list[float]]:
     model, plain = make_model(plain=True, **DOUBLE), make_model(plain=True, **DOUBLE)
-    engine = prepared(model, of(maker), told={"grad_clip": CLIPS[clip]}, **fields)
+    engine = prepared(model, of(maker), options={"grad_clip": CLIPS[clip]}, **fields)
     other = of(maker)(plain)
     merged = 2 if "gradient_merge" in fields else 1
     parts = [rank] if "localsgd" in fields else list(range(size))
@@ -91,7 +91,7 @@ def test_it_is_unscaled_before(ranks: Pool) -> None:
 
 
 def narrow(rank: int, size: int, fields: dict[str, Any]) -> list[float]:
-    engine = prepared(None, of("AdamW"), told={"grad_clip": CLIPS["global"]}, **fields)
+    engine = prepared(None, of("AdamW"), options={"grad_clip": CLIPS["global"]}, **fields)
     train(engine, (), 0, 3)
     return flat(engine.model)
 
@@ -105,7 +105,7 @@ def test_in_half_precision_the_factor_is_not_rounded(dtype: torch.dtype, norm: f
         model,
         torch.optim.SGD(model.parameters(), lr=1.0),
         loss=lambda out, given: (out * given).sum(),
-        told={"grad_clip": tw.ClipByGlobalNorm(1e-3)},
+        options={"grad_clip": tw.ClipByGlobalNorm(1e-3)},
         localsgd=tw.LocalSGD(2),  # gradients stay as they come
     )
     model.weight.data.zero_()
@@ -121,7 +121,7 @@ def stages(rank: int, size: int, count: int, own: bool) -> dict[str, Tensor]:
     optimizer = tw.optim.SGD(model.named_parameters(), lr=0.5, grad_clip=clip if own else None)
     pipeline = tw.Pipeline(stages=count, micro_batches=2)
     engine = prepared(
-        model, optimizer, told={"grad_clip": None if own else clip}, pipeline=pipeline
+        model, optimizer, options={"grad_clip": None if own else clip}, pipeline=pipeline
     )
     for step in range(3):
         engine.train_step(*batch(step, 0, **DOUBLE))
@@ -143,7 +143,7 @@ def of_large_gradients(rank: int, size: int) -> float:
     engine = prepared(
         optimizer=lambda net: torch.optim.SGD(net.named_parameters(), lr=0.5),
         loss=lambda out, given: cross_entropy(out, given) * 2.0**75,
-        told={"grad_clip": tw.ClipByGlobalNorm(0.05)},
+        options={"grad_clip": tw.ClipByGlobalNorm(0.05)},
         pipeline=tw.Pipeline(stages=2, micro_batches=2),
     )
     before = flat(engine.model)
@@ -172,10 +172,10 @@ def test_two_clippings_are_one_too_many() -> None:
     with pytest.raises(tw.StrategyError, match="one of them"):
         prepared(
             optimizer=lambda net: tw.optim.SGD(net.parameters(), lr=0.1, grad_clip=clip),
-            told={"grad_clip": clip},
+            options={"grad_clip": clip},
         )
     with pytest.raises(tw.StrategyError, match="local_grad_clip_norm"):
-        prepared(told={"grad_clip": clip}, dgc=tw.DGC(local_grad_clip_norm=1.0))
+        prepared(options={"grad_clip": clip}, dgc=tw.DGC(local_grad_clip_norm=1.0))
 
 
 class WithComplex(nn.Module):
@@ -205,7 +205,7 @@ def test_something_else_is_no_clipping() -> None:
     with pytest.raises(
         TypeError, match="grad_clip must be ClipByGlobalNorm or ClipByNorm or ClipByValue"
     ):
-        prepared(told={"grad_clip": 1.0})
+        prepared(options={"grad_clip": 1.0})
 
 
 def test_explain_grad_clip_names_the_clipped_gradient() -> None:
