@@ -23,6 +23,7 @@ from tests.laws.frontends import (
     make_model,
     trained,
 )
+from tests.laws.test_matrix import COMPRESSED as DGC
 from tests.laws.test_matrix import ENGINES
 from tests.ranks import Pool
 
@@ -131,6 +132,24 @@ def test_all_ways_of_an_engine_give_the_same_bits(ranks: Pool, name: str) -> Non
     ways = [Minimize, Applied, WithClosure]
     ways += [] if name == "adaptive" else [Followed]  # which is not told the loss
     assert len(bits(ranks, (WithEngine, *ways), OF_ENGINES[name])) == 1
+
+
+@pytest.mark.parametrize("merge", [1, 3])
+@pytest.mark.parametrize("field", ["none", "dgc", "localsgd"])
+def test_a_loss_scale_changes_no_bit(ranks: Pool, field: str, merge: int) -> None:
+    """It is a power of two, and gradients are divided by it before any other use."""
+    fields = {"dgc": {"dgc": DGC}, "localsgd": {"localsgd": tw.LocalSGD(2)}}.get(field, {})
+    clip = None if field == "dgc" else tw.optim.ClipByNorm(0.5)
+    cases = [
+        Case(
+            fields={"amp": tw.AMP("bfloat16", tw.FixedLossScale(scale)), **fields},
+            merge=merge,
+            clip=clip,
+        )
+        for scale in (1.0, 2.0**10)
+    ]
+    for way in (WithEngine, Minimize):
+        assert len(set().union(*(bits(ranks, (way,), case) for case in cases))) == 1
 
 
 EMPTY = ((0,), (3, 0), (0, 3), (2, 0, 4), (5, 1, 0))

@@ -181,6 +181,9 @@ ROWS: dict[str, Row] = {
         case={"lr": tw.schedules.ExponentialDecay(0.1, 0.5, 4)},
     ),
     "dgc, decay": of_dgc({"weight_decay": 0.02}, *ALONE, shaped=lambda p, g: g + 0.02 * p),
+    "dgc, maximize": of_dgc(
+        {"maximize": True, "weight_decay": 0.02}, *ALONE, shaped=lambda p, g: 0.02 * p - g
+    ),
     "dgc, l1": of_dgc(
         {"regularizer": tw.optim.L1Decay(0.03)}, *ALONE, shaped=lambda p, g: g + 0.03 * sign(p)
     ),
