@@ -148,12 +148,17 @@ AVERAGING: dict[str, Row] = {
 
 
 def rows(names: Iterable[str]) -> list[Any]:
-    """As parameters; four ranks are slow, and one way of each kind stands for the others."""
-    ways = ("OwnStep", "LocalBlock")
-    slow = {
-        name for name in names if ("nodes" in name or "mesh" in name) and not name.startswith(ways)
-    }
-    return [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in names]
+    """As parameters: of each method one way after the other is fast; four ranks are slow ones."""
+    methods: dict[str, list[str]] = {}
+    for name in names:
+        methods.setdefault(name.partition(", ")[2], []).append(name)
+    fast = {*methods.get("", ())}
+    for at, (method, ways) in enumerate(methods.items()):
+        if "nodes" in method or "mesh" in method:
+            fast |= {way for way in ways if way.startswith(("OwnStep", "LocalBlock"))}
+        else:
+            fast.add(ways[at % len(ways)])
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in fast)) for name in names]
 
 
 @pytest.mark.parametrize("at", [5, pytest.param(8, marks=pytest.mark.slow)])
