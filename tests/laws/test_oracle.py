@@ -136,8 +136,8 @@ ROWS: dict[str, Row] = {
         {"low_rank": tw.LowRank(2, begin_step=2, min_numel=LEAST)}, Factors(LARGE, 2)
     ),
     "low rank, merged, clip, dropped": of_engine(
-        {"low_rank": tw.LowRank(1, begin_step=0, min_numel=LEAST)},
-        Factors(LARGE),
+        {"low_rank": tw.LowRank(1, begin_step=3, min_numel=LEAST)},
+        Factors(LARGE, 3),
         {"merge": 2, "clip": 0.2},
         merge=2,
         clip=BY_NORM(0.2),

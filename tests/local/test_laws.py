@@ -1,4 +1,4 @@
-"""Laws of local updates over real ranks, against a simulation that shares no code."""
+"""The interval of local updates, and what shares of codes keep; the rest is in `tests/laws`."""
 
 import hashlib
 from typing import Any
@@ -148,7 +148,7 @@ def keep_books(rank: int, size: int, compression: Any, dtype: torch.dtype) -> fl
     changed = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     with tw.local_sgd(model, optimizer, config) as sync:
-        for step in range(1, 401):
+        for step in range(1, 61):
             set_gradients(model, step, rank)
             for name, p in model.named_parameters():
                 assert p.grad is not None
@@ -159,27 +159,19 @@ def keep_books(rank: int, size: int, compression: Any, dtype: torch.dtype) -> fl
         worst = 0.0
         for name, p in model.named_parameters():
             sums = torch.stack([changed[name], errors[name]])
-            if size > 1:
-                torch.distributed.all_reduce(sums)
+            torch.distributed.all_reduce(sums)
             sent = (start[name] - p.detach()) * size
             worst = max(worst, float((sent + sums[1] - sums[0]).abs().max()))
     return worst
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-10), (torch.float32, 1e-4)])
 @pytest.mark.parametrize(
-    "compression",
-    [
-        *(tw.Sparse(0.9, bits, 1.0, "all") for bits in (1, 2, 32)),
-        *(tw.Quantized(bits) for bits in BITS),
-        *(tw.Quantized(bits, exchange="split") for bits in BITS),
-    ],
-    ids=str,
+    ("bits", "dtype", "most"),
+    [*((bits, torch.float64, 1e-10) for bits in BITS), (4, torch.float32, 1e-4)],
 )
-@pytest.mark.parametrize("size", [1, 3])
-def test_nothing_is_lost_over_200_rounds(
-    ranks: Pool, compression: Any, size: int, dtype: torch.dtype, most: float
+def test_nothing_is_lost_by_shares_of_codes(
+    ranks: Pool, bits: int, dtype: torch.dtype, most: float
 ) -> None:
-    """Sums of a few hundred terms of size 1; float32 may send all that was folded."""
-    assert max(ranks.run(keep_books, compression, dtype, size=size)) < most
+    """Sums of a few terms of size 1; what ranks gather is compared with the oracle of the laws."""
+    compression = tw.Quantized(bits, exchange="split")
+    assert max(ranks.run(keep_books, compression, dtype, size=3)) < most
