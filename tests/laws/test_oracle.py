@@ -23,7 +23,18 @@ from tests.laws.frontends import (
     cross_entropy,
 )
 from tests.ranks import Pool
-from tests.reference.training import Arrays, Codes, Compression, Factors, Largest, Local, Training
+from tests.reference.training import (
+    Arrays,
+    Codes,
+    Compression,
+    Factors,
+    Largest,
+    Local,
+    Training,
+    by_global_norm,
+    by_norm,
+    by_value,
+)
 
 LEAST = 60
 
@@ -130,7 +141,30 @@ ROWS: dict[str, Row] = {
     "dense, sums": of_engine(
         {"gradient_merge": tw.GradientMerge(3, avg=False)}, None, {"merge": 3, "average": False}
     ),
-    "dense, clip": of_engine({}, None, {"clip": 0.2}, clip=BY_NORM(0.2)),
+    "dense, clip": of_engine({}, None, {"clip": by_norm(0.2)}, clip=BY_NORM(0.2)),
+    "dense, clip of prepare": of_engine(
+        {}, None, {"clip": by_norm(0.2)}, options={"grad_clip": BY_NORM(0.2)}
+    ),
+    "dense, global clip, merged": of_engine(
+        {},
+        None,
+        {"merge": 2, "clip": by_global_norm(0.3)},
+        merge=2,
+        options={"grad_clip": tw.ClipByGlobalNorm(0.3)},
+    ),
+    "dense, values": of_engine(
+        {},
+        None,
+        {"clip": by_value(0.02, -0.01)},
+        frozen="phase",  # numbers that have no order
+        options={"grad_clip": tw.optim.ClipByValue(0.02, -0.01)},
+    ),
+    "local, global clip": of_engine(
+        {"localsgd": tw.LocalSGD(3)},
+        None,
+        {"local": Local(3), "clip": by_global_norm(0.3)},
+        options={"grad_clip": tw.ClipByGlobalNorm(0.3)},
+    ),
     "dense, dropped": of_engine({}, None, {"merge": 2}, merge=2, nan_at=5),
     "low rank": of_engine(
         {"low_rank": tw.LowRank(2, begin_step=2, min_numel=LEAST)}, Factors(LARGE, 2)
@@ -138,7 +172,7 @@ ROWS: dict[str, Row] = {
     "low rank, merged, clip, dropped": of_engine(
         {"low_rank": tw.LowRank(1, begin_step=3, min_numel=LEAST)},
         Factors(LARGE, 3),
-        {"merge": 2, "clip": 0.2},
+        {"merge": 2, "clip": by_norm(0.2)},
         merge=2,
         clip=BY_NORM(0.2),
         nan_at=5,
@@ -161,11 +195,11 @@ ROWS: dict[str, Row] = {
     "dgc, nesterov": of_dgc({"nesterov": True}, *ALONE, nesterov=True),
     "dgc, all is sent": of_dgc({"sparsity": (0.0,)}, largest={"levels": (0.0,)}),
     "dgc, merged, dropped": of_dgc({}, merge=2, case={"merge": 2, "nan_at": 5}),
-    "dgc, clip": of_dgc({}, clip=0.2, local_clip=0.2, case={"clip": BY_NORM(0.2)}),
+    "dgc, clip": of_dgc({}, clip=by_norm(0.2), local_clip=0.2, case={"clip": BY_NORM(0.2)}),
     "dgc, clip of prepare": of_dgc(
         {},
         (WithEngine,),
-        clip=0.2,
+        clip=by_norm(0.2),
         local_clip=0.2,
         case={"options": {"grad_clip": BY_NORM(0.2)}},
     ),
@@ -201,7 +235,12 @@ ROWS: dict[str, Row] = {
     "dgc, one rank": in_nodes(of_dgc({}), 0, 1),
     "local": of_local(tw.LocalSGD(4), Local(4)),
     "local, merged, clip": of_local(
-        tw.LocalSGD(2), Local(2), None, {"merge": 2, "clip": 0.2}, merge=2, clip=BY_NORM(0.2)
+        tw.LocalSGD(2),
+        Local(2),
+        None,
+        {"merge": 2, "clip": by_norm(0.2)},
+        merge=2,
+        clip=BY_NORM(0.2),
     ),
     "local, dropped": replace(of_local(tw.LocalSGD(4), Local(4), nan_at=5), ways=(LocalEngine,)),
     "local, begin 0": of_local(tw.LocalSGD(3, begin_step=0), Local(3, 0)),
@@ -291,6 +330,10 @@ ROWS: dict[str, Row] = {
 SLOW = {"dgc, one node", "local, begin 6", "local, outer rate", "local, 2 bits", "local, 16 bits"}
 
 
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
 def driven(rank: int, size: int, way: type[Frontend], case: Case) -> tuple[Any, Any, int]:
     """Parameters and residuals after each microstep; factors before all; dropped steps."""
     frontend, found = way(case), []
@@ -298,7 +341,7 @@ def driven(rank: int, size: int, way: type[Frontend], case: Case) -> tuple[Any, 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*was dropped")
             frontend.train(rank, step, step + 1)
-        params = {n: p for n, p in frontend.model.named_parameters() if p.requires_grad}
+        params = trained(frontend.model)
         kept = frontend.kept().get("residuals", {})
         residuals = {n: t for n, t in kept.items() if t is not None}
         found.append((arrays(params), arrays(residuals)))
@@ -315,8 +358,8 @@ def first_factors(rank: int, size: int, way: type[Frontend], case: Case) -> Arra
 
 
 def gradient_of(case: Case) -> Callable[[int, int, Arrays], tuple[float, Arrays]]:
-    model = case.made()
-    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    model = Frontend(case).model
+    params = trained(model)
 
     def gradient(step: int, rank: int, values: Arrays) -> tuple[float, Arrays]:
         for name, p in params.items():
@@ -345,7 +388,7 @@ def test_frontends_train_as_the_oracle(ranks: Pool, name: str) -> None:
         compression.factors = ranks.run(first_factors, row.ways[0], case, size=row.size)[0]
     runs = [ranks.run(driven, way, case, size=row.size) for way in row.ways]
     answers = [answer for run in runs for answer in run]
-    start = arrays({n: p for n, p in Mixed().named_parameters() if p.requires_grad})
+    start = arrays(trained(Frontend(case).model))
     oracle = Training(start, len(runs[0]), compression=compression, **row.oracle)
     gradient = gradient_of(case)
     for step in range(case.steps):

@@ -94,40 +94,6 @@ def test_the_rate_is_the_one_that_the_optimizer_names() -> None:
     assert sync.k_steps == 4  # ceil(sqrt(0.4 / 0.1) * 2)
 
 
-class Odd(nn.Module):
-    """A parameter and a buffer without elements, a frozen parameter, and a buffer that counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(3))
-        self.none = nn.Parameter(torch.ones(0))
-        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-        self.register_buffer("empty", torch.ones(0))
-        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
-
-
-def odd(rank: int, size: int) -> list[Tensor]:
-    model = Odd()
-    optimizer = sgd(model)
-    with tw.local_sgd(
-        model, optimizer, tw.LocalSGD(1, compression=tw.Sparse(0.5, mean_over="all"))
-    ) as sync:
-        model.w.grad = torch.full((3,), 10.0 * rank)
-        model.none.grad = torch.ones(0)
-        optimizer.step()
-        state = sync.state_dict()
-        assert list(state["anchors"]) == list(state["residuals"]) == ["w"]
-        assert sync.stats()["bytes_dense"] == 4 * 3
-    return [model.w.detach(), model.frozen.detach()]
-
-
-def test_parameters_without_elements_or_gradient_are_left_out(ranks: Pool) -> None:
-    for w, frozen in ranks.run(odd):
-        # two entries of change 1 from one rank, and 0
-        assert torch.equal(w, torch.tensor([0.5, 0.5, 1.0]))
-        assert torch.equal(frozen, torch.ones(2))
-
-
 class Rememberer(torch.optim.SGD):
     """Keeps state of several kinds."""
 

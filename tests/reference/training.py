@@ -17,6 +17,7 @@ from tests.reference.low_rank import LowRankOracle
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Arrays = dict[str, Array]
+Clip = Callable[[Arrays], Arrays]
 Gradient = Callable[[int, int, Arrays], tuple[float, Arrays]]
 """Loss and gradients by microstep, rank and parameters of that rank."""
 
@@ -122,7 +123,7 @@ class Training:
         momentum: float = 0.9,
         nesterov: bool = False,
         shaped: Callable[[Array, Array], Array] = lambda p, g: g,
-        clip: float | None = None,
+        clip: Clip = lambda grads: grads,
         local_clip: float | None = None,
         merge: int = 1,
         average: bool = True,
@@ -177,20 +178,21 @@ class Training:
 
     def _exchanged(self, grads: list[Arrays]) -> None:
         """One step by the means of gradients."""
-        for name in grads[0]:
-            own = self._by_source([g[name] for g in grads])
-            if self.compression.takes(name, self.step):
-                step = self._compressed(name, own)
-            else:
-                mean = sum(own) / len(own)
-                # a limit on each source's share is none before compression begins
-                shared = self.masked and name in self.compression.names
-                if self.clip is not None and not shared:
-                    mean = _limited(mean, self.clip)
-                step = self._momentum_step(0, name, mean)
-                for velocity in self.velocity[1:]:
-                    velocity[name] = self.velocity[0][name]
-            for params in self.ranks:
+        own = {name: self._by_source([g[name] for g in grads]) for name in grads[0]}
+        sent = [name for name in own if self.compression.takes(name, self.step)]
+        means = {name: sum(g) / len(g) for name, g in own.items() if name not in sent}
+        steps: Arrays = {}
+        for name in sent:
+            (steps if self.masked else means)[name] = self._compressed(name, own[name])
+        # with momentum, a limit on each source's share is none before compression begins
+        free = self.compression.names if self.masked else ()
+        means |= self.clip({name: mean for name, mean in means.items() if name not in free})
+        for name, mean in means.items():
+            steps[name] = self._momentum_step(0, name, mean)
+            for velocity in self.velocity[1:]:
+                velocity[name] = self.velocity[0][name]
+        for params in self.ranks:
+            for name, step in steps.items():
                 params[name] = params[name] - self.rate(self.step) * step
 
     def _momentum_step(self, rank: int, name: str, grad: Array) -> Array:
@@ -211,14 +213,7 @@ class Training:
             self.residuals[source][name] = whole - part
             if self.masked:
                 self.velocity[source][name] = np.where(part != 0, 0.0, self.velocity[source][name])
-        if self.masked:
-            return mean
-        if self.clip is not None:
-            mean = _limited(mean, self.clip)
-        step = self._momentum_step(0, name, mean)
-        for velocity in self.velocity[1:]:
-            velocity[name] = self.velocity[0][name]
-        return step
+        return mean
 
     def _accumulated(self, source: int, name: str, grad: Array) -> Array:
         """The momentum of a source, of algorithm 4."""
@@ -241,9 +236,8 @@ class Training:
             if bad[rank]:
                 self.dropped[rank] += 1
                 continue
-            for name, grad in each.items():
-                own = _limited(grad, math.inf if self.clip is None else self.clip)
-                moved = rate * self._momentum_step(rank, name, own)
+            for name, grad in self.clip(each).items():
+                moved = rate * self._momentum_step(rank, name, grad)
                 self.ranks[rank][name] = self.ranks[rank][name] - moved
         if self.waiting is not None and self.step == self.waiting[0] + local.delay:
             self._land()
@@ -306,6 +300,26 @@ class Training:
         b = self.buffer[name] = momentum * self.buffer[name] + mean
         self.anchor[name] = self.anchor[name] - rate * (mean + momentum * b if nesterov else b)
         return self.anchor[name]
+
+
+def by_norm(most: float) -> Clip:
+    """Each tensor by its own norm."""
+    return lambda grads: {name: _limited(grad, most) for name, grad in grads.items()}
+
+
+def by_global_norm(most: float) -> Clip:
+    """All of them by one norm."""
+
+    def clip(grads: Arrays) -> Arrays:
+        norm = math.sqrt(math.fsum(x * x for g in grads.values() for x in g.reshape(-1).tolist()))
+        return {name: grad * min(1.0, most / norm) for name, grad in grads.items()}
+
+    return clip
+
+
+def by_value(most: float, least: float) -> Clip:
+    """Each number."""
+    return lambda grads: {name: grad.clip(least, most) for name, grad in grads.items()}
 
 
 def _limited(values: Array, most: float) -> Array:
