@@ -183,7 +183,7 @@ ROWS: dict[str, Row] = {
     "sparse, all, dropped": of_engine(
         {"compression": tw.Sparse(0.5, 4, 1.0, "all", exchange="gather")},
         Largest(REAL, 0, 1.0, (0.5,), bits=4),
-        nan_at=5,
+        nan_at=1,
     ),
     "quantized": of_engine({"compression": tw.Quantized(4)}, Codes(REAL)),
     "quantized, forgetting, merged": of_engine(
@@ -194,7 +194,7 @@ ROWS: dict[str, Row] = {
     "dgc, no momentum": of_dgc({"momentum": 0.0}, *ALONE, momentum=0.0),
     "dgc, nesterov": of_dgc({"nesterov": True}, *ALONE, nesterov=True),
     "dgc, all is sent": of_dgc({"sparsity": (0.0,)}, largest={"levels": (0.0,)}),
-    "dgc, merged, dropped": of_dgc({}, merge=2, case={"merge": 2, "nan_at": 5}),
+    "dgc, merged, dropped": of_dgc({}, merge=2, case={"merge": 2, "nan_at": 1}),
     "dgc, clip": of_dgc({}, clip=by_norm(0.2), local_clip=0.2, case={"clip": BY_NORM(0.2)}),
     "dgc, clip of prepare": of_dgc(
         {},

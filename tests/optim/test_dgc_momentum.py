@@ -86,6 +86,9 @@ def test_a_group_may_stay_dense_and_have_its_own_ramp() -> None:
         p.grad = torch.randn(100)
     optimizer.step()
     assert [int((p != 0).sum()) for p in (a, b, c)] == [10, 100, 50]
+    for p, rate in ((a, 0.1), (b, 0.1), (c, 0.2)):
+        assert p.grad is not None
+        torch.testing.assert_close(p.detach(), -rate * p.grad * (p != 0))
     assert "residual" not in optimizer.state[b]
 
 

@@ -237,7 +237,7 @@ def overflowing(
     digests, scales, dropped = [], [], []
     for step in range(6):
         x, y = batch(step, rank)
-        if step == 3 and rank == 1:
+        if step == 3 - ("gradient_merge" in fields) and rank == 1:  # the first of two microsteps
             x = x * float("inf")
         engine.train_step(x, y)
         digests.append(digest(engine))
@@ -249,7 +249,8 @@ def overflowing(
 
 @pytest.mark.fault("an overflow under a loss scale")
 @pytest.mark.parametrize(
-    "fields", [("amp",), ("amp", "dgc"), ("amp", "dgc", "lamb"), ("amp", "lars")]
+    "fields",
+    [("amp",), ("amp", "gradient_merge"), ("amp", "dgc"), ("amp", "dgc", "lamb"), ("amp", "lars")],
 )
 def test_an_overflow_on_one_rank_drops_the_step_on_all(
     fields: tuple[str, ...], ranks: Pool
@@ -257,7 +258,7 @@ def test_an_overflow_on_one_rank_drops_the_step_on_all(
     one, two = ranks.run(overflowing, fields, size=2)
     assert one == two
     digests, scales, dropped = one
-    assert digests[3] == digests[2] != digests[4]
+    assert digests[3] == digests[2] != digests[5]
     assert scales[3] == scales[2] / 2
     assert dropped == [0, 0, 0, 1, 1, 1]
 
