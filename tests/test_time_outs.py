@@ -18,7 +18,7 @@ WAYS = {"engine": WithEngine, "local": LocalBlock, "dgc": OwnStep}
 
 
 def one_step(way: str, timeout: Any) -> None:
-    trainer = WAYS[way](Case(told={"timeout": timeout}))
+    trainer = WAYS[way](Case(options={"timeout": timeout}))
     trainer.train(0, 0, 1)
     trainer.close()
 
@@ -60,7 +60,7 @@ def rank_0_alone(
     rank: int, size: int, way: str, seconds: float, how: str, limit_s: float
 ) -> tuple[float, str]:
     """Two steps over a time-out, for longer than which rank 0 works between them."""
-    trainer = WAYS[way](Case(told={"timeout": limit_s}, local=tw.LocalSGD(1)))
+    trainer = WAYS[way](Case(options={"timeout": limit_s}, local=tw.LocalSGD(1)))
     trainer.train(rank, 0, 1)
     begin_s = time.monotonic()
     if rank == 0 and how == "evaluate":

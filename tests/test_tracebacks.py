@@ -83,7 +83,7 @@ def test_an_error_of_one_process_stands_alone(call: Callable[[Path], Any], tmp_p
 
 
 def left_alone(rank: int, size: int, way: str, how: str) -> None:
-    trainer = WAYS[way](Case(told={"timeout": 1}, local=tw.LocalSGD(1)))
+    trainer = WAYS[way](Case(options={"timeout": 1}, local=tw.LocalSGD(1)))
     trainer.train(rank, 0, 1)
     if rank == 1:
         time.sleep(4 if how == "late" else 0)

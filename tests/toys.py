@@ -24,13 +24,13 @@ def engine_of(
     optimizer: Any = None,
     lr: float = 0.1,
     momentum: float = 0.0,
-    told: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
     **fields: Any,
 ) -> tw.Engine:
-    """An engine with these fields, of SGD where no optimizer is given; `told` is for `prepare`."""
+    """An engine with these fields, of SGD where none is given; `options` are those of `prepare`."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr, momentum)
     strategy = tw.DistributedStrategy(**fields)
-    return strategy.prepare(model, optimizer, loss_fn, **told or {})
+    return strategy.prepare(model, optimizer, loss_fn, **options or {})
 
 
 def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:

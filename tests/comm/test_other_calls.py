@@ -67,7 +67,7 @@ def apart(
 ) -> None:
     """Make some steps on all ranks, then one call for each rank; the last one comes later."""
     torch.manual_seed(0)
-    engine = engine_of(nn.Linear(width, width), told={"timeout": NEVER_S}, **FIELDS[fields])
+    engine = engine_of(nn.Linear(width, width), options={"timeout": NEVER_S}, **FIELDS[fields])
     torch.manual_seed(rank)
     batch = torch.randn(4, width), torch.randn(4, width)
     for _ in range(0 if "load_parameters" in names or width > 8 else 4):
@@ -99,7 +99,7 @@ def test_both_calls_are_named_on_all_ranks(ranks: Pool, tmp_path: Path, case: An
 def slow(rank: int, size: int, fields: str, folder: str) -> str:
     """Make every call on all ranks; each time some of them are late, also inside `busy`."""
     torch.manual_seed(0)
-    engine = engine_of(nn.Linear(8, 8), told={"timeout": NEVER_S}, **FIELDS[fields])
+    engine = engine_of(nn.Linear(8, 8), options={"timeout": NEVER_S}, **FIELDS[fields])
     torch.manual_seed(rank)
     batch = torch.randn(4, 8), torch.randn(4, 8)
     for at, name in enumerate(["train_step", *CALLS, "train_step"]):

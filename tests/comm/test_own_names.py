@@ -56,7 +56,7 @@ def trained(rank: int, size: int, way: str, before: str) -> list[str]:
     make_groups = partial(ORDERS[before], rank, size)
     found = []
     for limit_s in (20, 21):
-        case = replace(case, told={"timeout": limit_s})
+        case = replace(case, options={"timeout": limit_s})
         if case.sharded:  # torch itself needs equal calls before it makes a mesh
 
             def sgd(params: Any) -> torch.optim.Optimizer:

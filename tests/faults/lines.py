@@ -139,7 +139,7 @@ def wide(
     """Per step of a large model the bytes given to exchanges, those that left, and seconds."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(1024, 512), torch.nn.Linear(512, 1024))
-    engine = engine_of(model, lr=0.01, momentum=0.9, told={"timeout": 60.0}, **fields)
+    engine = engine_of(model, lr=0.01, momentum=0.9, options={"timeout": 60.0}, **fields)
     rows = []
     data = torch.Generator().manual_seed(rank)
     for number in range(last):

@@ -167,7 +167,7 @@ def make(way: str, **options: Any) -> Trainer:
         optimizer = torch.optim.SGD(model.named_parameters(), lr=0.05, momentum=0.9)
     else:
         optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-3)
-    engine = engine_of(model, loss_of, optimizer=optimizer, told=options, **fields)
+    engine = engine_of(model, loss_of, optimizer=optimizer, options=options, **fields)
     step_of = lambda number: engine.train_step(*batch(number, rank))  # noqa: E731
     return Trainer(way, model, engine.optimizer, step_of, engine)
 

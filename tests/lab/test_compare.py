@@ -91,15 +91,14 @@ def test_torchs_own_hooks_run_without_hanging(strategy: str, tmp_path: Path) -> 
 @needs_netns
 def test_sites_shard_the_model_and_share_a_link(tmp_path: Path) -> None:
     """Bytes are those of a site's interface: nothing inside a site is among them."""
-    names = ["dense", "dense-muon", "muon-local"]
+    names = ["dense", "muon-local"]
     shards = {"workers": 4, "shard": 2, "strategies": names, "steps": 33, "batch": 1}
     results = compared(tmp_path, link="100mbit", **shards)
     assert results.failures == []
     assert results.headline.startswith("2 sites of 2 ranks that shard the model, each in a network")
-    dense, muon, local = results.strategies
-    for run in (dense, muon):
-        assert run.library_bytes_per_step == 4 * run.parameters
-        assert 1 < run.kernel_sent_bytes_per_step / run.library_bytes_per_step < 1.25
+    dense, local = results.strategies
+    assert dense.library_bytes_per_step == 4 * dense.parameters
+    assert 1 < dense.kernel_sent_bytes_per_step / dense.library_bytes_per_step < 1.25
     # 1 bit for each parameter and 16 steps, scales and agreements, and headers of few messages
     assert local.library_bytes_per_step < 2 * local.parameters / 8 / 16
     assert local.kernel_sent_bytes_per_step < 3 * local.parameters / 8 / 16

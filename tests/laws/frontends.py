@@ -55,6 +55,8 @@ class Case:
     steps: int = STEPS
     dgc: dict[str, Any] = field(default_factory=dict)
     """Settings beside those of `DGC`."""
+    group: dict[str, Any] = field(default_factory=dict)
+    """Settings of the group of parameters of `DGCMomentum`."""
     made: Callable[[], nn.Module] = make_model
     ddp: dict[str, Any] = field(default_factory=dict)
     """Settings of torch's wrapper."""
@@ -65,9 +67,11 @@ class Case:
     local: tw.LocalSGD | tw.AdaptiveLocalSGD | None = None
     """Of local updates, in place of an averaging in every third step."""
     frozen: str = ""
+    alike: int = 1
+    """Ranks beside each other that see the same data."""
     sharded: bool = False
     """By `fully_shard`: four ranks are two sites of two shards."""
-    told: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     """What each frontend takes: `digest_every`, say."""
 
 
@@ -89,7 +93,7 @@ def losses(case: Case, model: nn.Module, rank: int, begin: int, end: int) -> Ite
 
 
 def batches(case: Case, rank: int, begin: int, end: int) -> Iterator[tuple[Tensor, Tensor]]:
-    source = rank // 2 if case.sharded else rank
+    source = rank // (2 if case.sharded else case.alike)
     for step in range(begin, end):
         generator = torch.Generator().manual_seed(1000 * step + source)
         x = torch.randn(16, 8, generator=generator)
@@ -127,12 +131,12 @@ class Frontend:
         self.case, self.model = case, case.made()
         if case.frozen:
             self.model.get_parameter(case.frozen).requires_grad_(False)
-        self.told = dict(case.told)
+        self.options = dict(case.options)
         if case.sharded:
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
             fully_shard(self.model[2], mesh=mesh["shard"])
             fully_shard(self.model, mesh=mesh["shard"])
-            self.told["mesh"] = mesh
+            self.options["mesh"] = mesh
 
     def train(self, rank: int, begin: int, end: int) -> None:
         raise NotImplementedError
@@ -155,6 +159,10 @@ class Frontend:
     def stats(self) -> dict[str, Any]:
         raise NotImplementedError
 
+    def kept(self) -> dict[str, Any]:
+        """What this rank keeps of each parameter, by kind."""
+        raise NotImplementedError
+
 
 class OwnStep(Frontend):
     """`DGCMomentum.step`."""
@@ -163,10 +171,10 @@ class OwnStep(Frontend):
         super().__init__(case)
         self.called: nn.Module = self.model
         self.optimizer = tw.optim.DGCMomentum(
-            self.model.named_parameters(),
+            [{"params": list(self.model.named_parameters()), **case.group}],
             case.lr,
             grad_clip=case.clip,
-            **{**DGC, **case.dgc, **self.told},
+            **{**DGC, **case.dgc, **self.options},
         )
 
     def train(self, rank: int, begin: int, end: int) -> None:
@@ -186,6 +194,10 @@ class OwnStep(Frontend):
 
     def stats(self) -> dict[str, Any]:
         return self.optimizer.stats()
+
+    def kept(self) -> dict[str, Any]:
+        states = {n: self.optimizer.state[p] for n, p in self.model.named_parameters()}
+        return {"residuals": {n: state.get("residual") for n, state in states.items()}}
 
 
 class AttachedStep(OwnStep):
@@ -235,7 +247,7 @@ class WithEngine(Frontend):
             if case.optimizer is None
             else case.optimizer(self.model.named_parameters())
         )
-        self.engine = strategy.prepare(self.model, optimizer, cross_entropy, **self.told)
+        self.engine = strategy.prepare(self.model, optimizer, cross_entropy, **self.options)
 
     def train(self, rank: int, begin: int, end: int) -> None:
         for x, y in batches(self.case, rank, begin, end):
@@ -256,6 +268,9 @@ class WithEngine(Frontend):
 
     def stats(self) -> dict[str, Any]:
         return self.engine.stats()
+
+    def kept(self) -> dict[str, Any]:
+        return self.state()["exchange"]  # type: ignore[no-any-return]
 
 
 class Minimize(WithEngine):
@@ -307,7 +322,7 @@ class LocalBlock(Frontend):
         self.optimizer = tw.optim.SGD(
             self.model.named_parameters(), case.lr, momentum=0.9, grad_clip=case.clip
         )
-        self.sync = tw.local_sgd(self.model, self.optimizer, _local(case), **self.told)
+        self.sync = tw.local_sgd(self.model, self.optimizer, _local(case), **self.options)
         self.sync.__enter__()
 
     def train(self, rank: int, begin: int, end: int) -> None:
@@ -337,6 +352,9 @@ class LocalBlock(Frontend):
     def stats(self) -> dict[str, Any]:
         return {"dropped_steps": 0, **self.sync.stats()}
 
+    def kept(self) -> dict[str, Any]:
+        return self.sync.state_dict()
+
 
 def _local(case: Case) -> tw.LocalSGD | tw.AdaptiveLocalSGD:
     return case.local or tw.LocalSGD(3, compression=COMPRESSIONS[case.compression])
@@ -349,7 +367,7 @@ PARAMETERS: tuple[type[Frontend], ...] = (LocalBlock, LocalEngine, LocalMinimize
 def trained(rank: int, size: int, frontend: Callable[[Case], Frontend], case: Case) -> Trained:
     """All microsteps; or up to one, and from there by another object from the state of this."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*was dropped")
+        warnings.filterwarnings("ignore", message=".*was dropped|.*are equal")
         way = frontend(case)
         if case.resume_at is None:
             way.train(rank, 0, case.wrap_at or case.steps)

@@ -47,7 +47,7 @@ def run(
         told = {"streams": own} if setting == "streams" else {}
         if engine:
             field = "localsgd" if kind is tw.LocalSGD else "adaptive_localsgd"
-            made = prepared(told=told, **{field: config})
+            made = prepared(options=told, **{field: config})
             _ = made.load(folder) if first else None
             train(made, (), first, last)
             made.flush() if last == 9 else made.save(folder)

@@ -23,6 +23,7 @@ from tests.laws.frontends import (
     make_model,
     trained,
 )
+from tests.laws.test_matrix import COMPRESSED as DGC
 from tests.laws.test_matrix import ENGINES
 from tests.ranks import Pool
 
@@ -54,7 +55,7 @@ def in_other_orders() -> torch.nn.Module:
     )
 
 
-OTHER_ORDERS = Case(made=in_other_orders, told={"digest_every": 1})
+OTHER_ORDERS = Case(made=in_other_orders, options={"digest_every": 1})
 OF_DGC = {
     "other orders": OTHER_ORDERS,
     "other orders, dense": replace(OTHER_ORDERS, dgc={"rampup_begin_step": 99}),
@@ -131,6 +132,23 @@ def test_all_ways_of_an_engine_give_the_same_bits(ranks: Pool, name: str) -> Non
     ways = [Minimize, Applied, WithClosure]
     ways += [] if name == "adaptive" else [Followed]  # which is not told the loss
     assert len(bits(ranks, (WithEngine, *ways), OF_ENGINES[name])) == 1
+
+
+@pytest.mark.parametrize("merge", [1, 3])
+@pytest.mark.parametrize("field", ["none", "dgc", "localsgd"])
+def test_a_loss_scale_changes_no_bit(ranks: Pool, field: str, merge: int) -> None:
+    """It is a power of two, and gradients are divided by it before any other use."""
+    fields = {"dgc": {"dgc": DGC}, "localsgd": {"localsgd": tw.LocalSGD(2)}}.get(field, {})
+    cases = [
+        Case(
+            fields={"amp": tw.AMP("bfloat16", tw.FixedLossScale(scale)), **fields},
+            merge=merge,
+            options={} if field == "dgc" else {"grad_clip": tw.ClipByGlobalNorm(0.1)},
+        )
+        for scale in (1.0, 2.0**10)
+    ]
+    for way in (WithEngine, Minimize):
+        assert len(set().union(*(bits(ranks, (way,), case) for case in cases))) == 1
 
 
 EMPTY = ((0,), (3, 0), (0, 3), (2, 0, 4), (5, 1, 0))

@@ -45,7 +45,7 @@ class Row:
     def rides(self) -> bool:
         """True if the facts of ranks ride on dense sums, which nobody can refuse for all."""
         fields = self.case.fields
-        return fields is not None and fields.keys() <= {"amp"} and not self.case.told
+        return fields is not None and fields.keys() <= {"amp"} and not self.case.options
 
 
 def adam(params: Any) -> torch.optim.Optimizer:
@@ -70,7 +70,7 @@ ENGINES = {
     "dense": Case(fields={}),
     "dense, merged": Case(fields={}, merge=3),
     "dense, adam": Case(fields={}, optimizer=adam),
-    "dense, before": Case(fields={}, told={"verify": "before"}),
+    "dense, before": Case(fields={}, options={"verify": "before"}),
     "dgc, merged": Case(merge=3),
     "dgc, adam": Case(fields={"dgc": COMPRESSED}, optimizer=adam),
     "dgc, adam, nodes": Case(
@@ -148,12 +148,17 @@ AVERAGING: dict[str, Row] = {
 
 
 def rows(names: Iterable[str]) -> list[Any]:
-    """As parameters; four ranks are slow, and one way of each kind stands for the others."""
-    ways = ("OwnStep", "LocalBlock")
-    slow = {
-        name for name in names if ("nodes" in name or "mesh" in name) and not name.startswith(ways)
-    }
-    return [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in names]
+    """As parameters: of each method one way after the other is fast; four ranks are slow ones."""
+    methods: dict[str, list[str]] = {}
+    for name in names:
+        methods.setdefault(name.partition(", ")[2], []).append(name)
+    fast = {*methods.get("", ())}
+    for at, (method, ways) in enumerate(methods.items()):
+        if "nodes" in method or "mesh" in method:
+            fast |= {way for way in ways if way.startswith(("OwnStep", "LocalBlock"))}
+        else:
+            fast.add(ways[at % len(ways)])
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in fast)) for name in names]
 
 
 @pytest.mark.parametrize("at", [5, pytest.param(8, marks=pytest.mark.slow)])
@@ -166,6 +171,28 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(ranks: Pool, name: str, at: 
     elif issubclass(row.frontend, OwnStep):
         at -= at % row.case.merge  # what a loop accumulates is its own
     check_resumed(ranks, row, at)
+
+
+def without_nodes(case: Case) -> Case:
+    """Where each rank is a source."""
+    local = case.local and replace(case.local, node_size=1)
+    dgc = case.dgc and {**case.dgc, "node_size": 1}
+    fields = case.fields and {
+        name: replace(config, node_size=1) for name, config in case.fields.items()
+    }
+    return replace(case, local=local, dgc=dgc, fields=fields)
+
+
+@pytest.mark.parametrize(
+    "name", rows([name for name in {**SENDING, **AVERAGING} if "nodes" in name])
+)
+def test_a_node_of_ranks_with_the_same_data_is_one_rank(ranks: Pool, name: str) -> None:
+    """Bit for bit: the mean of two equal tensors is exact."""
+    row = {**SENDING, **AVERAGING}[name]
+    nodes = ranks.run(trained, row.frontend, replace(row.case, alike=2), size=row.size)
+    single = ranks.run(trained, row.frontend, without_nodes(row.case), size=row.size // 2)
+    assert {each.bits for each in nodes} == {each.bits for each in single}
+    assert len({each.bits for each in nodes}) == 1
 
 
 @pytest.mark.parametrize("late", [1, 2, 3, 4])
@@ -279,7 +306,7 @@ EVERY = 4
 
 def parted(rank: int, size: int, row: Row, harm: str) -> tuple[int, str]:
     """One bit of what all hold alike becomes another one on rank 1: when it was found."""
-    case = replace(row.case, told={"digest_every": EVERY}, frozen="0.bias", steps=24)
+    case = replace(row.case, options={"digest_every": EVERY}, frozen="0.bias", steps=24)
     way = row.frontend(case)
     begin, merge = 6 * case.merge, case.merge
     way.train(rank, 0, begin)

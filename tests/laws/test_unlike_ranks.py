@@ -35,13 +35,15 @@ def excluding(patterns: Any) -> Callable[..., Any]:
     )
 
 
-def plain(**told: Any) -> Case:
-    return Case(fields={}, **told)
+def plain(**settings: Any) -> Case:
+    return Case(fields={}, **settings)
 
 
 UNLIKE: dict[str, Unlike] = {
     "time-out": Unlike(
-        ALL, lambda rank: Case(told={"timeout": 300 + rank}), ["timeout in seconds", "300", "301"]
+        ALL,
+        lambda rank: Case(options={"timeout": 300 + rank}),
+        ["timeout in seconds", "300", "301"],
     ),
     "nodes": Unlike(
         ALL,
@@ -50,7 +52,7 @@ UNLIKE: dict[str, Unlike] = {
     ),
     "unused parameters": Unlike(
         ENGINE,
-        lambda rank: plain(told={"find_unused_parameters": rank == 1}),
+        lambda rank: plain(options={"find_unused_parameters": rank == 1}),
         ["find_unused_parameters"],
     ),
     "microsteps": Unlike(
@@ -62,7 +64,7 @@ UNLIKE: dict[str, Unlike] = {
     "rate": Unlike(ENGINE, lambda rank: plain(lr=0.1 * (1 + rank)), ["lr", "0.1", "0.2"]),
     "clipping of prepare": Unlike(
         ENGINE,
-        lambda rank: plain(told={"grad_clip": tw.ClipByGlobalNorm(1.0 + rank)}),
+        lambda rank: plain(options={"grad_clip": tw.ClipByGlobalNorm(1.0 + rank)}),
         ["grad_clip", "c=1.0", "c=2.0"],
     ),
     "sparsity": Unlike(

@@ -4,14 +4,13 @@ from collections import defaultdict
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import thinwire as tw
 from tests import api
-from tests.local.test_laws import BITS, SHAPES, Bag, bag, digest, set_gradients
+from tests.local.test_laws import BITS, SHAPES, Bag, bag, set_gradients
 from tests.ranks import Pool
 from tests.reference import whole_codes
 
@@ -193,32 +192,6 @@ def test_stats_count_the_message_and_the_scalars_that_ride_along(ranks: Pool) ->
 
 
 # ---- the mean over those who sent
-
-
-def two_steps(rank: int, size: int, mean_over: str) -> tuple[list[Any], str]:
-    """Rank r changes entry r by 1 + r, entry 3 by 8, and a little of all; 2 of 5 are sent."""
-    model = Bag({"w": (5,)}, dtype=torch.float32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    compression = tw.Sparse(0.6, 32, decay=1.0, mean_over=mean_over)  # type: ignore[arg-type]
-    config = tw.LocalSGD(1, 0, compression=compression)
-    [p] = model.parameters()
-    start = p.detach().clone()
-    with tw.local_sgd(model, optimizer, config):
-        p.grad = torch.full((5,), 2.0**-4)
-        p.grad[rank] = 1.0 + rank
-        p.grad[3] = 8.0
-        optimizer.step()
-        return (start - p.detach()).tolist(), digest(model)
-
-
-def test_an_entry_is_averaged_over_its_senders_or_over_all(ranks: Pool) -> None:
-    """1e-6: float32 differences of values of size 1."""
-    expected = {"senders": [1, 2, 3, 8, 0], "all": [1 / 3, 2 / 3, 1, 8, 0]}
-    for mean_over, moved in expected.items():
-        answers = ranks.run(two_steps, mean_over, size=3)
-        assert len({bits for _, bits in answers}) == 1
-        np.testing.assert_allclose(answers[0][0], moved, rtol=0, atol=1e-6)
-        assert answers[0][0][4] == 0, "an entry that nobody sent stays, bit for bit"
 
 
 # ---- the share that is applied

@@ -12,49 +12,17 @@ from torch import Tensor, nn
 import thinwire as tw
 from tests.api import Averager
 from tests.local.test_laws import (
-    CURVES,
     Bag,
     bag,
-    gradient,
     net,
     one_step,
-    set_gradients,
     sgd,
     start_values,
     values,
 )
 from tests.ranks import Pool
-from tests.reference.local_training import Simulation, intervals
 from tests.toys import descend, engine_of
 from thinwire.errors import Mismatch
-
-
-def shrinking(rank: int, size: int, losses: list[float], config: Any) -> list[Any]:
-    model, optimizer = bag()
-    found = []
-    with tw.local_sgd(model, optimizer, config) as sync:
-        for step, loss in enumerate(losses, start=1):
-            set_gradients(model, step, rank)
-            sync.observe(loss)
-            optimizer.step()
-            found.append(values(model))
-    return found
-
-
-def test_an_interval_below_the_delay_applies_early_and_loses_nothing(ranks: Pool) -> None:
-    """1e-11: float64 sums in another order."""
-    losses, rates = (curve[:60] for curve in CURVES["loss reaches 0"])
-    config = tw.AdaptiveLocalSGD(5, max_k_steps=12, delay=4)
-    found = ranks.run(shrinking, losses, config, size=2)
-    ks, _ = intervals(losses, rates, init=5, most=12, begin=1)
-    assert ks[-1] == 1
-    oracle = Simulation({n: v.numpy() for n, v in start_values().items()}, 2, k=5, lr=0.1, delay=4)
-    for step, k in enumerate([5, *ks[:-1]]):
-        oracle.k = k
-        oracle.advance(gradient)
-        for rank in range(2):
-            for name, p in found[rank][step].items():
-                np.testing.assert_allclose(p, oracle.ranks[rank].p[name], rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -124,40 +92,6 @@ def test_the_rate_is_the_one_that_the_optimizer_names() -> None:
             sync.observe(1.0)
             one_step(model, optimizer, step)
     assert sync.k_steps == 4  # ceil(sqrt(0.4 / 0.1) * 2)
-
-
-class Odd(nn.Module):
-    """A parameter and a buffer without elements, a frozen parameter, and a buffer that counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(3))
-        self.none = nn.Parameter(torch.ones(0))
-        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-        self.register_buffer("empty", torch.ones(0))
-        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
-
-
-def odd(rank: int, size: int) -> list[Tensor]:
-    model = Odd()
-    optimizer = sgd(model)
-    with tw.local_sgd(
-        model, optimizer, tw.LocalSGD(1, compression=tw.Sparse(0.5, mean_over="all"))
-    ) as sync:
-        model.w.grad = torch.full((3,), 10.0 * rank)
-        model.none.grad = torch.ones(0)
-        optimizer.step()
-        state = sync.state_dict()
-        assert list(state["anchors"]) == list(state["residuals"]) == ["w"]
-        assert sync.stats()["bytes_dense"] == 4 * 3
-    return [model.w.detach(), model.frozen.detach()]
-
-
-def test_parameters_without_elements_or_gradient_are_left_out(ranks: Pool) -> None:
-    for w, frozen in ranks.run(odd):
-        # two entries of change 1 from one rank, and 0
-        assert torch.equal(w, torch.tensor([0.5, 0.5, 1.0]))
-        assert torch.equal(frozen, torch.ones(2))
 
 
 class Rememberer(torch.optim.SGD):

@@ -1,7 +1,6 @@
 """Local updates of nodes: their ranks average densely, count as one source, and keep the same."""
 
 import os
-import warnings
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -22,45 +21,6 @@ COMPRESSIONS = {
     "low rank": tw.LowRank(2, begin_step=0, min_numel=10),
     "dense": None,
 }
-CONFIGS = {
-    "plain": tw.LocalSGD(3, begin_step=0),
-    "fragments, delay and momentum": tw.LocalSGD(
-        6, fragments=2, delay=2, outer_lr=0.8, outer_momentum=0.5
-    ),
-    "state": tw.LocalSGD(3, average_state=True),
-}
-
-
-def trained(rank: int, size: int, config: Any, alike: int, dgc: Any = None) -> dict[str, Any]:
-    """Ranks in groups of `alike` see the same gradients."""
-    warnings.filterwarnings("ignore", ".*are equal bit for bit")
-    model = Bag()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    with tw.local.updates.LocalUpdates(model, optimizer, config, compression=dgc) as sync:
-        for step in range(1, 17):
-            one_step(model, optimizer, step, rank // alike)
-        state, stats = sync.state_dict(), sync.stats()
-    errors = {name: error.clone() for name, error in state["residuals"].items()}
-    return {"digest": digest(model), "errors": errors, "stats": stats}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("of", CONFIGS)
-@pytest.mark.parametrize("name", [*COMPRESSIONS, "dgc"])
-def test_a_node_of_two_is_one_rank_with_their_data(ranks: Pool, name: str, of: str) -> None:
-    """Bit for bit: the mean of two equal changes is exact."""
-    config = replace(CONFIGS[of], compression=COMPRESSIONS.get(name))
-    dgc = tw.DGC(sparsity=(0.8,), min_numel=7) if name == "dgc" else None
-    nodes = ranks.run(trained, replace(config, node_size=2), 2, dgc, size=4)
-    single = ranks.run(trained, replace(config, node_size=1), 1, dgc, size=2)
-    for rank, answer in enumerate(nodes):
-        twin = single[rank // 2]
-        assert answer["digest"] == twin["digest"]
-        assert answer["errors"].keys() == twin["errors"].keys()
-        for key, error in answer["errors"].items():
-            assert torch.equal(error, twin["errors"][key]), key
-        assert (answer["stats"]["bytes_between_nodes"] > 0) == (rank % 2 == 0)
-        assert answer["stats"]["applied_share"] == twin["stats"]["applied_share"]
 
 
 def conserved(rank: int, size: int, compression: Any, loaded: Any) -> dict[str, Any]:

@@ -156,7 +156,9 @@ def members(
         trained = Trained(device, config, rank, **({} if engine else told))
         if engine:
             fields: Any = {"optimizer": trained.optimizer, "adaptive_localsgd": config}
-            made = stack.enter_context(closing(engine_of(trained.model, None, told=told, **fields)))
+            made = stack.enter_context(
+                closing(engine_of(trained.model, None, options=told, **fields))
+            )
             made.follow_steps(lambda: torch.ones(()))
             sync: Any = made.sync
         else:

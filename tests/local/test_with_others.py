@@ -9,35 +9,9 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import thinwire as tw
 from tests.api import LocalUpdates
-from tests.local.test_laws import bag, set_gradients, sgd, values
+from tests.local.test_laws import bag, set_gradients, values
 from tests.ranks import Pool
 from thinwire.amp import LossScaler
-
-
-def other_layouts(rank: int, size: int) -> tuple[list[bytes], float]:
-    """A convolution in channels_last, sent sparsely."""
-    torch.manual_seed(0)
-    model = nn.Conv2d(3, 4, 5).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    before = model.weight.detach().clone()
-    optimizer = sgd(model)
-    with tw.local_sgd(
-        model, optimizer, tw.LocalSGD(1, compression=tw.Sparse(0.9, value_bits=32, decay=1.0))
-    ) as sync:
-        model.weight.grad = (
-            torch.arange(300.0).view(4, 3, 5, 5).to(memory_format=torch.channels_last)
-        )
-        model.bias.grad = torch.zeros_like(model.bias)  # type: ignore[union-attr]
-        grad = model.weight.grad.clone()
-        optimizer.step()
-        kept = sync.state_dict()["residuals"]["weight"]
-    lost = float((before - 0.1 * grad - (model.weight.detach() - kept)).abs().max())
-    return [p.detach().contiguous().numpy().tobytes() for p in model.parameters()], lost
-
-
-def test_a_model_in_another_memory_format(ranks: Pool) -> None:
-    (a, lost), (b, _) = ranks.run(other_layouts)
-    assert a == b
-    assert lost < 1e-5, "float32 differences of changes up to 30"
 
 
 def train_scaled(rank: int, size: int, delay: int) -> list[tuple[bool, float, float]]:

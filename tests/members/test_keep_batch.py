@@ -28,7 +28,7 @@ def trained(rank: int, size: int, address: str, folder: str, keep: bool, merged:
     options = {"start_members": min(size, 4), "timeout": TIMEOUT_S, "keep_batch": keep}
     net, seen, calls = model(rank), list[tuple[int, int, float]](), 0
     with log, tw.join(address, run="test", **options) as members:
-        engine = engine_of(net, told={"members": members}, **fields)
+        engine = engine_of(net, options={"members": members}, **fields)
         loaded = None if rank >= 4 else engine.load(folder, if_any=True)
         first, end = engine.stats(), members.step + 8 if loaded else MOST_STEPS
         begun = members.step
@@ -88,8 +88,8 @@ def refused(rank: int, size: int, address: str) -> list[str]:
         with pytest.raises(ValueError) as loop:
             sync.__enter__()
         with pytest.raises(tw.StrategyError) as added:
-            engine_of(net, told={"members": members}, **fields)
-        engine = engine_of(net, told={"members": members}, localsgd=SPARSE)
+            engine_of(net, options={"members": members}, **fields)
+        engine = engine_of(net, options={"members": members}, localsgd=SPARSE)
         with pytest.raises(RuntimeError) as mean:
             engine.mean_loss(torch.tensor(1.0))
         engine.close()

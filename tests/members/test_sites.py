@@ -308,7 +308,7 @@ def engine(rank: int, size: int, address: str, folder: str, part: str) -> Any:
         options = {"run": "sites", "start_members": 2, "timeout": TIMEOUT_S}
         with tw.join(address, mesh=mesh, **options) as members:
             told = {"members": members, "mesh": mesh}
-            trained = engine_of(net, optimizer=optimizer, told=told, **fields)
+            trained = engine_of(net, optimizer=optimizer, options=told, **fields)
             loaded = trained.load(f"{folder}/copies", if_any=True)
             entered = members.step
             sampler = tw.ShardedSampler(data, members=members)

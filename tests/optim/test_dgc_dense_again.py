@@ -67,28 +67,3 @@ def test_compression_that_begins_later_in_a_resumed_run(ranks: Pool, tmp_path: A
     first, second = ranks.run(begins_later, str(tmp_path), size=2)
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)
-
-
-def strided(rank: int, size: int, what: str) -> list[Tensor]:
-    torch.manual_seed(0)
-    values = torch.randn(60, 3)
-    param = nn.Parameter(values[:, 0] if what == "parameter" else values[:, 0].clone())
-    optimizer = tw.optim.DGCMomentum([param], digest_every=1, **OPTIONS)
-    for step in range(4):
-        grad = drawn(step, rank, 60, 2)
-        if what == "gradient":
-            param.grad = grad[:, 0]
-        elif what == "expanded":
-            param.grad = grad[0, 0].expand(60)
-        else:
-            param.grad = grad[:, 0].clone()
-        optimizer.step()
-    return [param.detach().clone()]
-
-
-@pytest.mark.parametrize("what", ["parameter", "gradient", "expanded"])
-def test_strides_change_nothing(ranks: Pool, what: str) -> None:
-    first, second = ranks.run(strided, what, size=2)
-    assert torch.equal(first[0], second[0])
-    if what != "expanded":
-        assert torch.equal(first[0], ranks.run(strided, "none", size=2)[0][0])

@@ -28,7 +28,7 @@ def made(sites: int, shards: int, name: str) -> tuple[Any, nn.Module, tw.Engine]
     fields, make = ENGINES[name]
     mesh = mesh_of(sites, shards) if shards else None
     model = plain_model() if mesh is None else sharded_model(mesh)
-    return mesh, model, engine_of(model, optimizer=make(model), told={"mesh": mesh}, **fields)
+    return mesh, model, engine_of(model, optimizer=make(model), options={"mesh": mesh}, **fields)
 
 
 def whole(model: nn.Module, mesh: Any) -> dict[str, Tensor]:
@@ -129,7 +129,7 @@ def test_mean_of_pending_updates_stays(ranks: Pool, place: tuple[int, int], tmp_
 def parameters_alone(rank: int, size: int, folder: str) -> dict[str, Tensor]:
     mesh = mesh_of(1, 2)
     model = sharded_model(mesh, seed=11)
-    engine_of(model, told={"mesh": mesh}).load_parameters(folder)
+    engine_of(model, options={"mesh": mesh}).load_parameters(folder)
     return values_of(model)
 
 
@@ -143,7 +143,7 @@ def test_parameters_alone(ranks: Pool, tmp_path: Path) -> None:
 def from_file(rank: int, size: int, path: str) -> dict[str, Tensor]:
     mesh = mesh_of(2, 2) if size == 4 else None
     model = plain_model(11) if mesh is None else sharded_model(mesh, seed=11)
-    engine = engine_of(model, told={"mesh": mesh}, localsgd=tw.LocalSGD(2))
+    engine = engine_of(model, options={"mesh": mesh}, localsgd=tw.LocalSGD(2))
     engine.load_parameters(path, torch_checkpoint=not path.endswith(".safetensors"))
     return whole(model, mesh)
 
@@ -218,7 +218,7 @@ def rows(rank: int, size: int, shards: int, out: int, folder: str, save: bool) -
     model = nn.Linear(4, out, bias=False)
     if mesh is not None:
         fully_shard(model, mesh=mesh["shard"])
-    engine = engine_of(model, told={"mesh": mesh})
+    engine = engine_of(model, options={"mesh": mesh})
     if save:
         engine.save(folder)
     else:
@@ -249,7 +249,7 @@ def low_rank(
     config = tw.LocalSGD(4, compression=tw.LowRank(2, begin_step=1, min_numel=40))
     model = sharded_model(mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    engine = engine_of(model, optimizer=optimizer, told={"mesh": mesh}, localsgd=config)
+    engine = engine_of(model, optimizer=optimizer, options={"mesh": mesh}, localsgd=config)
     if first:
         engine.load(folder)
     before = engine.state_dict()["exchange"]
@@ -275,7 +275,7 @@ def moving_buffers(rank: int, size: int, folder: str) -> Tensor:
     mesh = mesh_of(1, 2)
     model = nn.Sequential(nn.Linear(IN, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     fully_shard(model, mesh=mesh["shard"])
-    engine = engine_of(model, lr=0.01, told={"mesh": mesh}, localsgd=tw.LocalSGD(8))
+    engine = engine_of(model, lr=0.01, options={"mesh": mesh}, localsgd=tw.LocalSGD(8))
     for step in range(3):
         engine.train_step(*batch(rank, step))
     engine.save(folder)

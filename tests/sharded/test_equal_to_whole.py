@@ -85,7 +85,7 @@ def engine_run(rank: int, size: int, name: str, clip: bool) -> tuple[dict[str, T
         fields = {key: value for key, value in fields.items() if key != "recompute"}
     grad_clip = tw.optim.ClipByValue(0.05) if clip else None
     told = {"grad_clip": grad_clip, "mesh": mesh}
-    engine = engine_of(model, optimizer=make(model), told=told, **fields)
+    engine = engine_of(model, optimizer=make(model), options=told, **fields)
     for step in range(STEPS):
         engine.train_step(*batch(site_of(mesh), step))
         if step == 5:  # leaves whole parameters behind in the outermost module

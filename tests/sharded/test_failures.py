@@ -27,7 +27,7 @@ def one_bad_gradient(rank: int, size: int, compressed: bool) -> tuple[bool, dict
     mesh = mesh_of(2, 2)
     model = sharded_model(mesh)
     fields = {"dgc": DGC} if compressed else {}
-    engine = engine_of(model, **RATE, **fields, told={"mesh": mesh})
+    engine = engine_of(model, **RATE, **fields, options={"mesh": mesh})
     engine.train_step(*batch(site_of(mesh), 0))
     before = values_of(model)
     (x, y), weight = batch(site_of(mesh), 1), model[0].weight
@@ -79,7 +79,7 @@ def clipped(rank: int, size: int, kind: str, scale: float = 1.0) -> dict[str, Te
         fields["localsgd"] = tw.LocalSGD(2)
     told = {"grad_clip": given, "mesh": mesh}
     loss_fn = lambda *given: mse_loss(*given) * scale  # noqa: E731
-    engine = engine_of(model, loss_fn, optimizer=optimizer, told=told, **fields)
+    engine = engine_of(model, loss_fn, optimizer=optimizer, options=told, **fields)
     for step in range(6):
         engine.train_step(*batch(site_of(mesh), step))
     engine.flush()
@@ -122,7 +122,7 @@ def bytes_of(rank: int, size: int, field: str) -> float:
         "dgc": {"dgc": tw.DGC(sparsity=(0.9,), min_numel=20)},
         "local": {"localsgd": tw.LocalSGD(2, compression=tw.Quantized(4))},
     }[field]
-    engine = engine_of(model, **RATE, **fields, told={"mesh": mesh})
+    engine = engine_of(model, **RATE, **fields, options={"mesh": mesh})
     for step in range(20):
         engine.train_step(*batch(site_of(mesh), step))
     stats = engine.stats()
@@ -152,7 +152,7 @@ def check_refusals(rank: int, size: int) -> None:
     fully_shard(partly[0], mesh=mesh["shard"])
 
     def prepare(model: nn.Module, mesh: Any, told: Any = None, **given: Any) -> None:
-        engine_of(model, told={"mesh": mesh, **(told or {})}, **given)
+        engine_of(model, options={"mesh": mesh, **(told or {})}, **given)
 
     def local(model: nn.Module, mesh: Any, **given: Any) -> None:
         config = tw.LocalSGD(2, **given.pop("config", {}))
@@ -181,7 +181,10 @@ def check_refusals(rank: int, size: int) -> None:
         (lambda: momentum(model, mesh, grad_clip=clip), "use local_grad_clip_norm"),
         (lambda: local(model, mesh, config={"node_size": 2}), "omit node_size"),
         (lambda: local(model, mesh, process_group=world), "omit process_group"),
-        (lambda: engine_of(model, told={"mesh": mesh}).join().__enter__(), "does not work with m"),
+        (
+            lambda: engine_of(model, options={"mesh": mesh}).join().__enter__(),
+            "does not work with m",
+        ),
     ]
     for act, fact in refused:
         try:

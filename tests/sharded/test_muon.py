@@ -166,7 +166,7 @@ def engine_of(place: tuple[int, int] | None, field: str) -> tuple[nn.Module, tw.
     if field == "lamb":
         fields["lamb"] = tw.LAMB()
     kind = torch.optim.AdamW(model.parameters(), lr=0.02) if field == "lamb" else muon_of(model)
-    return model, toys.engine_of(model, optimizer=kind, told={"mesh": mesh}, **fields)
+    return model, toys.engine_of(model, optimizer=kind, options={"mesh": mesh}, **fields)
 
 
 def resumed(

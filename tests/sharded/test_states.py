@@ -110,7 +110,7 @@ def test_one_site_sends_nothing_and_warns_of_nothing(ranks: Pool, name: str) -> 
 def other_values(rank: int, size: int) -> dict[str, float]:
     mesh = mesh_of(2, 2)
     model = sharded_model(mesh, seed=site_of(mesh))
-    engine = engine_of(model, lr=0.05, told={"mesh": mesh})
+    engine = engine_of(model, lr=0.05, options={"mesh": mesh})
     engine.train_step(*batch(site_of(mesh), 0))
     return engine.stats()
 

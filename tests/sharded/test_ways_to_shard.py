@@ -82,7 +82,7 @@ def trained(rank: int, size: int, way: str, field: str) -> dict[str, Tensor]:
     model = model_of("plain" if way == "meta" else way) if mesh is None else sharded(way, mesh)
     optimizer = torch.optim.AdamW(groups_of(model), lr=0.01)
     told = {"grad_clip": tw.ClipByGlobalNorm(1.0), "mesh": mesh}
-    engine = engine_of(model, optimizer=optimizer, told=told, **FIELDS[field])
+    engine = engine_of(model, optimizer=optimizer, options=told, **FIELDS[field])
     schedule = torch.optim.lr_scheduler.StepLR(engine.optimizer, 4, 0.5)
     for step in range(10):
         engine.train_step(*batch(site_of(mesh), step))

@@ -43,7 +43,7 @@ def made(mesh: Any, fields: dict[str, Any]) -> Any:
     model[1].requires_grad_(False)
     if mesh is not None:
         fully_shard(model, mesh=mesh["shard"])
-    return prepared(model, told={"mesh": mesh} if mesh else {}, **fields)
+    return prepared(model, options={"mesh": mesh} if mesh else {}, **fields)
 
 
 def tensors(engine: Any, extra: Tensor) -> dict[str, Tensor]:

@@ -450,3 +450,22 @@ def test_gradients_of_a_merge_under_a_loss_scale_are_unscaled() -> None:
     for _ in range(2):
         _, pairs = engine.minimize((model.weight * torch.tensor([1.0, 3.0])).sum())
         assert [grad.tolist() for _, grad in pairs] == [[[1.0, 3.0]]]
+
+
+def test_a_merged_gradient_stays_wide_where_parameters_are_narrow() -> None:
+    model = nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)
+    nn.init.zeros_(model.weight)
+    optimizer = tw.optim.Lars(model.parameters(), lr=0.3, momentum=0.0, weight_decay=0.0)
+    engine = engine_of(
+        model,
+        lambda out, _: out.float().sum(),
+        optimizer=optimizer,
+        gradient_merge=tw.GradientMerge(2),
+    )
+    total = torch.zeros(16, 16)
+    for step in range(2):
+        x = torch.randn(3, 16, generator=torch.Generator().manual_seed(step)).bfloat16()
+        total += torch.ones(3, 16, dtype=torch.bfloat16).t() @ x
+        engine.train_step(x, None)
+    assert torch.equal(model.weight.detach(), (-0.3 * (total / 2)).bfloat16())
+    assert not torch.equal((total / 2).bfloat16().float(), total / 2)

@@ -9,90 +9,10 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from tests.ranks import Pool
-from tests.strategy.training import batch, flat, make_model, prepared, train
+from tests.strategy.training import batch, flat, make_model, prepared
 
 cross_entropy = nn.functional.cross_entropy
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
-CLIPS = {
-    "global": tw.ClipByGlobalNorm(0.05),
-    "norm": tw.optim.ClipByNorm(0.03),
-    "value": tw.optim.ClipByValue(0.004, -0.002),
-}
-MAKERS: dict[str, Any] = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.9, weight_decay=0.01),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-3),
-    "our Adam": lambda p: tw.optim.Adam(p, lr=0.01, eps=1e-3),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, eps=1e-3),
-}
-
-
-def of(maker: str) -> Any:
-    return lambda model: MAKERS[maker](model.parameters())
-
-
-def bounded(clip: Any, model: nn.Module) -> None:
-    """By loops and torch alone, in place."""
-    grads = [p.grad for p in model.parameters()]
-    if isinstance(clip, tw.optim.ClipByValue):
-        for grad in grads:
-            grad.clamp_(clip.min, clip.max)
-        return
-    whole = sum(float((grad**2).sum()) for grad in grads) ** 0.5
-    for grad in grads:
-        size = whole if isinstance(clip, tw.ClipByGlobalNorm) else float((grad**2).sum()) ** 0.5
-        if size > clip.c:
-            grad.mul_(clip.c / size)
-
-
-def clipped(
-    rank: int, size: int, maker: str, clip: str, fields: dict[str, Any]
-) -> tuple[list[float], list[float]]:
-    model, plain = make_model(plain=True, **DOUBLE), make_model(plain=True, **DOUBLE)
-    engine = prepared(model, of(maker), told={"grad_clip": CLIPS[clip]}, **fields)
-    other = of(maker)(plain)
-    merged = 2 if "gradient_merge" in fields else 1
-    parts = [rank] if "localsgd" in fields else list(range(size))
-    for step in range(4):
-        other.zero_grad()
-        for micro in range(merged):
-            engine.train_step(*batch(merged * step + micro, rank, **DOUBLE))
-            for part in parts:
-                x, y = batch(merged * step + micro, part, **DOUBLE)
-                (cross_entropy(plain(x), y) / len(parts) / merged).backward()
-        bounded(CLIPS[clip], plain)
-        other.step()
-    return flat(model), flat(plain)
-
-
-@pytest.mark.parametrize(
-    ("maker", "clip", "fields"),
-    [
-        *((maker, clip, {}) for maker in MAKERS for clip in CLIPS),
-        ("AdamW", "global", {"gradient_merge": tw.GradientMerge(2)}),
-        ("AdamW", "global", {"localsgd": tw.LocalSGD(100, begin_step=0)}),
-    ],
-)
-def test_the_gradient_of_an_update_is_clipped_before_it(
-    maker: str, clip: str, fields: dict[str, Any], ranks: Pool
-) -> None:
-    """The mean of all ranks and microsteps; under local updates that of this rank."""
-    answers = ranks.run(clipped, maker, clip, fields)
-    assert (answers[0][0] == answers[1][0]) == ("localsgd" not in fields)
-    for got, expected in answers:
-        assert got == pytest.approx(expected, rel=0, abs=1e-9)
-
-
-def test_it_is_unscaled_before(ranks: Pool) -> None:
-    amp = {"amp": tw.AMP("bfloat16", tw.FixedLossScale(2.0**10))}
-    scaled = ranks.run(narrow, amp)
-    plain = ranks.run(narrow, {"amp": tw.AMP("bfloat16")})
-    assert scaled == plain
-
-
-def narrow(rank: int, size: int, fields: dict[str, Any]) -> list[float]:
-    engine = prepared(None, of("AdamW"), told={"grad_clip": CLIPS["global"]}, **fields)
-    train(engine, (), 0, 3)
-    return flat(engine.model)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -104,7 +24,7 @@ def test_in_half_precision_the_factor_is_not_rounded(dtype: torch.dtype, norm: f
         model,
         torch.optim.SGD(model.parameters(), lr=1.0),
         loss=lambda out, given: (out * given).sum(),
-        told={"grad_clip": tw.ClipByGlobalNorm(1e-3)},
+        options={"grad_clip": tw.ClipByGlobalNorm(1e-3)},
         localsgd=tw.LocalSGD(2),  # gradients stay as they come
     )
     model.weight.data.zero_()
@@ -120,7 +40,7 @@ def stages(rank: int, size: int, count: int, own: bool) -> dict[str, Tensor]:
     optimizer = tw.optim.SGD(model.named_parameters(), lr=0.5, grad_clip=clip if own else None)
     pipeline = tw.Pipeline(stages=count, micro_batches=2)
     engine = prepared(
-        model, optimizer, told={"grad_clip": None if own else clip}, pipeline=pipeline
+        model, optimizer, options={"grad_clip": None if own else clip}, pipeline=pipeline
     )
     for step in range(3):
         engine.train_step(*batch(step, 0, **DOUBLE))
@@ -142,7 +62,7 @@ def of_large_gradients(rank: int, size: int) -> float:
     engine = prepared(
         optimizer=lambda net: torch.optim.SGD(net.named_parameters(), lr=0.5),
         loss=lambda out, given: cross_entropy(out, given) * 2.0**75,
-        told={"grad_clip": tw.ClipByGlobalNorm(0.05)},
+        options={"grad_clip": tw.ClipByGlobalNorm(0.05)},
         pipeline=tw.Pipeline(stages=2, micro_batches=2),
     )
     before = flat(engine.model)
@@ -153,29 +73,6 @@ def of_large_gradients(rank: int, size: int) -> float:
 def test_the_norm_over_stages_has_room_for_large_gradients(ranks: Pool) -> None:
     moved = sum(ranks.run(of_large_gradients, size=2)) ** 0.5
     assert moved == pytest.approx(0.5 * 0.05, rel=1e-4)
-
-
-def by_dgc(rank: int, size: int, given: bool) -> list[float]:
-    """By `prepare`, or by an optimizer that exchanges itself."""
-    model = make_model(plain=True)
-    settings: dict[str, Any] = {"sparsity": (0.75,), "min_numel": 64}
-    clip = tw.optim.ClipByNorm(0.02)
-    if given:
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        engine = prepared(model, sgd, told={"grad_clip": clip}, dgc=tw.DGC(**settings))
-        train(engine, (), 0, 3)
-    else:
-        dgc = tw.optim.DGCMomentum(model.parameters(), lr=0.1, grad_clip=clip, **settings)
-        for step in range(3):
-            x, y = batch(step, rank)
-            dgc.zero_grad()
-            cross_entropy(model(x), y).backward()
-            dgc.step()
-    return flat(model)
-
-
-def test_dgc_clips_every_tensor_before_it_is_accumulated(ranks: Pool) -> None:
-    assert ranks.run(by_dgc, True) == ranks.run(by_dgc, False)
 
 
 @pytest.mark.parametrize("clip", [tw.ClipByGlobalNorm(1.0), tw.optim.ClipByValue(1.0)])
@@ -194,40 +91,17 @@ def test_two_clippings_are_one_too_many() -> None:
     with pytest.raises(tw.StrategyError, match="one of them"):
         prepared(
             optimizer=lambda net: tw.optim.SGD(net.parameters(), lr=0.1, grad_clip=clip),
-            told={"grad_clip": clip},
+            options={"grad_clip": clip},
         )
     with pytest.raises(tw.StrategyError, match="local_grad_clip_norm"):
-        prepared(told={"grad_clip": clip}, dgc=tw.DGC(local_grad_clip_norm=1.0))
-
-
-class WithComplex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 2)
-        self.waves = nn.Parameter(torch.tensor([3 + 4j, 1 - 1j], dtype=torch.complex64))
-
-
-def with_complex(rank: int, size: int, clip: Any) -> list[complex]:
-    """The complex parameter after an update of gradient 3 + 4j in its first entry, else 0."""
-    model = WithComplex()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    engine = tw.DistributedStrategy().prepare(model, optimizer, grad_clip=clip)
-    engine.minimize(model.linear.weight.sum() * 0 + (model.waves[0].abs() ** 2 / 2))
-    engine.close()
-    return model.waves.tolist()
-
-
-@pytest.mark.parametrize("clip", [tw.optim.ClipByNorm(0.5), tw.ClipByGlobalNorm(0.5)])
-def test_complex_gradients_are_clipped_by_norm(clip: Any, ranks: Pool) -> None:
-    for now in ranks.run(with_complex, clip):
-        assert now[0] == pytest.approx((3 + 4j) * 0.9, rel=1e-6)
+        prepared(options={"grad_clip": clip}, dgc=tw.DGC(local_grad_clip_norm=1.0))
 
 
 def test_something_else_is_no_clipping() -> None:
     with pytest.raises(
         TypeError, match="grad_clip must be ClipByGlobalNorm or ClipByNorm or ClipByValue"
     ):
-        prepared(told={"grad_clip": 1.0})
+        prepared(options={"grad_clip": 1.0})
 
 
 def test_explain_grad_clip_names_the_clipped_gradient() -> None:

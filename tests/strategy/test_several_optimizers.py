@@ -45,7 +45,7 @@ def optimizers_of(model: nn.Module, fields: tuple[str, ...], several: bool) -> A
 
 def engine_of(fields: tuple[str, ...], several: bool, **given: Any) -> Any:
     make = partial(optimizers_of, fields=fields, several=several)
-    return prepared(optimizer=make, told=given, **settings(fields))
+    return prepared(optimizer=make, options=given, **settings(fields))
 
 
 def trained(rank: int, size: int, fields: tuple[str, ...], several: bool) -> str:

@@ -171,7 +171,7 @@ def mean_asked(rank: int, size: int, others: str) -> None:
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
     x, y = torch.randn(4, 32), torch.randn(4, 32)
     told = {"find_unused_parameters": others != "a join"}
-    engine = prepared(model, sgd, loss=nn.functional.mse_loss, told=told)
+    engine = prepared(model, sgd, loss=nn.functional.mse_loss, options=told)
     if others == "no batches":
         with engine.join():
             for _ in range(1 + rank):
@@ -285,7 +285,7 @@ class Branches(nn.Module):
 
 def branching(rank: int, size: int, fields: dict[str, Any], maker: str, k: int) -> list[float]:
     unused = {"find_unused_parameters": True}
-    engine = prepared(Branches(), MAKERS[maker], told=unused, **fields)
+    engine = prepared(Branches(), MAKERS[maker], options=unused, **fields)
     for step in range(6 * k):
         x, y = batch(step, rank, **DOUBLE)
         engine.train_step((x, (step + rank) % 2 if step < 4 * k else 0), y)
@@ -321,7 +321,7 @@ def narrow(rank: int, size: int) -> tuple[list[float], int]:
     torch.manual_seed(3)
     model = nn.ModuleList(nn.Linear(8, 4, dtype=torch.bfloat16) for _ in range(2))
     amp, unused = tw.AMP("bfloat16", tw.FixedLossScale(4.0)), {"find_unused_parameters": True}
-    engine = prepared(model, sgd, told=unused, amp=amp)
+    engine = prepared(model, sgd, options=unused, amp=amp)
     for step in range(2):
         x, y = batch(step, rank)
         engine.minimize(cross_entropy(model[rank](x.bfloat16()).float(), y))
@@ -395,7 +395,7 @@ def stages_with_unused(rank: int, size: int, complete: bool) -> tuple[str, list[
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(8, 8), Sometimes(8, 8), Sometimes(8, 8), nn.Linear(8, 4))
     pipeline, unused = tw.Pipeline(stages=2, micro_batches=2), {"find_unused_parameters": complete}
-    engine = prepared(model, sgd, told=unused, pipeline=pipeline)
+    engine = prepared(model, sgd, options=unused, pipeline=pipeline)
     text = ""
     for step in range(5):
         for module in engine.model.modules():

@@ -88,14 +88,14 @@ def prepared(
     optimizer: Any = None,
     *,
     loss: Any = nn.functional.cross_entropy,
-    told: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
     **fields: Any,
 ) -> Any:
     """An engine of a plain model, unless one is given; `optimizer` is one or makes one of it."""
     net = make_model(plain=True) if model is None else model
     made = make_optimizer(net, fields) if optimizer is None else optimizer
     made = made if isinstance(made, torch.optim.Optimizer) else made(net)
-    return tw.DistributedStrategy(**fields).prepare(net, made, loss, **(told or {}))
+    return tw.DistributedStrategy(**fields).prepare(net, made, loss, **(options or {}))
 
 
 def flat(model: nn.Module) -> list[float]:

@@ -49,7 +49,7 @@ def engine_for(kind: str, model: nn.Module) -> tw.Engine:
         told["mesh"] = mesh = mesh_of(*((2, 2) if "localsgd" in kind else (1, 2)))
         fully_shard(model, mesh=mesh["shard"])
     momentum = 0.9 if kind == "dgc" else 0.0
-    return engine_of(model, momentum=momentum, told=told, **FIELDS[kind])
+    return engine_of(model, momentum=momentum, options=told, **FIELDS[kind])
 
 
 def size_of(kind: str) -> int:
@@ -278,7 +278,7 @@ def member_engine(
     net = nn.Linear(5, 5)
     options = {"run": "test", "timeout": TIMEOUT_S, **how}
     with tw.join(address, **options) as members:
-        engine = engine_of(net, localsgd=CONFIG, told={"members": members})
+        engine = engine_of(net, localsgd=CONFIG, options={"members": members})
         yield members, net, engine
 
 

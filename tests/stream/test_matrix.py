@@ -1,7 +1,8 @@
 """Models, storages and events: each version that is read is what was written, or an error.
 
-The whole product of models and events on a folder, and all pairs of storages with either. A cell
-runs in a process of the pool, whose forks are killed.
+The whole product of models and events on a folder, a quarter of it each time and the rest among the
+slow tests, and all pairs of storages with either. A cell runs in a process of the pool, whose forks
+are killed.
 """
 
 import contextlib
@@ -426,8 +427,14 @@ def live(_rank: int, _size: int, name: str, kind: str, event: str, folder: str) 
         cell.end()
 
 
-@pytest.mark.parametrize("event", EVENTS)
-@pytest.mark.parametrize("name", [case.name for case in CORE])
+@pytest.mark.parametrize(
+    ("name", "event"),
+    [
+        pytest.param(case.name, event, marks=[pytest.mark.slow] * bool((at + 3 * number) % 4))
+        for number, case in enumerate(CORE)
+        for at, event in enumerate(EVENTS)
+    ],
+)
 def test_model_in_a_folder_is_right_or_refused_whatever_happens(
     ranks: Pool, tmp_path: Path, name: str, event: str
 ) -> None:

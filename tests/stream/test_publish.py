@@ -282,7 +282,7 @@ def of_one_bit(rank: int, size: int, folder: str, sharded: bool) -> State:
         fully_shard(model, mesh=mesh["shard"])
     local = tw.LocalSGD(k_steps=4, compression=tw.Quantized(value_bits=1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = engine_of(model, optimizer=optimizer, localsgd=local, told={"mesh": mesh})
+    engine = engine_of(model, optimizer=optimizer, localsgd=local, options={"mesh": mesh})
     publisher = engine.publish(folder, every=100)
     for step in range(1, 14):
         torch.manual_seed(100 * step + rank)

@@ -45,7 +45,7 @@ def engine_of(kind: str, model: nn.Module, **given: Any) -> Engine:
     fields = {"nodes": {"dgc": NODES}, "dgc": {"dgc": DGC}, "dgc adamw": {"dgc": DGC}}
     adam = torch.optim.AdamW(model.parameters(), 1e-3) if kind.endswith("adamw") else None
     told = {"digest_every": EVERY, "verify": "before" if kind == "dense, before" else "after"}
-    given = {"optimizer": adam, "told": {**told, **given}, **fields.get(kind, {})}
+    given = {"optimizer": adam, "options": {**told, **given}, **fields.get(kind, {})}
     return toys.engine_of(model, cross_entropy, lr=0.01, momentum=0.9, **given)
 
 

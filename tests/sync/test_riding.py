@@ -64,7 +64,7 @@ def trained(rank: int, size: int, case: str, verify: str) -> tuple[str, int, int
         optimizer = [torch.optim.SGD(own[:2], 0.05), torch.optim.AdamW(own[2:], 0.01)]
     told = {"verify": verify, **how.get("told", {})}
     fields = how.get("fields", {})
-    engine = engine_of(model, cross_entropy, optimizer=optimizer, told=told, **fields)
+    engine = engine_of(model, cross_entropy, optimizer=optimizer, options=told, **fields)
     joins = bool(how.get("joins"))
     with engine.join() if joins else nullcontext(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of dropped steps
@@ -95,7 +95,7 @@ def summed(rank: int, size: int, near: bool, streams: int | None, timeout_s: flo
     model = nn.Linear(700, 800)
     nn.init.zeros_(model.weight)
     told = {"streams": streams, "timeout": timeout_s, "verify": "after"}
-    engine = engine_of(model, lr=1.0, told=told)
+    engine = engine_of(model, lr=1.0, options=told)
     generator = torch.Generator().manual_seed(rank)
     with patch.object(Group, "seems_near", near):
         for _ in range(5):
@@ -127,7 +127,7 @@ def raised(
             raise ZeroDivisionError("of the user")
 
     model[1].register_forward_pre_hook(forward)
-    engine = engine_of(model, loss_of, told={"verify": verify}, **fields)
+    engine = engine_of(model, loss_of, options={"verify": verify}, **fields)
     texts = []
     for step in range(begin + 4):
         failing = rank == 1 and step == begin
@@ -160,7 +160,7 @@ def test_error_before_the_backward_pass_is_reported_to_all(
 
 def published(rank: int, size: int, folder: str) -> list[int]:
     """Steps of the versions of a run in which rank 1 receives another sum in step 4."""
-    engine = engine_of(nn.Linear(400, 200), told={"verify": "after"})
+    engine = engine_of(nn.Linear(400, 200), options={"verify": "after"})
     engine.publish(folder, updates=1, keep=20)
 
     def damaged(total: Tensor, action: str) -> Tensor:
@@ -185,7 +185,7 @@ def test_no_version_is_published_of_a_sum_that_was_damaged(ranks: Pool, tmp_path
 
 def saved(rank: int, size: int, folder: str) -> str:
     """Error of a save right after the step in which rank 1 receives another sum."""
-    engine = engine_of(nn.Linear(400, 200), told={"verify": "after"})
+    engine = engine_of(nn.Linear(400, 200), options={"verify": "after"})
 
     def damaged(total: Tensor, action: str) -> Tensor:
         if rank == 1 and "step 4" in action:
@@ -212,7 +212,7 @@ def test_nothing_is_saved_of_a_sum_that_was_damaged(ranks: Pool, tmp_path: Path)
 def hurt(rank: int, size: int, dtype: torch.dtype, at: int) -> None:
     """One number of a slot changes on its way to rank 1."""
     model = nn.Linear(400, 200, dtype=dtype)
-    engine = engine_of(model, told={"verify": "after"})
+    engine = engine_of(model, options={"verify": "after"})
 
     def damaged(total: Tensor, action: str) -> Tensor:
         if rank == 1 and "step 4" in action:

@@ -10,8 +10,7 @@ import thinwire as tw
 from tests import api
 from tests.ranks import Pool
 from tests.reference.split_exchange import split_exchange
-from tests.sync.means import GradientMean, launch
-from tests.sync.test_gradient_mean import SHAPES, gradient, parameters
+from tests.sync.means import launch
 
 NUMELS, COUNTS = [300, 7, 120, 1], [30, 2, 11, 1]
 
@@ -73,64 +72,6 @@ def test_the_oracle_agrees(ranks: Pool, size: int, lopsided: bool) -> None:
             assert torch.equal(dense(means[t], n), dense(delivered[t], n) / size)
             assert torch.equal(dense(sent[t], n), dense(given[rank][t], n))
             assert torch.equal(mine[t], dense(kept[rank][t], n))
-
-
-def keep_books(
-    rank: int, size: int, bits: int, dtype: torch.dtype, nodes: int, exchange: Any
-) -> dict[str, tuple[Tensor, ...]]:
-    """Per tensor what this rank gave, keeps, and got as means over 50 steps."""
-    config = tw.DGC(
-        rampup_step=30,
-        sparsity=(0.5, 0.9, 0.97),
-        min_numel=80,
-        value_bits=bits,
-        node_size=size // nodes,
-        exchange=exchange,
-    )
-    mean = GradientMean(api.Group(), parameters(dtype), config)
-    given, got = (
-        {n: torch.zeros(s, dtype=torch.float64) for n, s in SHAPES.items()} for _ in range(2)
-    )
-    for step in range(50):
-        own = {n: gradient(step, rank, n).to(dtype) for n in SHAPES}
-        means = mean.reduce(step, own)
-        assert means is not None
-        for name in SHAPES:
-            given[name] += own[name].double()
-            got[name] += means[name].double()
-    return {
-        name: (given[name], mean.residuals[name].double(), got[name]) for name in mean.residuals
-    }
-
-
-@pytest.mark.fault("residuals that grow")
-@pytest.mark.parametrize("exchange", ["gather", "split"])
-@pytest.mark.parametrize(
-    ("bits", "dtype", "nodes", "tolerance"),
-    [
-        # float64: the sums over 50 steps are of size 20, and each addition rounds
-        (1, torch.float64, 4, 1e-12),
-        (8, torch.float64, 2, 1e-12),
-        (32, torch.float64, 4, 1e-12),
-        (1, torch.float32, 4, 1e-4),
-        (2, torch.float32, 2, 1e-4),
-    ],
-)
-def test_nothing_is_lost_over_50_steps(
-    ranks: Pool, bits: int, dtype: torch.dtype, nodes: int, tolerance: float, exchange: str
-) -> None:
-    """Over all sources: what is kept and W times the means that were applied are what was given."""
-    found = ranks.run(keep_books, bits, dtype, nodes, exchange, size=4)
-    width = 4 // nodes
-    assert set(found[0]) == {"big", "middle"}
-    for name in found[0]:
-        given = sum(answer[name][0] for answer in found) / width
-        kept = sum(answer[name][1] for answer in found[::width])
-        torch.testing.assert_close(kept + nodes * found[0][name][2], given, rtol=0, atol=tolerance)
-        assert float(found[0][name][2].abs().max()) > 0.5
-        assert all(torch.equal(answer[name][2], found[0][name][2]) for answer in found)
-        for rank, answer in enumerate(found):
-            assert torch.equal(answer[name][1], found[rank // width * width][name][1])
 
 
 def narrow(rank: int, size: int) -> dict[str, Tensor]:
