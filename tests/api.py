@@ -163,7 +163,7 @@ _NAMES = {
     "thinwire.tools.run.task": "called work_of",
     "thinwire.tools.run.text": "Corpus read_digits read_folder read_standard_library",
     "thinwire.tools.run.trainers": "DDPTrainer Prepared Setup build_trainer",
-    "thinwire.wire": "codes whole",
+    "thinwire.wire": "bucket codes",
     "thinwire.wire.message": (
         "message_pack=pack message_unpack=unpack pack_nonfinite pack_whole unpack_whole"
     ),

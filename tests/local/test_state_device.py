@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
-from tests.api import whole
+from tests.api import bucket
 from tests.members.places import met
 from tests.members.training import TIMEOUT_S, wait_for
 from tests.ranks import Pool
@@ -203,7 +203,7 @@ def peaks_of_averagings(rank: int, size: int, name: str) -> list[tuple[int, int]
             3, 0, compression=COMPRESSIONS[name], state_device="cpu", delay=delay, **OUTER
         )
         # parts are as small against these tensors as they are against those of a large model
-        with Held() as held, patch.object(whole, "_PART", 1 << 12):
+        with Held() as held, patch.object(bucket, "_PART", 1 << 12):
             trained = Trained("second", config, rank, LARGE)
             with trained.sync:
                 for _ in range(3):  # the optimizer's state, positions for sketches
