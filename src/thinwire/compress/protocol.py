@@ -25,7 +25,7 @@ from thinwire.core.tensors import state_dtype
 from thinwire.errors import PayloadCorrupt
 from thinwire.layout.message import Layout, WholeLayout
 from thinwire.layout.traffic import BUCKETS, EXCHANGES, GATHER, Messages, messages
-from thinwire.wire.bucket import Part, runs, side_by_side, spans
+from thinwire.wire.bucket import Part, side_by_side, spans
 
 Entries = tuple[Tensor, Tensor]
 """Indices (j,), int64, ascending, and values (j,)."""
@@ -180,9 +180,7 @@ class Computed(Mapping[str, Tensor]):
 
     def runs(self) -> list[list[Part]]:
         """Return the parts in which these tensors are best read; see `wire.bucket.runs`."""
-        numels = {name: tensor.numel() for name, tensor in self.items()}
-        device = next(iter(self.values())).device
-        return runs(numels, device, dict.fromkeys(numels))
+        return [[[(name, 0, tensor.numel())]] for name, tensor in self.items()]
 
     def part(self, name: str, start: int, end: int) -> Tensor:
         """Return the entries [start, end) of one tensor, a new tensor of one dimension."""

@@ -126,10 +126,10 @@ class Folded(Computed):
 
     def runs(self) -> list[list[Part]]:
         """See `Computed`."""
-        residuals = {name: self.kept[RESIDUAL][name] for name in self._grads}
-        numels = {name: residual.numel() for name, residual in residuals.items()}
-        kinds = {n: (self._grads[n].dtype, r.dtype, r.device) for n, r in residuals.items()}
-        return runs(numels, next(iter(residuals.values())).device, kinds)
+        grads, kept = self._grads, self.kept[RESIDUAL]
+        kinds = {name: (grad.dtype, kept[name].dtype, grad.device) for name, grad in grads.items()}
+        numels = {name: grad.numel() for name, grad in grads.items()}
+        return runs(numels, next(iter(grads.values())).device, kinds)
 
     def read(self, part: Part) -> Tensor:
         """See `Computed`."""

@@ -6,7 +6,6 @@ A call for each of a hundred small tensors costs more than their entries do, abo
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,17 +54,17 @@ def runs(
     return found
 
 
-def side_by_side(tensors: Sequence[Tensor]) -> Tensor:
-    """Return tensors of one dimension in one buffer, with zeros up to whole bytes of any code; a
-    single one as it is.
+def side_by_side(tensors: Sequence[Tensor], multiple: int = _ALIGNED) -> Tensor:
+    """Return tensors of one dimension in one buffer, each with zeros up to a `multiple` of entries;
+    a single one as it is.
     """
     if len(tensors) == 1:
         return tensors[0]
     pieces = []
     for tensor in tensors:
         pieces.append(tensor)
-        if rest := -tensor.numel() % _ALIGNED:
-            pieces.append(zeros(rest, tensor.dtype, tensor.device))
+        if rest := -tensor.numel() % multiple:
+            pieces.append(tensor.new_zeros(rest))
     return torch.cat(pieces)
 
 
@@ -82,12 +81,6 @@ def padded(numel: int) -> int:
     return numel + -numel % _ALIGNED
 
 
-@lru_cache(maxsize=64)
-def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros between two tensors of a buffer; read only."""
-    return torch.zeros(numel, dtype=dtype, device=device)
-
-
 class Several:
     """Several tensors that are `side_by_side`: sums of each, and a value for each entry."""
 
@@ -101,13 +94,6 @@ class Several:
         total = sum(map(padded, self._numels))
         places = torch.arange(total, device=self._ends.device)
         return torch.bucketize(places, self._ends, right=True, out_int32=True)
-
-    def count(self, mask: Tensor) -> Tensor:
-        """Return how many flags are set: float64, shape (tensors,)."""
-        if not mask.is_cpu:
-            return self.sum(mask)
-        starts = np.cumsum([0, *map(padded, self._numels[:-1])])
-        return torch.from_numpy(np.add.reduceat(mask.numpy(), starts, dtype=np.float64))
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sums: float64, shape (tensors,)."""

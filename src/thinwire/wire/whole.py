@@ -24,7 +24,7 @@ from torch import Tensor
 
 from thinwire.kernels.reference import divided_
 from thinwire.layout.message import SCALE_BYTES, SCALE_COUNT
-from thinwire.wire.bucket import CHUNK, Part, Several, apart, padded, side_by_side, zeros
+from thinwire.wire.bucket import CHUNK, Part, Several, apart, padded, side_by_side
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -101,14 +101,11 @@ def read_part(codes: Sequence[WholeReader], part: Part, device: torch.device) ->
     if bits > 4 or device.type == "cpu":
         pairs = zip(codes, numels, strict=True)
         return side_by_side([code.part(0, numel, device) for code, numel in pairs])
-    fields = []
-    for code, numel in zip(codes, numels, strict=True):
-        room = padded(numel) * bits // 8
-        fields += [code.fields, zeros(room - code.fields.numel(), torch.uint8, code.fields.device)]
+    fields = side_by_side([code.fields for code in codes], bits)
     levels = _known(torch.cat([code.scales for code in codes]).to(device), bits)
     several = Several(numels, device)
     each = several.spread(torch.arange(len(codes), device=device) * levels.shape[1])
-    each += _unpacked(torch.cat(fields).to(device), bits).view(-1)
+    each += _unpacked(fields.to(device), bits).view(-1)
     found, between = levels.view(-1)[each], several.between
     return found.index_fill_(0, between, 0) if between.numel() else found
 
@@ -149,7 +146,7 @@ def _above(chunk: Tensor, bound: Tensor) -> Tensor:
 def _count(mask: Tensor, several: Several | None) -> Tensor:
     """Return how many flags are set: float64, shape () or (tensors,)."""
     if several is not None:
-        return several.count(mask)
+        return several.sum(mask)
     if mask.is_cpu:
         count = float(np.count_nonzero(mask.numpy()))
         return torch.tensor(count, dtype=torch.float64, device="cpu")
