@@ -164,6 +164,8 @@ _NAMES = {
     "thinwire.tools.run.text": "Corpus read_digits read_folder read_standard_library",
     "thinwire.tools.run.trainers": "DDPTrainer Prepared Setup build_trainer",
     "thinwire.wire": "bucket codes",
+    "thinwire.wire.bucket": "apart side_by_side",
+    "thinwire.wire.whole": "read_part",
     "thinwire.wire.message": (
         "message_pack=pack message_unpack=unpack pack_nonfinite pack_whole unpack_whole"
     ),

@@ -8,13 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.api import HEADER_BYTES, WHOLE_BITS, WholeLayout
+from tests.api import HEADER_BYTES, WHOLE_BITS, WholeLayout, apart, read_part, side_by_side
 from tests.api import pack_whole as pack
 from tests.api import unpack_whole as unpack
 from tests.reference import whole_codes
 from thinwire.errors import PayloadCorrupt
-from thinwire.wire.bucket import apart, side_by_side
-from thinwire.wire.whole import read_part
 
 WHERE = {"step": 12, "bucket": 0, "source": 5}
 NUMELS = (1000, 1, 33)

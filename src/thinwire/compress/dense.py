@@ -155,8 +155,8 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     >>> not_finite({"a": torch.ones(2), "b": torch.tensor([torch.inf])})
     ['b']
     """
-    flags = [tensor.sum().isfinite() for tensor in tensors.values()]
-    if not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all()):
+    sums = [tensor.sum() for tensor in tensors.values()]
+    if not sums or bool(torch.stack([total.to(sums[0].device) for total in sums]).isfinite().all()):
         return []
     return [name for name, tensor in tensors.items() if not all_finite(tensor)]
 

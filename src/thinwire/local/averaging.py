@@ -93,6 +93,16 @@ class Changes(Computed):
             return self._errors[name].to(self._devices[name])
         return self.part(name, 0, anchor.numel()).view_as(anchor)
 
+    def part(self, name: str, start: int, end: int) -> Tensor:
+        """See `Computed`."""
+        device = self._devices[name]
+        if not real_view(self.params[name]).is_contiguous():
+            return self.read([(name, start, end)])
+        found = self._anchors[name].new_empty(end - start, device=device)
+        for one, other in spans(end - start, device):  # so that little else is on the device
+            found[one:other] = self.read([(name, start + one, start + other)])
+        return found
+
     def runs(self, *written: Mapping[str, Tensor]) -> list[list[Part]]:
         """See `Computed`; of parts in which the `written` tensors can be written too."""
         kinds: dict[str, object] = {}
@@ -120,16 +130,10 @@ class Changes(Computed):
 
     def read(self, part: Part) -> Tensor:
         """See `Computed`."""
-        (first, start, end), device = part[0], self._devices[part[0][0]]
+        first = part[0][0]
+        device = self._devices[first]
         if self.node_means:
             return side_by_side(_of(self.node_means, part)).to(device)
-        if len(part) == 1 and real_view(self.params[first]).is_contiguous():
-            cuts = list(spans(end - start, device))
-            if len(cuts) > 1:  # so that little else is on the device
-                found = self._anchors[first].new_empty(end - start, device=device)
-                for one, other in cuts:
-                    found[one:other] = self.part(first, start + one, start + other)
-                return found
         anchor = side_by_side(_of(self._anchors, part)).to(device)
         value = side_by_side(_of(self.params, part)).to(device)
         change = anchor.to(value.dtype).to(anchor.dtype) - value

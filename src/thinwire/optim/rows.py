@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -13,6 +13,40 @@ from thinwire.core.tensors import widened
 from thinwire.optim.common import CommonOptimizer, CommonOwn
 from thinwire.optim.groups import check_betas
 from thinwire.optim.pairs import ParamGrad
+
+
+class RowOptimizer(CommonOptimizer):
+    """Base of methods that update by element, and only the rows of a row-sparse gradient."""
+
+    _takes_complex = False
+    _takes_rows = True
+    _numbers: ClassVar[Sequence[str]]
+    """Settings of a group that the method's formula takes, beside `lr`."""
+    _starts: ClassVar[Mapping[str, str]]
+    """State by name, each with the setting of a group that it begins with; without one, at 0."""
+    _formula: ClassVar[Callable[..., None]]
+    """Changes a parameter and its state in place, from gradient and number of the update."""
+
+    def _update_group(self, group: dict[str, Any], pairs: Sequence[ParamGrad], rate: float) -> None:
+        numbers = {"lr": rate, **{key: group[key] for key in self._numbers}}
+        update_ = partial(type(self)._formula, **numbers)
+        for param, grad in pairs:
+            buffers = {
+                key: self._buffer_of(param, key, group.get(start, 0.0))
+                for key, start in self._starts.items()
+            }
+            step = self._counted([param])[0]
+            if grad.layout is torch.strided:
+                with widened([param]) as (work,):
+                    update_(work, grad, step, **buffers)
+            elif grad._nnz():
+                rows, values = grad.indices()[0], grad.values()
+                part = param[rows].to(values.dtype)
+                parts = {key: buffer[rows] for key, buffer in buffers.items()}
+                update_(part, values, step, **parts)
+                param[rows] = part.to(param.dtype)
+                for key, buffer in buffers.items():
+                    buffer[rows] = parts[key]
 
 
 def adam_(
@@ -39,7 +73,7 @@ def adam_(
     param.addcdiv_(exp_avg, root, value=-lr / (1 - beta1**step))
 
 
-class LazyAdam(CommonOptimizer):
+class LazyAdam(RowOptimizer):
     """Adam for large embeddings. Rows without a gradient keep parameter and moments bit for bit.
 
     >>> import torch
@@ -75,8 +109,9 @@ class LazyAdam(CommonOptimizer):
     root of the uncorrected moment.
     """
 
-    _takes_complex = False
-    _takes_rows = True
+    _numbers = ("betas", "eps")
+    _starts: ClassVar[Mapping[str, str]] = {"exp_avg": "", "exp_avg_sq": ""}
+    _formula = adam_
 
     def __init__(
         self,
@@ -93,10 +128,6 @@ class LazyAdam(CommonOptimizer):
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         check_betas(values)
         check.real("eps", values["eps"], above=0)
-
-    def _update_group(self, group: dict[str, Any], pairs: Sequence[ParamGrad], rate: float) -> None:
-        update_ = partial(adam_, lr=rate, betas=group["betas"], eps=group["eps"])
-        update_rows_(self, pairs, {"exp_avg": 0.0, "exp_avg_sq": 0.0}, update_)
 
 
 def ftrl_(
@@ -122,7 +153,7 @@ def ftrl_(
     param.copy_(torch.where(linear.abs() <= l1, torch.zeros_like(param), moved))
 
 
-class Ftrl(CommonOptimizer):
+class Ftrl(RowOptimizer):
     """Follow the regularized leader, per coordinate; for sparse linear parts of a model.
 
     >>> import torch
@@ -169,8 +200,9 @@ class Ftrl(CommonOptimizer):
     rates are accepted.
     """
 
-    _takes_complex = False
-    _takes_rows = True
+    _numbers = ("lr_power", "l1", "l2")
+    _starts: ClassVar[Mapping[str, str]] = {"accumulator": "initial_accumulator", "linear": ""}
+    _formula = ftrl_
 
     def __init__(
         self,
@@ -200,13 +232,6 @@ class Ftrl(CommonOptimizer):
                 "schedule above 0"
             )
 
-    def _update_group(self, group: dict[str, Any], pairs: Sequence[ParamGrad], rate: float) -> None:
-        update_ = partial(
-            ftrl_, lr=rate, lr_power=group["lr_power"], l1=group["l1"], l2=group["l2"]
-        )
-        starts = {"accumulator": group["initial_accumulator"], "linear": 0.0}
-        update_rows_(self, pairs, starts, update_)
-
 
 def proximal_adagrad_(
     param: Tensor, grad: Tensor, _step: int, accumulator: Tensor, *, lr: float, l1: float, l2: float
@@ -219,7 +244,7 @@ def proximal_adagrad_(
     param.copy_(torch.where(accumulator == 0, param, shrunk))
 
 
-class ProximalAdagrad(CommonOptimizer):
+class ProximalAdagrad(RowOptimizer):
     """Adagrad with L1 and L2 penalties applied exactly after each step, which gives true zeros.
 
     >>> import torch
@@ -263,8 +288,9 @@ class ProximalAdagrad(CommonOptimizer):
     form.
     """
 
-    _takes_complex = False
-    _takes_rows = True
+    _numbers = ("l1", "l2")
+    _starts: ClassVar[Mapping[str, str]] = {"accumulator": "initial_accumulator"}
+    _formula = proximal_adagrad_
 
     def __init__(
         self,
@@ -283,34 +309,3 @@ class ProximalAdagrad(CommonOptimizer):
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         for key in ("l1", "l2", "initial_accumulator"):
             check.real(key, values[key], at_least=0)
-
-    def _update_group(self, group: dict[str, Any], pairs: Sequence[ParamGrad], rate: float) -> None:
-        update_ = partial(proximal_adagrad_, lr=rate, l1=group["l1"], l2=group["l2"])
-        update_rows_(self, pairs, {"accumulator": group["initial_accumulator"]}, update_)
-
-
-def update_rows_(
-    optimizer: CommonOptimizer,
-    pairs: Sequence[ParamGrad],
-    starts: Mapping[str, float],
-    update_: Callable[..., None],
-) -> None:
-    """Update the parameters of one group and their state, which begins with `starts`, in place.
-
-    `update_` gets the parameter, the gradient, the number of this update from 1 and the state by
-    name, or copies of the rows that a row-sparse gradient has, and changes them by element.
-    """
-    for param, grad in pairs:
-        buffers = {key: optimizer._buffer_of(param, key, fill) for key, fill in starts.items()}
-        step = optimizer._counted([param])[0]
-        if grad.layout is torch.strided:
-            with widened([param]) as (work,):
-                update_(work, grad, step, **buffers)
-        elif grad._nnz():
-            rows, values = grad.indices()[0], grad.values()
-            part = param[rows].to(values.dtype)
-            parts = {key: buffer[rows] for key, buffer in buffers.items()}
-            update_(part, values, step, **parts)
-            param[rows] = part.to(param.dtype)
-            for key, buffer in buffers.items():
-                buffer[rows] = parts[key]
