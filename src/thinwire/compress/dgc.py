@@ -231,12 +231,14 @@ def locally_clipped(
         return within
     norms = None if gather is None else norms_over_shards(grads, gather)
     for name, grad in grads.items():
-        dgc, param = config(name), params[name]
+        dgc = config(name)
+        param = params[name]
         limit = dgc.local_grad_clip_norm
         if limit is None or step < dgc.rampup_begin_step or not dgc.compresses(param):
             continue
         if norms is not None:
-            bound, wide = limit * math.sqrt(sources), grad.to(state_dtype(param))
+            bound = limit * math.sqrt(sources)
+            wide = grad.to(state_dtype(param))
             within[name] = wide * (bound / norms[name]) if norms[name] > bound else wide
         elif not grad.is_sparse:
             within[name] = limited(grad, limit, sources, state_dtype(param))

@@ -163,7 +163,8 @@ def _split(
     arrived: ArrivedEntries,
 ) -> _Steps:
     """Send entries to their owners, and the owners' results back to all sources."""
-    names, me = list(proposed), context.source
+    names = list(proposed)
+    me = context.source
     plan = split_plan(layout, context.sources)
     # round one: to the owners
     messages, given = _for_owners(context, proposed, layout)
@@ -208,7 +209,8 @@ def _for_owners(
     context: Context, proposed: Mapping[str, Proposed], layout: Layout
 ) -> tuple[list[Tensor], list[Entries]]:
     """Return a message for each owner, and the entries that the owners decode."""
-    plan, bad = split_plan(layout, context.sources), _first_bad(proposed)
+    plan = split_plan(layout, context.sources)
+    bad = _first_bad(proposed)
     step, bucket = context.step, context.bucket
     if bad is not None:
         device = _device(proposed)
@@ -231,8 +233,10 @@ def _added(
     over_senders: bool,
 ) -> list[Sums] | None:
     """Return the sums of the pieces that this source owns."""
-    plan, me = split_plan(layout, context.sources), context.source
-    own, its = plan.pieces[me], plan.first[me]
+    plan = split_plan(layout, context.sources)
+    me = context.source
+    own = plan.pieces[me]
+    its = plan.first[me]
     parts = [_unpacked(context, its, row, source) for source, row in enumerate(rows)]
     if any(len(part) < len(own) for part in parts):
         return None

@@ -208,7 +208,10 @@ def _send_factors(
     answers = yield [
         AllReduce(left.view(-1), f"averaging left factors of {purpose}") for left in lefts
     ]
-    arrived, sums, bases, rights = LowRankMeans(context, list(factors)), [], [], []
+    arrived = LowRankMeans(context, list(factors))
+    sums = []
+    bases = []
+    rights = []
     for names, its, wide, left, total in zip(groups, rows, columns, lefts, answers, strict=True):
         sums.append(checked_mean_(total, context.sources, bits=context.read_sums))
         basis, lost = orthonormal(total.view(left.shape), its)
@@ -310,9 +313,11 @@ class _RowChunks(NamedTuple):
 @lru_cache(maxsize=256)
 def _planned(rows: tuple[int, ...], device: torch.device) -> _RowChunks:
     counts = [-(-n // _CHUNK) for n in rows]
-    most, every = max(counts), sum(counts)
+    most = max(counts)
+    every = sum(counts)
     chunks = torch.full((len(rows), most), every, device="cpu")
-    positions, begin = [], 0
+    positions = []
+    begin = 0
     for matrix, (n, count) in enumerate(zip(rows, counts, strict=True)):
         positions.append(torch.arange(n, device="cpu") + begin * _CHUNK)
         chunks[matrix, :count] = torch.arange(begin, begin + count, device="cpu")

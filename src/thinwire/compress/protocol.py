@@ -130,7 +130,8 @@ class Arrived:
         overwritten with the result if it fits. A method defines this or `take_part_`.
         """
         residual = kept[RESIDUAL][name].view(-1)
-        whole, parts = folded[name].view(-1).to(residual.device), []
+        whole = folded[name].view(-1).to(residual.device)
+        parts = []
         for start, end in spans(whole.numel(), whole.device):
             span = slice(start, end)
             parts.append(self.take_part_([(name, start, end)], whole[span], residual[span]))
@@ -198,7 +199,8 @@ class Computed(Mapping[str, Tensor]):
         """Return so many entries of largest magnitude of each tensor, where residuals are."""
         found = {}
         for name, k in counts.items():
-            flat, home = self[name].view(-1), kept[RESIDUAL][name].device
+            flat = self[name].view(-1)
+            home = kept[RESIDUAL][name].device
             indices = top_k(flat, k)
             found[name] = Proposal(indices.to(home), flat[indices].to(home), finite=True)
         return found
@@ -383,7 +385,8 @@ def combined(sendings: Sequence[Sending]) -> Bucket:
         results = yield [
             collective for collectives in waiting.values() for collective in collectives
         ]
-        answers, at = {}, 0
+        answers = {}
+        at = 0
         for index, collectives in waiting.items():
             answers[index] = results[at : at + len(collectives)]
             at += len(collectives)

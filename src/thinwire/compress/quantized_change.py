@@ -130,8 +130,11 @@ def _by_shares(
     An owner does not round its own part of the average. It keeps the rounding error of the mean,
     times the number of sources, so that the error counts once in a later mean.
     """
-    me, step, names = context.source, context.step, list(folded)
-    home, device = kept[RESIDUAL][names[0]].device, folded.part(names[0], 0, 1).device
+    me = context.source
+    step = context.step
+    names = list(folded)
+    home = kept[RESIDUAL][names[0]].device
+    device = folded.part(names[0], 0, 1).device
 
     def own_part(piece: Piece) -> Tensor:
         return folded.part(names[piece.slot], piece.start, piece.start + piece.numel)

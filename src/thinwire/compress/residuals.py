@@ -50,7 +50,8 @@ class Residuals:
     """
 
     def __init__(self, method: Compression, params: Mapping[str, Tensor]) -> None:
-        self._method, self._params = method, params
+        self._method = method
+        self._params = params
         self._kept: dict[str, dict[str, Tensor]] = {}
 
     def method(self, name: str) -> Compression:
@@ -64,7 +65,8 @@ class Residuals:
     def kept(self, name: str, *, keep: bool = True) -> dict[str, Tensor]:
         """Return the state of a tensor by kind, live; a new one, which `keep` stores, at first."""
         if name not in self._kept:
-            param, method = self._params[name], self._method
+            param = self._params[name]
+            method = self._method
             dtype = method.stored_dtype(param)
             zeros = torch.zeros(param.shape, dtype=dtype, device=param.device)
             self._kept[name] = {RESIDUAL: zeros, **method.begin(zeros)}
@@ -106,8 +108,11 @@ class Folded(Computed):
         *,
         keep: bool,
     ) -> None:
-        self._grads, self._accumulation, self._context = grads, accumulation, context
-        self._keys, self._decay = keys, method.decay
+        self._grads = grads
+        self._accumulation = accumulation
+        self._context = context
+        self._keys = keys
+        self._decay = method.decay
         self.kept: dict[str, dict[str, Tensor]] = {kind: {} for kind in method.kinds}
         """State of these tensors, by kind and name."""
         for name in grads:
@@ -126,7 +131,8 @@ class Folded(Computed):
 
     def runs(self) -> list[list[Part]]:
         """See `Computed`."""
-        grads, kept = self._grads, self.kept[RESIDUAL]
+        grads = self._grads
+        kept = self.kept[RESIDUAL]
         kinds = {name: (grad.dtype, kept[name].dtype, grad.device) for name, grad in grads.items()}
         numels = {name: grad.numel() for name, grad in grads.items()}
         return runs(numels, next(iter(grads.values())).device, kinds)

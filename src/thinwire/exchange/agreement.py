@@ -54,7 +54,9 @@ class Answers(Sequence[Report]):
     """
 
     def __init__(self, reports: Sequence[Report], parts: Sequence[int], rank: int) -> None:
-        self._reports, self._parts, self._rank = reports, parts or [0] * len(reports), rank
+        self._reports = reports
+        self._parts = parts or [0] * len(reports)
+        self._rank = rank
         self.unanimous = all(report is reports[0] for report in reports)
         """True if all ranks sent the same report."""
 
@@ -142,7 +144,9 @@ class Agreement:
     """The agreements of one training; checks judge in their order. See `Group.launch_bytes`."""
 
     def __init__(self, group: Group, checks: Sequence[Check] = ()) -> None:
-        self.group, self.checks, self.engine = group, list(checks), ""
+        self.group = group
+        self.checks = list(checks)
+        self.engine = ""
         self._spoke: list[Check] = []
         """Checks that the present report is of."""
 
@@ -226,7 +230,9 @@ class Riding:
     def __init__(self, agreement: Agreement, vote: Vote, own: Report, *, near: bool) -> None:
         self.near = near
         """True if all ranks said that they are near each other, once judged."""
-        self._agreement, self._vote, self._own = agreement, vote, own
+        self._agreement = agreement
+        self._vote = vote
+        self._own = own
         shared = repr({key: value for key, value in own.items() if key not in _OF_A_RANK})
         digest = hashlib.blake2b(shared.encode(), digest_size=8).digest()
         self.slot = sealed(digest + bytes([_packed(own) | near << 7]))
@@ -383,7 +389,8 @@ class Drops:
 
     def applied(self) -> None:
         """Record that a step was not dropped."""
-        self.in_a_row, self.given_up = 0, None
+        self.in_a_row = 0
+        self.given_up = None
 
     def overflowed(self) -> None:
         """Count a step dropped by a loss scaler, which gives up by its own rules."""

@@ -43,7 +43,8 @@ class Presence:
 
     def restart(self, params: Mapping[str, Tensor]) -> None:
         """Start again with other parameters, or with another order."""
-        self._params, self.pattern = params, GradientPattern()
+        self._params = params
+        self.pattern = GradientPattern()
         self._last_kinds = ""
 
     def reset(self) -> None:
@@ -53,7 +54,8 @@ class Presence:
 
     def begin(self, grads: Mapping[str, Tensor], *, complete: bool) -> None:
         """Start a step with this rank's gradients; `complete`: those that it lacks are zero."""
-        self._grads, self._complete = grads, complete
+        self._grads = grads
+        self._complete = complete
 
     def report(self, vote: Vote) -> Report:
         """See `Check`."""
@@ -186,7 +188,8 @@ class GradientPattern:
 
     def reset(self) -> None:
         """Record that a step lacked the expected gradients."""
-        self.names, self._equal = None, 0
+        self.names = None
+        self._equal = 0
         # a model whose gradients alternate would otherwise send twice in every second step
         self._patience *= 2
 
@@ -223,7 +226,8 @@ class DuplicateBatchCheck:
     def judge(self, vote: Vote, answers: Answers) -> None:
         """See `Check`; warns once."""
         # one digest is for one agreement only
-        own, self._own = self._own, None
+        own = self._own
+        self._own = None
         digests = {rank: report.get("batch_id") for rank, report in answers.ranks_of_my_part()}
         if own is None or None in digests.values():
             return
@@ -244,7 +248,8 @@ class DuplicateBatchCheck:
         """Warn once of an optimizer that made collective calls of its own in `step`."""
         if self._warned_of_step:
             return
-        self._warned_of_step, kind = True, type(optimizer).__name__
+        self._warned_of_step = True
+        kind = type(optimizer).__name__
         warn_user(
             f"{kind}.step() makes its own collective calls after the engine's exchange, and "
             "stats() does not count them. If it averages gradients, nothing is saved: use a "

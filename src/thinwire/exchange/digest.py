@@ -57,7 +57,8 @@ class _Rolling:
     """Tensors read one slice per turn, all within `every` turns; cut between first rows."""
 
     def __init__(self, tensors: Watched, every: int) -> None:
-        self._tensors, self._every = tensors, every
+        self._tensors = tensors
+        self._every = every
         self._layout: list[tuple[str, torch.Size]] = []
         self._slices: list[list[_Piece]] = [[]] * every
         self._reads = 0
@@ -75,7 +76,8 @@ class _Rolling:
         try:
             return [piece.of(tensors[piece.name]) for piece in self.pieces]
         except (KeyError, IndexError):  # removed since
-            tensors, self.pieces = self.dense(), self._slices[index % self._every]
+            tensors = self.dense()
+            self.pieces = self._slices[index % self._every]
             return [piece.of(tensors[piece.name]) for piece in self.pieces]
 
     def everything(self) -> Iterator[tuple[_Piece, Tensor]]:

@@ -71,10 +71,13 @@ class Compressed:
         *,
         check_dense: bool,
     ) -> None:
-        self._accumulation, self._params, self._sources = accumulation, params, sources
+        self._accumulation = accumulation
+        self._params = params
+        self._sources = sources
         self.keys = {name: key for key, name in enumerate(params)}
         """Position of each tensor in the model's order, which all ranks share."""
-        self._check_dense, self._nodes_compared = check_dense, False
+        self._check_dense = check_dense
+        self._nodes_compared = False
         # tensors whose momentum may differ between ranks, since they were compressed or loaded
         self._apart: frozenset[str] = frozenset()
 
@@ -108,7 +111,9 @@ class Compressed:
 
         A gradient that is row-sparse on any rank travels densely.
         """
-        at, taken, rest = self._accumulation, dict[Compression, dict[str, Tensor]](), {}
+        at = self._accumulation
+        taken = dict[Compression, dict[str, Tensor]]()
+        rest = {}
         context = replace(context, update=at.position(context.step))
         for name, grad in {**grads, **means}.items():
             method = at.method(name)
@@ -182,7 +187,8 @@ class Compressed:
         return got.take_(name, folded, folded.kept, into)
 
     def _taken(self, name: str, grads: Grads, got: Arrived) -> Folded:
-        at, own = self._accumulation, {name: got.node_means.get(name, grads[name])}
+        at = self._accumulation
+        own = {name: got.node_means.get(name, grads[name])}
         return Folded(own, at, at.method(name), got.context, self.keys, keep=True)
 
     def _make_momentum_common_(self, received: Received) -> None:
@@ -287,7 +293,8 @@ class GradientExchange(Synchronizer):
         # it trained before, so its batches were compared then
         if state["traffic"].get("bytes_sent"):
             self.duplicates.skip()
-        self.drops.total, self.drops.in_a_row = total, in_a_row
+        self.drops.total = total
+        self.drops.in_a_row = in_a_row
         self.count_from(state["traffic"])
 
     def _residuals(self) -> Iterable[Tensor]:
@@ -339,7 +346,8 @@ class GradientExchange(Synchronizer):
     def discard(self) -> None:
         """Wait for the launched buckets and discard them."""
         # wait even for messages that nobody needs: the other ranks have launched them too
-        launched, self._launched = self._launched, None
+        launched = self._launched
+        self._launched = None
         if launched is not None:
             with contextlib.suppress(PayloadCorrupt):  # its result is discarded
                 launched.finish()
@@ -369,7 +377,8 @@ class GradientExchange(Synchronizer):
         """
         self.compressed.make_common()
         # hand-over: from here on this call owns the launched round
-        begun, self._launched = self._launched, None
+        begun = self._launched
+        self._launched = None
         invalid = None if at_once and begun else self._invalid_gradient(grads)
         user_error = user_error or invalid or self.poisoned
         # vote without gradients: the other ranks wait for this rank, and all raise its error
@@ -377,11 +386,13 @@ class GradientExchange(Synchronizer):
         # stages have no overlap, and send with the pattern of the last step
         stages_steady = self._of_stages and begun is None and self.presence.all_ready
         if at_once or stages_steady or (self.rides and self.steady):
-            begun, phase = begun or self._begun(step), "early"
+            begun = begun or self._begun(step)
+            phase = "early"
             grads, other = self._launch_rest(begun, grads, complete=complete)
             unusable = unusable or other
         elif begun is not None:
-            user_error, phase = user_error or _not_launched(begun.names, grads), "attached"
+            user_error = user_error or _not_launched(begun.names, grads)
+            phase = "attached"
         self.presence.begin(grads, complete=complete)
         # the vote: before anything is sent, or after the launched messages have arrived
         facts: dict[str, Any] = {"overflow": overflow, "user_error": user_error}
@@ -447,7 +458,8 @@ class GradientExchange(Synchronizer):
 
     def _ridden(self, update: DenseUpdate, **facts: Any) -> Answers:
         """Return the answers of all ranks, which ride on the last bucket."""
-        step, near = update.step, self.group.seems_near
+        step = update.step
+        near = self.group.seems_near
         riding = self.agreement.riding(step, "early", near=near, **facts)
         update.launch_last(riding.slot)
         if self.same is not None:  # while the messages are on their way
@@ -480,7 +492,8 @@ class GradientExchange(Synchronizer):
         done, grads = outcome.received, outcome.grads
         try:
             if isinstance(done, DenseUpdate):
-                means, own = done.means_of(grads), _NONE
+                means = done.means_of(grads)
+                own = _NONE
             else:
                 means, own = self._committed(done, grads)
             self.forget()
@@ -609,7 +622,8 @@ class GradientExchange(Synchronizer):
         for name, grad in grads.items():
             if name not in self._layouts:
                 return f"a gradient was passed for {name!r}, which is not an exchanged parameter"
-            param, layout = self.params[name], self._layouts[name]
+            param = self.params[name]
+            layout = self._layouts[name]
             if (param.shape, param.dtype) != layout:
                 return layout_change(name, layout, param)
             if grad.shape != param.shape:
@@ -671,7 +685,8 @@ def _failure_text(step: int, error: Exception, *, alone: bool) -> str:
 
 def _rows(dense: Tensor) -> Tensor:
     present = dense.reshape(dense.shape[0], -1).any(dim=1).nonzero().view(-1)
-    where, rows = present.unsqueeze(0), dense[present]
+    where = present.unsqueeze(0)
+    rows = dense[present]
     return sparse_rows(where, rows, dense.shape)
 
 

@@ -85,7 +85,8 @@ class Overlap:
         bucket_bytes: int = BUCKET_BYTES,
         first_bytes: int = FIRST_BUCKET_BYTES,
     ) -> None:
-        self._params, self._gradients = dict(params), gradients
+        self._params = dict(params)
+        self._gradients = gradients
         sizes = {name: p.numel() * p.element_size() for name, p in params.items()}
         gradients.buckets = cut_into_buckets(
             sizes, bucket_bytes=bucket_bytes, first_bytes=first_bytes
@@ -118,7 +119,8 @@ class Overlap:
         """Begin an update whose gradients are launched in the backward pass, once steady."""
         if not self.applies:
             return
-        self._step, self._final = step, final
+        self._step = step
+        self._final = final
         self._buckets = self._gradients.steady_buckets
         self._readiness = Readiness([names for _, names in self._buckets])
         self._seen: dict[str, tuple[Tensor | None, int]] = {}
@@ -164,7 +166,8 @@ class Overlap:
         grad = self._params[name].grad
         # torch counts writes into a tensor, so a later change shows without a copy
         self._seen[name] = grad, 0 if grad is None else grad._version
-        final, presence = self._final(name, grad), self._gradients.presence
+        final = self._final(name, grad)
+        presence = self._gradients.presence
         if final is not None and presence.fits(name, final):
             return final
         self._note(f"parameter {name} has {'no' if final is None else 'another'} gradient")

@@ -44,7 +44,9 @@ class Replica:
         *,
         averaged: bool = False,
     ) -> None:
-        self.digest, self._optimizer, self._averaged = digest, optimizer, averaged
+        self.digest = digest
+        self._optimizer = optimizer
+        self._averaged = averaged
         self._settings: list[tuple[tuple[Any, ...], str]] = []
         self._model = nn.Module() if model is None else model
         self._params = [(name, p, (p.shape, p.dtype)) for name, p in (params or {}).items()]
@@ -59,9 +61,12 @@ class Replica:
         ]
         held = [p for group in self._groups for p in group["params"]]
         self._trained = {p for p in held if p.requires_grad}
-        self._idle, self._held = [p for p in held if not p.requires_grad], len(held)
-        self._looks, self._here = -1, slice(None)
-        self._last, self._warned = 0, False
+        self._idle = [p for p in held if not p.requires_grad]
+        self._held = len(held)
+        self._looks = -1
+        self._here = slice(None)
+        self._last = 0
+        self._warned = False
         self._grads: list[tuple[str, Parameter, int, int]] = []
         """Name, parameter, identity and version of the gradients that the last update left."""
 
@@ -138,7 +143,8 @@ class Replica:
             )
         if all(own.get(name) is part for own, name, part in self._parts[here]):
             return None
-        now, known = set(self._model.parameters()), {part for *_, part in self._parts}
+        now = set(self._model.parameters())
+        known = {part for *_, part in self._parts}
         gone = [name for name, p, _ in self._params if p not in now]
         if not gone or not any(p.requires_grad for p in now - known):
             return None
@@ -151,7 +157,8 @@ class Replica:
 
     def _added(self) -> list[Tensor]:
         """Return the parameters that the optimizer trains, and did not train before."""
-        groups, same = self._groups, not any(p.requires_grad for p in self._idle)
+        groups = self._groups
+        same = not any(p.requires_grad for p in self._idle)
         if same and sum(len(group["params"]) for group in groups) == self._held:
             return []
         held = (p for group in groups for p in group["params"])
@@ -188,7 +195,8 @@ class Replica:
         # generator's pass through its critic
         only_engine = Replica._begun == self._last
         Replica._begun += 1
-        recorded, self._grads = self._grads, []
+        recorded = self._grads
+        self._grads = []
         for name, param, *left in recorded if only_engine else ():
             grad = param.grad
             if grad is None or [id(grad), grad._version] == left:

@@ -119,7 +119,8 @@ class Round:
         """
         # a sending may yield further collectives, so go on until none is left
         while self._waiting:
-            waiting, self._waiting = self._waiting, []
+            waiting = self._waiting
+            self._waiting = []
             self._continue(waiting)
         # only now: an earlier raise would leave collectives that the other ranks wait in
         if self._refusal is not None:
@@ -172,7 +173,8 @@ class Round:
             self._waiting.append(_InFlight(sending, pending, in_node))
 
     def _launched(self, collective: Collective) -> Pending[Tensor]:
-        sources, purpose = self._sources, collective.purpose
+        sources = self._sources
+        purpose = collective.purpose
         macs = sources.macs
         if macs is not None and sources.relayed and isinstance(collective, AllReduce):
             return self._summed(collective.buffer, purpose)
@@ -180,7 +182,8 @@ class Round:
         if macs is None or isinstance(collective, AllReduce):
             return self._unauthenticated(collective)
         # each MAC covers the number of the collective: an old message cannot be replayed
-        number, to = macs.next(), ALL_RANKS
+        number = macs.next()
+        to = ALL_RANKS
         if isinstance(collective, AllGather):
             pending = sources.all_gather(macs.with_mac(collective.message, number), action=purpose)
         else:
@@ -211,7 +214,8 @@ class Round:
         return Pending(total)
 
     def _unauthenticated(self, collective: Collective) -> Pending[Tensor]:
-        sources, purpose = self._sources, collective.purpose
+        sources = self._sources
+        purpose = collective.purpose
         if isinstance(collective, AllToAll):
             return sources.all_to_all(collective.messages, collective.lengths, action=purpose)
         if collective.within_node:

@@ -81,7 +81,9 @@ class Ranks:
         if mesh is not None and member is None:
             size = None if node_size == 1 else node_size
             require_mesh(mesh, process_group=process_group, node_size=size)
-        self.process_group, self.mesh, self.member = process_group, mesh, member
+        self.process_group = process_group
+        self.mesh = mesh
+        self.member = member
 
     @cached_property
     def group(self) -> Group:
@@ -176,7 +178,8 @@ class Synchronizer:
         before: Sequence[Check] = (),
         after: Sequence[Check] = (),
     ) -> None:
-        self.group, self.sources = group, sources
+        self.group = group
+        self.sources = sources
         own = [sources.leaders, sources.all_ranks, sources.node]
         shards = [] if group.shards is None else [group.shards]
         self._groups = list(dict.fromkeys([*own, group, *shards]))
@@ -199,7 +202,8 @@ class Synchronizer:
 
     def watch(self, replica: Replica, identity: str) -> None:
         """Compare this replica in all agreements, in place of the one before."""
-        checks, self.agreement.engine = self.agreement.checks, identity
+        checks = self.agreement.checks
+        self.agreement.engine = identity
         checks[:] = [one for one in checks if not isinstance(one, Replica)]
         self.add_check(replica)
         # members may join later, so a group of one still compares

@@ -27,7 +27,8 @@ class DenseUpdate:
         self._finite = True
         self.sums_digest = 0
         """Digest of all means' bits, once finished; the same on all ranks."""
-        self._ranks, self._last_number = ranks, last
+        self._ranks = ranks
+        self._last_number = last
         self._last: Mapping[str, Tensor] = {}
         self._flying: list[tuple[Mapping[str, Tensor], Pending[Tensor]]] = []
 

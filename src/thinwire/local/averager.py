@@ -57,7 +57,9 @@ class Averager(Synchronizer):
         # after_averaging(another follows in this call) -> this rank continues with the others
         self.other_buffers = OtherBuffers(tensors)
         super().__init__(group, averaging.sources, kind="changes", before=[self.other_buffers])
-        self.tensors, self.when, self.averaging = tensors, when, averaging
+        self.tensors = tensors
+        self.when = when
+        self.averaging = averaging
         self.counters, self.interval, self.work = when.counters, when.interval, when.work
         self.config = when.config
         self.flushing = self.all_flush = False
@@ -71,9 +73,12 @@ class Averager(Synchronizer):
         self.applied = 0
         """Averagings that were applied here, whatever a loaded state counts."""
         self.weight = 1.0
-        self._member, self._after_averaging, self._scaler = member, after_averaging, scaler
+        self._member = member
+        self._after_averaging = after_averaging
+        self._scaler = scaler
         self._parts = fragments_of(tensors.trained, self.config)
-        adaptive, shards = isinstance(self.config, AdaptiveLocalSGD), group.shards
+        adaptive = isinstance(self.config, AdaptiveLocalSGD)
+        shards = group.shards
         at_once = not when.overlaps or adaptive or scaler is not None or shards is not None
         # the next local step needs the answers of the agreement to send
         self._first_stage = Stage.SENT if at_once else Stage.PROPOSED
@@ -86,13 +91,16 @@ class Averager(Synchronizer):
             anchors = {f"anchor of parameter {n}": a for n, a in averaging.anchors.items()}
             frozen = {_FROZEN.format(n): p for n, p in tensors.frozen.items()}
             outer = {f"outer momentum of {n}": m for n, m in averaging.momentum.items()}
-            slices, step = max(1, digest_every // self.interval.longest), self.counters.step
+            slices = max(1, digest_every // self.interval.longest)
+            step = self.counters.step
             digest = RollingDigest(Shards(anchors | frozen), outer, every=slices, since=step)
         self.watch(Replica(None, digest), identity)
 
     def reset_after_load(self, work: Mapping[str, Any] | None) -> None:
         """Reset after all state was loaded, except a result in flight."""
-        self.when.synced, self.pending, self.written = False, None, None
+        self.when.synced = False
+        self.pending = None
+        self.written = None
         self.drops.applied()
         forget_ended()  # an averaging in flight is dropped, and nothing else releases it
         if self.work is not None:
@@ -108,7 +116,8 @@ class Averager(Synchronizer):
         self.averaging.anchor_()
         self.averaging.forget_()
         self.tensors.made_common()
-        self.counters.last_full_sync, self.written = self.counters.step, None
+        self.counters.last_full_sync = self.counters.step
+        self.written = None
 
     def require_equal(self, step: int | None = None) -> None:
         """Compare the ranks as `Synchronizer.require_equal` does, at the local step by default."""
@@ -178,7 +187,8 @@ class Averager(Synchronizer):
 
     def flush(self) -> None:
         """Implement `LocalUpdates.flush`."""
-        work, changed = self.when.work_report(), list(self.tensors.changed_buffers())
+        work = self.when.work_report()
+        changed = list(self.tensors.changed_buffers())
         # a write that is not from these steps, such as by a second optimizer after the averaging
         still = self.counters.averagings and not self.when.unsynced
         moved = self.averaging.written() if still else None
@@ -232,7 +242,8 @@ class Averager(Synchronizer):
             problem = self.work.problem
         if problem is not None:  # a rank with a problem only votes
             return self.averaging.measure(step, {}, {}), problem, []
-        copies, state = self.tensors.weight_copies(), dict[str, Tensor]()
+        copies = self.tensors.weight_copies()
+        state = dict[str, Tensor]()
         if self.config.average_state:
             own = {copy.data_ptr() for copy in copies.values()}
             states = self.tensors.state(names).items()
@@ -250,7 +261,8 @@ class Averager(Synchronizer):
                 f"{culprit} is not finite at the averaging of step {step}: lower the learning "
                 "rate, clip gradients, or check the data of that rank"
             )
-        count, params = self.group.replica_count, self.tensors.params.values()
+        count = self.group.replica_count
+        params = self.tensors.params.values()
         self.duplicates.sample(measured.moved.values(), params, count)
         return measured, problem, [*state, *changed]
 
@@ -326,7 +338,8 @@ class Averager(Synchronizer):
 
     def _exchange(self, measured: PendingAveraging, refused: str | None = None) -> Iterator[Stage]:
         """Send, verify, vote, and only then apply."""
-        member, compressed = self._member, self.averaging.changes is not None
+        member = self._member
+        compressed = self.averaging.changes is not None
         while True:
             try:
                 with self.group.one_attempt():
@@ -364,7 +377,9 @@ class Averager(Synchronizer):
 
     def _choose_extras(self, measured: PendingAveraging, answers: Answers) -> str | None:
         """Keep what all ranks can average; return why this rank refuses data of other shards."""
-        shards, buffers, refused = self.group.shards, self.tensors.buffers(), None
+        shards = self.group.shards
+        buffers = self.tensors.buffers()
+        refused = None
         if shards is not None and buffers:
             purpose = "copying the buffers of the first shard"
             try:
@@ -387,7 +402,8 @@ class Averager(Synchronizer):
         """Weight this rank's change by its work, and advance to the step on which all agree."""
         works = [work for _, work in answers.of("work")]
         totals = [(steps, tokens) for _, steps, tokens in works]
-        weights, width = weights_of(totals), 1
+        weights = weights_of(totals)
+        width = 1
         if self.group.shards is not None:
             width = self.group.shards.size
             sites = [of_site(totals[at : at + width]) for at in range(0, len(totals), width)]

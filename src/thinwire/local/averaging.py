@@ -187,7 +187,8 @@ class OneAveraging:
     def __init__(
         self, measured: PendingAveraging, stages: Iterator[Stage], stage: Stage = Stage.PROPOSED
     ) -> None:
-        self.measured, self.stage = measured, stage
+        self.measured = measured
+        self.stage = stage
         # no reference back to this object: a dropped averaging frees its tensors at once
         self._stages = stages
 
@@ -314,7 +315,8 @@ class Averaging:
     ) -> PendingAveraging:
         """Measure this rank's part; `keep` copies it for later."""
         params = {n: self._own(value.detach()) if keep else value for n, value in values.items()}
-        moved, changes = Changes(self, params, self._compressed(step, params)), self.changes
+        moved = Changes(self, params, self._compressed(step, params))
+        changes = self.changes
         own = None
         if changes is not None and moved.compressed and not changes.conserves:
             own = self._sketch_of(Changes(self, params, frozenset()), params)
@@ -417,7 +419,9 @@ class Averaging:
         S <- S - step, p <- S rounded to the type of p. If local steps continued after the
         measurement: p <- p + (S_new rounded - p_measured).
         """
-        anchors, moved, single = self.anchors, pending.moved, self._single_rank(pending)
+        anchors = self.anchors
+        moved = pending.moved
+        single = self._single_rank(pending)
         before = None if pending.sketch is None else self._sketch_of(anchors, moved)
         self._squares.zero_()
         for run in moved.runs(self._params, copies):
@@ -439,7 +443,8 @@ class Averaging:
         self, part: Part, total: Tensor, pending: PendingAveraging, copies: Mapping[str, Tensor]
     ) -> None:
         """Move a part of parameters, anchors and the optimizer's copies, in the cache."""
-        single, device = self._single_rank(pending), total.device
+        single = self._single_rank(pending)
+        device = total.device
         # by a tensor: on a GPU torch divides by a number through its reciprocal
         change = total if pending.share == 1 else total / total.new_full((), pending.share)
         with ExitStack() as stack:
@@ -471,8 +476,10 @@ class Averaging:
 
     def _mean_changes(self, run: Sequence[Part], pending: PendingAveraging) -> Iterator[Tensor]:
         """Yield each part of the mean of all sent changes; what is not sent stays as residual."""
-        names, moved = list(dict.fromkeys(name for part in run for name, *_ in part)), pending.moved
-        arrived, device = pending.round.arrived[names[0]], self.devices[names[0]]
+        names = list(dict.fromkeys(name for part in run for name, *_ in part))
+        moved = pending.moved
+        arrived = pending.round.arrived[names[0]]
+        device = self.devices[names[0]]
         folded = moved.only(names, arrived.node_means)
         if names[0] in moved.compressed and arrived.has_parts:
             for part in run:

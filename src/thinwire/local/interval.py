@@ -26,7 +26,8 @@ class Interval:
         self.observed: list[float | Tensor] = []
         """Losses observed since the last step."""
         self.last: float | Tensor | None = None
-        self._rate, self._dropped = 0.0, False
+        self._rate = 0.0
+        self._dropped = False
         if isinstance(config, AdaptiveLocalSGD):
             self.k_steps, self.longest = config.init_k_steps, config.max_k_steps
         else:
@@ -100,7 +101,8 @@ class Interval:
                 "loss >= 0. Nothing was averaged on any rank"
             )
         if rate and (self.first_loss is None or self.first_rate is None):
-            self.first_loss, self.first_rate = loss, rate
+            self.first_loss = loss
+            self.first_rate = rate
         if not (rate and adapt) or self.first_loss is None or self.first_rate is None:
             return self.k_steps
         return adapted_interval(self._adaptive, (self.first_loss, self.first_rate), (loss, rate))

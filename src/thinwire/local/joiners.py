@@ -38,7 +38,8 @@ class JoinerState:
     """Shared state of local updates, copied from a donor to a joiner."""
 
     def __init__(self, averager: Averager, group: ElasticGroup) -> None:
-        self._averager, self._group = averager, group
+        self._averager = averager
+        self._group = group
         self._averaging = averager.averaging
         self._tensors = averager.tensors
         self._when = averager.when
@@ -74,10 +75,13 @@ class JoinerState:
 
     def begin_round(self, before: int, members: int) -> None:
         """Count the microbatches of an update anew; see `SharedState`."""
-        when, at = self._when, self._when.counters
+        when = self._when
+        at = self._when.counters
         if not at.batch:
-            at.batch, at.members = before * when.merge_steps, before
-        before, at.members = at.members, members
+            at.batch = before * when.merge_steps
+            at.members = before
+        before = at.members
+        at.members = members
         if members != before:
             text = "members: %d, %d before; microbatches of each in an update: %d, batch_share %.3g"
             say, sign = (_log.warning, "it goes on alone; ") if members == 1 else (_log.info, "")

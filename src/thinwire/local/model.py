@@ -203,9 +203,11 @@ def _is_copy(theirs: Tensor, ours: Tensor) -> bool:
 
 def _copied(params: Iterable[Tensor], value: Any) -> list[tuple[Tensor, Tensor]]:
     """Return parameters with their copies, a tensor each or flat; [] if a tensor holds others."""
-    left, pairs = list(params), list[tuple[Tensor, Tensor]]()
+    left = list(params)
+    pairs = list[tuple[Tensor, Tensor]]()
     for tensor in leaves(value, depth=4):  # attributes may hold themselves
-        theirs, at = shard_of(tensor).detach(), 0
+        theirs = shard_of(tensor).detach()
+        at = 0
         while left and at < theirs.numel():
             ours = shard_of(left[0]).detach()
             end = at + ours.numel()
@@ -339,7 +341,8 @@ class OtherBuffers:
     """Check that ranks hold the same `other_buffers`, but for counters of one element."""
 
     def __init__(self, tensors: LocalModel) -> None:
-        self._tensors, self._warned = tensors, False
+        self._tensors = tensors
+        self._warned = False
         self._changed: dict[str, Tensor] = {}
         self._common = {name: buffer.clone() for name, buffer in self._compared().items()}
         self._constant = set(self._common)

@@ -23,8 +23,11 @@ class FollowedSteps:
         observed: Callable[[], None],
         after: Callable[[], None],
     ) -> None:
-        self._optimizers, self._made = optimizers, set[int]()
-        self._before, self._observed, self._after = before, observed, after
+        self._optimizers = optimizers
+        self._made = set[int]()
+        self._before = before
+        self._observed = observed
+        self._after = after
         self._hooks = [
             hook
             for optimizer in optimizers
@@ -116,7 +119,8 @@ class RoundWork:
 
     def step(self) -> None:
         """Count a step. Set `problem` if only some steps of the round reported tokens."""
-        now, self._now = self._now, None
+        now = self._now
+        self._now = None
         self.steps += 1
         self._steps_with_tokens += now is not None
         self._fragments = [

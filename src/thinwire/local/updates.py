@@ -200,7 +200,8 @@ class LocalUpdates:
         self._scaler = scaler
         self._when = Timetable(config, optimizer)
         self._when.keep_batch = member is not None and member.terms.keep_batch
-        self._skipped, self._looked = 0, False
+        self._skipped = 0
+        self._looked = False
         self._averager: Averager | None = None
         self._start: Mapping[str, Any] | None = None
         self._hooks: list[Any] = []
@@ -212,7 +213,8 @@ class LocalUpdates:
 
     def _entered(self, *, follow: bool) -> Averager:
         member, ranks, tensors, config = self._member, self._ranks, self._tensors, self.config
-        self._entered_once, group = True, ranks.group
+        self._entered_once = True
+        group = ranks.group
         facts = _facts(config, self._of_gradients) | {"digest_every": self._digest_every}
         # every rank decodes products of matrices by itself, which processors round differently
         facts |= arithmetic(
@@ -275,7 +277,9 @@ class LocalUpdates:
 
     def _follow(self, move: Callable[[], None]) -> None:
         """Run the averager's work after a step, or in place of one."""
-        averager, k_steps, member = open_averager(self), self.k_steps, self._member
+        averager = open_averager(self)
+        k_steps = self.k_steps
+        member = self._member
         # take up a change of membership here; ranks of a site, and ranks that have already agreed
         # on a change, do so at the averaging instead
         shared = None if member is None or member.site.mesh is not None else member.group
@@ -306,12 +310,15 @@ class LocalUpdates:
         return True
 
     def _end_round(self, averager: Averager) -> None:
-        steps, self._when.paced_step = self.step - self._when.paced_step, self.step
-        pace, rate = averager.pace, averager.sources.rate_bit_s
+        steps = self.step - self._when.paced_step
+        self._when.paced_step = self.step
+        pace = averager.pace
+        rate = averager.sources.rate_bit_s
         pace.exclude(averager.group.take_regroup_s(), "regrouping")
         if not steps:  # a timed round in which no rank made a step
             return
-        compare, now = self.step > self.config.begin_step, time.perf_counter()
+        compare = self.step > self.config.begin_step
+        now = time.perf_counter()
         if warning := pace.round(steps, now, averager.waited_s, rate, compare=compare):
             warn_user(warning)
         if self._member is not None:
@@ -549,7 +556,8 @@ def count_tokens(sync: LocalUpdates, tokens: int) -> None:
 
 def counts(sync: LocalUpdates) -> dict[str, Any]:
     """Return the traffic and further numbers of `thinwire.comm.stats`."""
-    averagings, averager = sync._when.counters.averagings, sync._averager
+    averagings = sync._when.counters.averagings
+    averager = sync._averager
     found: dict[str, Any] = {"averagings": averagings, "sparsity": 0.0}
     found |= {"merge_steps": sync._when.microbatches, "batch_share": sync._when.batch_share}
     if sync._changes is not None and sync._compressed:
@@ -560,7 +568,8 @@ def counts(sync: LocalUpdates) -> dict[str, Any]:
     found |= {} if download is None else download.stats
     # each fragment has an outer optimizer of its own
     averagings = -(-averagings // sync.config.fragments)
-    averaging, made = averager.averaging, sync.step - sync._skipped
+    averaging = averager.averaging
+    made = sync.step - sync._skipped
     found["applied_share"] = averaging.applied_share(averagings)
     found["drift"] = averaging.drift
     return found | averager.traffic() | averager.pace.goodput(made, sync._skipped)

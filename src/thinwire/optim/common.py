@@ -124,7 +124,8 @@ class CommonOptimizer(torch.optim.Optimizer):
 
     def _open(self, params: object, lr: object, **common: Unpack[Common]) -> tuple[Any, float]:
         """Check the common arguments; return `params` and `lr` for torch's constructor."""
-        rate, clip = parse_rate("lr", lr), common.get("grad_clip")
+        rate = parse_rate("lr", lr)
+        clip = common.get("grad_clip")
         check.instance("grad_clip", clip, (*get_args(Clip), NoneType))
         regularizer = common.get("regularizer")
         check.instance("regularizer", regularizer, (*get_args(Regularizer), NoneType))
@@ -220,7 +221,8 @@ class CommonOptimizer(torch.optim.Optimizer):
 
     def shared_settings(self) -> dict[str, Any]:
         """Return the settings, beside `param_groups`, that must be equal on all ranks of a run."""
-        records, schedules = self._common.records.values(), self._common.schedules
+        records = self._common.records.values()
+        schedules = self._common.schedules
         return {
             "grad_clip": repr(self.grad_clip),
             "schedule": [text_of(schedule) for schedule in schedules],
@@ -299,7 +301,8 @@ class CommonOptimizer(torch.optim.Optimizer):
     @_disable_dynamo
     def _step_untraced(self) -> None:
         # torch's `get_optimizer_state_dict` sets all rates to 0 to have the state created
-        groups, schedules = self.param_groups, self._common.schedules
+        groups = self.param_groups
+        schedules = self._common.schedules
         if not any(group["lr"] for group in groups) and any(
             s and rate_ahead(s, self.position, 0.0) for s in schedules
         ):
@@ -362,7 +365,8 @@ class CommonOptimizer(torch.optim.Optimizer):
         """Apply coupled decay, regularizer and centralization; `grad` itself is not changed."""
         facts = self._facts(param)
         here = param if is_sharded(grad) else shard_of(param)
-        decay, regularizer = self._coupled_decay(facts), facts.group["regularizer"]
+        decay = self._coupled_decay(facts)
+        regularizer = facts.group["regularizer"]
         grad = decayed(grad, here, weight_decay=decay, regularizer=regularizer)
         return centralized(grad) if facts.group["grad_centralization"] else grad
 

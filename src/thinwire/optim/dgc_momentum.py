@@ -299,7 +299,8 @@ class DGCMomentum(CommonOptimizer):
         """Return that of a state of this rank; shards share one, which has no checksum."""
         mesh = self._ranks.mesh
         if mesh is not None:
-            site, sites = mesh.get_local_rank("replicate"), mesh["replicate"].size()
+            site = mesh.get_local_rank("replicate")
+            sites = mesh["replicate"].size()
             return Provenance(site, sites, self.position, 0)
         own = [entries.get(key) for entries in of_params(state).values() for key in _OWN]
         return Provenance(*self._ranks.rank_and_size, self.position, checksum_of(own))
@@ -314,9 +315,11 @@ class DGCMomentum(CommonOptimizer):
         Raises:
             ValueError: The groups or shapes do not fit; nothing was changed.
         """
-        bare, state = without_provenance(state_dict), of_params(state_dict["state"])
+        bare = without_provenance(state_dict)
+        state = of_params(state_dict["state"])
         found = (Provenance.read(entries.get(PROVENANCE)) for entries in state.values())
-        provenance, problem = next(filter(None, found), None), None
+        provenance = next(filter(None, found), None)
+        problem = None
         if provenance is not None:
             bare.setdefault("position", provenance.position)
             own = self._provenance(state)
@@ -373,7 +376,9 @@ class DGCMomentum(CommonOptimizer):
 
     def _restarted(self, params: Mapping[str, Tensor]) -> GradientExchange:
         """Return the exchange of these parameters, whose settings are equal on all ranks."""
-        ranks, shards, records = self._ranks, Shards(params), self._common.records
+        ranks = self._ranks
+        shards = Shards(params)
+        records = self._common.records
         ranks.compile(self.compile_loops)
         if ranks.rank_and_size[0] == 0:
             whole = {shard_of(p): p for p in params.values()}
@@ -402,7 +407,8 @@ class DGCMomentum(CommonOptimizer):
 
     def _run_update(self, rates: list[float]) -> bool:
         with self._ranks.deadline():
-            exchange, agreed = self._joined(), self._configs
+            exchange = self._joined()
+            agreed = self._configs
             if not exchange.in_flight:  # else messages were sent by what ranks agreed on before
                 self._configs = self._configs_now()
             try:
@@ -425,7 +431,8 @@ class DGCMomentum(CommonOptimizer):
         given = {self._names[p]: shard_of(g) for p, g in pairs}
         if factor != 1.0:
             given = {name: grad.to(state_dtype(grad)) * factor for name, grad in given.items()}
-        given, unchanged = self._limited(given), None
+        given = self._limited(given)
+        unchanged = None
         if self._attached is not None:
             unchanged = self._attached._unchanged(given, scaled=found is not None)
         verdict = exchange.update(  # which updates every parameter
@@ -438,7 +445,8 @@ class DGCMomentum(CommonOptimizer):
 
     def _limited(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
         """Clip gradients of shards to the local norm limit, with one norm over all shards."""
-        group, params = self._ranks.group, self._params_by_name
+        group = self._ranks.group
+        params = self._params_by_name
         if group.shards is None:
             return grads
         return locally_clipped(
@@ -457,7 +465,8 @@ class DGCMomentum(CommonOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_ranks" not in vars(self):  # a copy
-            self._ranks, self._identity = Ranks(timeout=self.timeout_s), "a copied optimizer"
+            self._ranks = Ranks(timeout=self.timeout_s)
+            self._identity = "a copied optimizer"
         if self._exchange is not None:
             self._exchange.state_loaded()
 
@@ -469,7 +478,9 @@ def _config(whole: DGC, **of_group: Any) -> DGC:
 
 def _facts_of(optimizer: DGCMomentum, params: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the facts that must be equal on all ranks, the most informative first."""
-    ranks, group, dgc = optimizer._ranks, optimizer._ranks.group, optimizer._dgc
+    ranks = optimizer._ranks
+    group = optimizer._ranks.group
+    dgc = optimizer._dgc
     node = dgc.node_size
     if node is None and ranks.mesh is None:
         node, _ = node_size_of(group.global_ranks, None)
@@ -565,7 +576,8 @@ class Attached:
 
         `scaled`: True if a loss scaler is in use.
         """
-        samples, self._samples = self._samples, {}
+        samples = self._samples
+        self._samples = {}
         if scaled and self._exchange.in_flight:
             self._exchange.discard()  # launched with scaled gradients: drop it
             self._deferred = True

@@ -23,7 +23,8 @@ def why_no_local_clip(
     compression: Compression, clip: Clip | None, *, sharded: bool = False
 ) -> str | None:
     """Return why gradients cannot be clipped so before they are accumulated, if so."""
-    field, limit = tag_of(compression), compression.local_grad_clip_norm
+    field = tag_of(compression)
+    limit = compression.local_grad_clip_norm
     if not isinstance(clip, ClipByNorm):
         return (
             f"{field} accumulates gradients: other norms do not commute with local accumulation. "
@@ -60,9 +61,11 @@ class FoldedSGD(Residuals):
         *,
         of_all: bool = False,
     ) -> None:
-        self.optimizer, self.params = optimizer, params
+        self.optimizer = optimizer
+        self.params = params
         self.method = method  # type: ignore[assignment,method-assign]
-        self._num_trainers, self._of_all = num_trainers, of_all
+        self._num_trainers = num_trainers
+        self._of_all = of_all
         self._limit = clip.c if isinstance(clip, ClipByNorm) else None
         self._keys = {name: key for key, name in enumerate(params)}
         self._index = {
@@ -84,11 +87,9 @@ class FoldedSGD(Residuals):
 
     def kept(self, name: str, *, keep: bool = True) -> dict[str, Tensor]:
         """See `Residuals`."""
-        param, state, compresses = (
-            shard_of(self.params[name]),
-            self._stored(name),
-            self._sends(name),
-        )
+        param = shard_of(self.params[name])
+        state = self._stored(name)
+        compresses = self._sends(name)
         dtype = self.method(name).stored_dtype(param) if compresses else state_dtype(param)
         kinds = ["momentum_buffer", RESIDUAL] if compresses else ["momentum_buffer"]
         found = {kind: _fitted(state.get(kind), param, dtype) for kind in kinds}
@@ -170,9 +171,12 @@ class FoldedSGD(Residuals):
 
     def _decayed(self, name: str, grad: Tensor) -> Tensor:
         """Return the gradient with sign, decay and regularizer."""
-        optimizer, param, group = self.optimizer, self.params[name], self._group(name)
+        optimizer = self.optimizer
+        param = self.params[name]
+        group = self._group(name)
         grad = -grad if group["maximize"] else grad
-        decay, regularizer = group["weight_decay"], group.get("regularizer")
+        decay = group["weight_decay"]
+        regularizer = group.get("regularizer")
         if isinstance(optimizer, CommonOptimizer):  # some parameters are excluded
             decay = optimizer._facts(param).weight_decay
         if not (decay or regularizer or group.get("grad_centralization")):

@@ -131,7 +131,8 @@ def check_common_values(values: dict[str, Any]) -> None:
 
 def check_nesterov(values: Mapping[str, Any]) -> None:
     """Raise unless Nesterov momentum is off, or has a momentum and no dampening."""
-    momentum, dampening = values["momentum"], values.get("dampening", 0)
+    momentum = values["momentum"]
+    dampening = values.get("dampening", 0)
     if check.boolean("nesterov", values["nesterov"]) and (momentum == 0 or dampening != 0):
         raise ValueError(
             "nesterov needs a momentum above 0 and no dampening, got "

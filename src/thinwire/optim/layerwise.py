@@ -106,7 +106,8 @@ def trust_ratios(optimizer: CommonOptimizer) -> dict[str | Tensor, float]:
         By name, or by parameter where there are no names; empty before the first update. This call
         waits for the device; the update does not.
     """
-    ratios, records = optimizer._ratios or {}, optimizer._common.records
+    ratios = optimizer._ratios or {}
+    records = optimizer._common.records
     return {records[param].name or param: float(ratio) for param, ratio in ratios.items()}
 
 

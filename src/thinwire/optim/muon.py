@@ -164,7 +164,8 @@ class Muon(TorchOptimizer):
         rest = [p for g in groups for p in g["params"]]
         if rest:
             optimizer = torch.optim.AdamW(rest[:1])
-            optimizer.param_groups, optimizer.state = groups, self.state
+            optimizer.param_groups = groups
+            optimizer.state = self.state
             unhooked_step(torch.optim.AdamW)(optimizer)
 
     def misplaced(self, model: nn.Module) -> list[str]:
@@ -183,7 +184,8 @@ class Muon(TorchOptimizer):
         state = self.state[param]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(param.grad)
-        rule, rate = _rule(param, group), float(group["lr"])
+        rule = _rule(param, group)
+        rate = float(group["lr"])
         return Matrix(self._label(param), param, param.grad, state["momentum_buffer"], rate, rule)
 
     def _is_plain(self) -> bool:

@@ -132,9 +132,11 @@ class _Parts:
         self, parts: Sequence[Tensor], numels: Sequence[Sequence[int]]
     ) -> Pending[list[Tensor]]:
         """Launch an all-to-all of parts; `numels` are by sender and then by receiver."""
-        flat, rank = torch.cat([part.reshape(-1) for part in parts]), self.group.rank
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        rank = self.group.rank
         sent = bit_sums(torch.split(flat, list(numels[rank])))
-        dtype, lengths = flat.dtype, [[n * flat.itemsize for n in row] for row in numels]
+        dtype = flat.dtype
+        lengths = [[n * flat.itemsize for n in row] for row in numels]
         pending = self.group.swap(flat.view(torch.uint8), lengths, action="moving matrices of Muon")
 
         def received() -> list[Tensor]:
@@ -161,7 +163,8 @@ class _Parts:
 
 def _updates(parts: _Parts, dim: int, matrices: Sequence[Matrix]) -> list[_Move]:
     """Compute the updates of matrices of one type and sharding, as many at once as ranks."""
-    costs, moves = [products(matrix.param.shape) for matrix in matrices], list[_Move]()
+    costs = [products(matrix.param.shape) for matrix in matrices]
+    moves = list[_Move]()
     rounds = [
         _round(parts, dim, [None if i is None else matrices[i] for i in owned])
         for owned in assign_owners(costs, parts.group.size)
@@ -182,7 +185,8 @@ def _updates(parts: _Parts, dim: int, matrices: Sequence[Matrix]) -> list[_Move]
 def _round(parts: _Parts, dim: int, owned: Sequence[Matrix | None]) -> Iterator[list[_Move]]:
     """Send the shards of a matrix of each owner; then the results; then yield their updates."""
     rank, size = parts.group.rank, parts.group.size
-    own, some = owned[rank], [matrix for matrix in owned if matrix is not None]
+    own = owned[rank]
+    some = [matrix for matrix in owned if matrix is not None]
     shapes = [[] if matrix is None else matrix.shards(dim, size) for matrix in owned]
     numels = [[prod(shape) for shape in row] or [0] * size for row in shapes]
     empty = shard_of(some[0].grad).new_empty(0)

@@ -55,7 +55,8 @@ def rates_of_(
         decay = group["weight_decay"]
         if type(decay) is not float or not 0 <= decay < math.inf:  # a user may have written it
             check.scalar(f"weight_decay of group {i} at step {position}", decay, at_least=0)
-        where, rate = f"the learning rate of group {i} at step {position}", group["lr"]
+        where = f"the learning rate of group {i} at step {position}"
+        rate = group["lr"]
         if schedule is not None:
             rate = rate_at(schedule, position)
         elif isinstance(rate, float) and -1e-12 < rate < 0:

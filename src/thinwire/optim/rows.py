@@ -40,7 +40,8 @@ class RowOptimizer(CommonOptimizer):
                 with widened([param]) as (work,):
                     update_(work, grad, step, **buffers)
             elif grad._nnz():
-                rows, values = grad.indices()[0], grad.values()
+                rows = grad.indices()[0]
+                values = grad.values()
                 part = param[rows].to(values.dtype)
                 parts = {key: buffer[rows] for key, buffer in buffers.items()}
                 update_(part, values, step, **parts)

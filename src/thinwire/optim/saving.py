@@ -56,8 +56,10 @@ def restoring(optimizer: Any) -> Iterator[None]:
 
     def before(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         positions.append(_position(state_dict, optimizer.has_schedule))
-        saved, here = state_dict["param_groups"], optimizer.param_groups
-        groups, state = in_order(saved, names_of(saved), names_of(here)), state_dict["state"]
+        saved = state_dict["param_groups"]
+        here = optimizer.param_groups
+        groups = in_order(saved, names_of(saved), names_of(here))
+        state = state_dict["state"]
         _require_shapes(groups, state, optimizer)
         loadable = {k: _loadable(v, hide=wide) for k, v in state.items()}
         return {**state_dict, "param_groups": _unpacked(groups, here), "state": loadable}
@@ -108,7 +110,8 @@ def _require_shapes(groups: list[dict[str, Any]], state: Mapping[Any, Any], opti
 
 def remembered(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Return a function that restores `optimizer`, in class and contents, before an update."""
-    kind, attributes = type(optimizer), dict(vars(optimizer))
+    kind = type(optimizer)
+    attributes = dict(vars(optimizer))
     position = getattr(optimizer, "position", None)
     groups = list(optimizer.param_groups)
     dictionaries: list[dict[Any, Any]] = [*groups, optimizer.defaults, optimizer.state]
@@ -237,7 +240,8 @@ def _matched(
     known_names: Sequence[Sequence[str]], wanted_names: Sequence[Sequence[str]]
 ) -> list[tuple[int, list[int]]] | None:
     """Return for each wanted group its known one and the index of each name there, or None."""
-    known, found = list(map(_numbered, known_names)), []
+    known = list(map(_numbered, known_names))
+    found = []
     if len(known) != len(wanted_names):
         return None
     for i, names in enumerate(map(_numbered, wanted_names)):

@@ -96,7 +96,8 @@ class TorchOptimizer(CommonOptimizer):
 
     def _update(self, pairs: list[ParamGrad], rates: list[float]) -> bool:
         with self._unscaled(pairs) as unscaled:
-            processed, groups = self._processed(unscaled), self.param_groups
+            processed = self._processed(unscaled)
+            groups = self.param_groups
             own_grads = [(p, p.grad) for p, _ in processed]
             self.param_groups = self._groups_for(processed, rates)
             try:

@@ -81,7 +81,8 @@ class RunView:
             if isinstance(report, dict):
                 member.name = member.name or shown_name(report.get("name"))
             if beat != member.beat or not member.beat_s:
-                member.beat, member.beat_s = beat, now
+                member.beat = beat
+                member.beat_s = now
             numbers = _numbers(report)
             if "at" in numbers and numbers not in member.reports:
                 member.reports.append(numbers)
@@ -128,7 +129,8 @@ def _rates(reports: Sequence[_Row]) -> _Row:
     if not reports:
         return {}
     first, last = reports[0], reports[-1]
-    row, span_s = {**last}, last["at"] - first["at"]
+    row = {**last}
+    span_s = last["at"] - first["at"]
     if span_s > _LEAST_SPAN_S:
         for rate, name in (("up_bit_s", "bytes_sent"), ("down_bit_s", "bytes_received")):
             row[rate] = 8 * (last.get(name, 0.0) - first.get(name, 0.0)) / span_s

@@ -116,7 +116,8 @@ def show_rank(url: str, stats: Mapping[str, Any], loss: Any) -> None:
     """Report this rank's numbers through the job's store; rank 0 serves the page at `url`."""
     try:
         found = urlsplit(url.replace("//localhost:", "//127.0.0.1:"))
-        host, port = str(ipaddress.ip_address(found.hostname or "")), found.port
+        host = str(ipaddress.ip_address(found.hostname or ""))
+        port = found.port
         if port is None:
             raise ValueError
     except ValueError:
@@ -124,16 +125,21 @@ def show_rank(url: str, stats: Mapping[str, Any], loss: Any) -> None:
             f"writer={url!r} must be http://ADDRESS:PORT, with localhost or an IP address of this "
             "machine, such as http://127.0.0.1:8080"
         ) from None
-    rank, size, store = 0, 1, _alone
+    rank = 0
+    size = 1
+    store = _alone
     if (job := dist.group.WORLD) is not None:
-        rank, size, store = job.rank(), job.size(), job.get_group_store()
+        rank = job.rank()
+        size = job.size()
+        store = job.get_group_store()
     store.set(f"{_KEY}{rank}", json.dumps([socket.gethostname(), report_of(stats, loss)]))
     if rank == 0 and url not in _pages:
         page = _pages[url] = Page(host, port, secrets.token_hex(16))
         page.runs["ranks"] = view = RunView(_RANK_SILENT_S)
         _log.warning("the page of this run: %s", page.url)
         # a store of its own: a call that waits blocks all calls of a connection
-        args, name = (view, store.clone(), size), "thinwire-page-ranks"
+        args = (view, store.clone(), size)
+        name = "thinwire-page-ranks"
         threading.Thread(target=_follow, args=args, name=name, daemon=True).start()
 
 

@@ -49,7 +49,10 @@ class PipelineRunner:
         dtype: torch.dtype | None = None,
         scale: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        self._stage, self._config, self._grid, self._scale = stage, config, grid, scale
+        self._stage = stage
+        self._config = config
+        self._grid = grid
+        self._scale = scale
         device = next(
             (t.device for t in [*stage.parameters(), *stage.buffers()]), torch.device("cpu")
         )
@@ -93,7 +96,8 @@ class PipelineRunner:
 
     def conclude(self, *, agreed: bool = True) -> Tensor:
         """Return the mean loss of a step from the last stage. Raise if a stage has failed."""
-        conclusions, self._outcomes = self._concluded(), None
+        conclusions = self._concluded()
+        self._outcomes = None
         self._broken = False
         if not agreed and any(failed for failed, *_ in conclusions):
             self._raise_on_all()
@@ -133,7 +137,8 @@ class PipelineRunner:
             raise ThinwireError(
                 "this pipeline broke in an earlier step: restart from the last checkpoint"
             )
-        count, worker = self._config.micro_batches, self._worker
+        count = self._config.micro_batches
+        worker = self._worker
         parts, key, known = self._agreed(inputs, targets, problem, backward=backward)
         self._broken = True  # until all stages have finished
         if not known:
@@ -210,7 +215,10 @@ class PipelineRunner:
 
     def _gather_outcomes(self, bits: list[int]) -> Pending[Tensor]:
         """Start the gather of the stages' outcomes."""
-        peers, worker, kind, mean = self._grid.peers, self._worker, 0, 0.0
+        peers = self._grid.peers
+        worker = self._worker
+        kind = 0
+        mean = 0.0
         if losses := worker.losses:
             kind = _LOSS_TYPES.index(losses[0].dtype)
             mean = torch.stack(losses).mean(dtype=torch.float64).item()
@@ -276,7 +284,8 @@ def rehearse(worker: StageWorker, inputs: Any, peers: Group) -> list[Parcel]:
                         f"Stage {stage + 1} failed in its rehearsal: it runs once on zeros of the "
                         "right shapes and types, to determine its output."
                     )
-                error, answer = problem, {"error": [type(problem).__name__, str(problem)]}
+                error = problem
+                answer = {"error": [type(problem).__name__, str(problem)]}
         payload = json.dumps(answer).encode()
         answers = peers.gather_bytes(payload, action="describing the outputs of stages")
         if error is not None:

@@ -100,7 +100,8 @@ def assemble(container: nn.Module, links: Sequence[ChainModule], depth: int = 0)
     """Return a container of consecutive links under their names; whole containers stay."""
     parts: OrderedDict[str, nn.Module] = OrderedDict()
     for name, group in groupby(links, key=lambda link: link.path[depth]):
-        child, inside = container.get_submodule(name), list(group)
+        child = container.get_submodule(name)
+        inside = list(group)
         whole = len(inside) == sum(1 for _ in chain(child))
         parts[name] = child if whole else assemble(child, inside, depth + 1)
     stage = nn.Sequential(parts)
@@ -221,7 +222,8 @@ def partition(sizes: Sequence[int], parts: int) -> list[int]:
     n = len(sizes)
     limit = _prefixes(ends, parts, limit=ends[n], even=False)[-1][n][0]
     rows = _prefixes(ends, parts, limit=limit, even=True)
-    begins, end = [], n
+    begins = []
+    end = n
     for row in reversed(rows):
         end = row[end][1]
         begins.append(end)

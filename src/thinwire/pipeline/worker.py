@@ -156,7 +156,8 @@ class StageWorker(nn.Module):
         super().__init__()
         self.stage = stage
         self.loss_fn = loss_fn
-        self.device, self._dtype = device, dtype
+        self.device = device
+        self._dtype = dtype
         self.begin([], None, None, 1.0)
 
     def begin(
@@ -169,7 +170,10 @@ class StageWorker(nn.Module):
         """Prepare for a step: (inputs, targets) of the micro-batches, the parcels before and after
         this stage, and the factor of the loss before the backward pass.
         """
-        self._parts, self.source, self.result, self._factor = parts, source, result, factor
+        self._parts = parts
+        self.source = source
+        self.result = result
+        self._factor = factor
         self.losses: list[Tensor] = []
         self.error: Exception | None = None
         self._next = 0
@@ -239,7 +243,9 @@ class Schedule:
 
     def __init__(self, worker: StageWorker, config: Pipeline, grid: Grid, backward: bool) -> None:
         meta = torch.device("meta")
-        self._worker, self._grid, self._backward = worker, grid, backward
+        self._worker = worker
+        self._grid = grid
+        self._backward = backward
         self._inputs = worker.source.blanks(meta) if worker.source else ()
         outputs = worker.result.blanks(meta) if worker.result else ()
         self._gradients = tuple(blank for blank in outputs if blank.requires_grad)
@@ -260,7 +266,8 @@ class Schedule:
 
     def run(self) -> None:
         """Make all passes."""
-        before, after = self._grid.stage - 1, self._grid.stage + 1
+        before = self._grid.stage - 1
+        after = self._grid.stage + 1
         leaving: list[Tensor] = []
         in_flight: list[Work] = []
         to = after
@@ -271,9 +278,11 @@ class Schedule:
             self._bits[to, True] += bit_sums(leaving)
             self._bits[end, False] += bit_sums(arriving)
             if forward:
-                leaving, to = self._forward(index, arriving), after
+                leaving = self._forward(index, arriving)
+                to = after
             else:
-                leaving, to = self._back(index, arriving), before
+                leaving = self._back(index, arriving)
+                to = before
         self._bits[to, True] += bit_sums(leaving)
         for work in [*in_flight, *self._grid.transfer(leaving, to)]:
             work.wait()

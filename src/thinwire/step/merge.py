@@ -69,7 +69,8 @@ class GradientSum:
         """Return the result of `take` after `add` of these gradients; nothing is added."""
         # written into dense gradients that share no storage and have the type of the sum, which
         # saves a second set of gradients
-        owned, count = with_own_storage(grads), self.microsteps + 1
+        owned = with_own_storage(grads)
+        count = self.microsteps + 1
         done = {}
         for name in dict.fromkeys([*self._sums, *grads]):
             total, grad = self._sums.get(name), grads.get(name)
@@ -90,7 +91,8 @@ class GradientSum:
     def clear(self) -> None:
         """Clear the sum. The next microstep is the first one again."""
         self._sums = {}
-        self.microsteps, self.overflowed = 0, False
+        self.microsteps = 0
+        self.overflowed = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return `microsteps`, `overflowed`, and the live `sums` by parameter name."""
@@ -108,11 +110,13 @@ class GradientSum:
         for name, total in state["sums"].items():
             check.instance(f"sums[{name!r}]", total, Tensor)
         self._sums = {name: total.clone() for name, total in state["sums"].items()}
-        self.microsteps, self.overflowed = microsteps, overflowed
+        self.microsteps = microsteps
+        self.overflowed = overflowed
 
 
 def _added(total: Tensor | None, grad: Tensor, factor: float) -> Tensor:
-    sparse, dtype = grad.layout is not torch.strided, state_dtype(grad)
+    sparse = grad.layout is not torch.strided
+    dtype = state_dtype(grad)
     if total is None:
         first = (grad.to_dense() if sparse else grad).to(dtype)
         if factor != 1.0:

@@ -62,11 +62,13 @@ class Remembered:
         copies: dict[Tensor, Tensor] = {}
         self._real = [(part, part.training, part._buffers) for part, *_ in self._parts]
         for part, training, buffers in self._parts:
-            part.training, part._buffers = training, _copied(buffers, copies)
+            part.training = training
+            part._buffers = _copied(buffers, copies)
 
     def __exit__(self, *_: object) -> None:
         for part, training, buffers in self._real:
-            part.training, part._buffers = training, buffers
+            part.training = training
+            part._buffers = buffers
         self._real = []
         _set_generators(self._now)
 
@@ -180,7 +182,8 @@ class _Recompute(ForwardLayer):
 @contextmanager
 def _marked() -> Iterator[None]:
     """Run matched modules plainly in the block: of nested matches only the outer recomputes."""
-    before, _here.inside = getattr(_here, "inside", False), True
+    before = getattr(_here, "inside", False)
+    _here.inside = True
     try:
         yield
     finally:

@@ -49,7 +49,8 @@ def save(
     Without `copy` parameters, buffers and state of the optimizer must not change until then.
     """
     content: Any
-    to_save, facts = on_host if copy else Tensor.detach, steps.facts
+    to_save = on_host if copy else Tensor.detach
+    facts = steps.facts
     try:
         if only is None:
             content = saved(steps, extra, frozen=frozen, to_save=to_save)
@@ -177,7 +178,8 @@ def _sharding(steps: Steps, facts: Mapping[str, Any]) -> Sharding | None:
 
 def _owners(tree: Mapping[str, Any]) -> dict[Any, str]:
     """Return the parameters that the keys of an optimizer's saved state stand for."""
-    names, groups = tree["optimizer_names"], tree["optimizer"]["param_groups"]
+    names = tree["optimizer_names"]
+    groups = tree["optimizer"]["param_groups"]
     if names is None:
         return {}
     return {
@@ -189,7 +191,8 @@ def _owners(tree: Mapping[str, Any]) -> dict[Any, str]:
 
 def _complete(state: Mapping[str, Any], steps: Steps) -> None:
     """Initialize compression state that a new sharding needs: zeros, or as drawn on all ranks."""
-    saved, here = state["exchange"], steps.saved_exchange()
+    saved = state["exchange"]
+    here = steps.saved_exchange()
     # state that all ranks hold alike is not pending
     alike = {f"{kind}s" for kind, rule in kinds_of_state().items() if rule == "first"}
     for kind, tensors in here.items():

@@ -46,7 +46,8 @@ class Clipping:
         if self.clip is None:
             return dict(grads)
         if isinstance(self.clip, ClipByNorm) and self.shards is not None:
-            limit, norm_of = self.clip.c, norms_over_shards(grads, self.shards.gather_now)
+            limit = self.clip.c
+            norm_of = norms_over_shards(grads, self.shards.gather_now)
             return {
                 name: grad * (limit / norm_of[name]) if norm_of[name] > limit else grad
                 for name, grad in grads.items()
@@ -61,7 +62,8 @@ class Clipping:
             total = math.hypot(*norms)
             norm = torch.tensor(total, dtype=torch.float64, device="cpu")
         # read later, so that a device is not waited for
-        self._last, self._updates = norm, self._updates + 1
+        self._last = norm
+        self._updates = self._updates + 1
         self._clipped = self._clipped + (norm > self.clip.c)
         # exactly 1 below the limit, so that the product changes no bit
         return _scaled_(summed, self.clip.c / norm.clamp(min=self.clip.c))
@@ -108,10 +110,12 @@ def take_clip_(
     """Remove from `optimizer` a clipping by norm that would see one stage or shard only."""
     over_parts = (ClipByGlobalNorm, ClipByNorm) if shards is not None else (ClipByGlobalNorm,)
     if isinstance(optimizer, CommonOptimizer) and (stages is not None or shards is not None):
-        common, own = common_settings(optimizer), optimizer.grad_clip
+        common = common_settings(optimizer)
+        own = optimizer.grad_clip
         if isinstance(own, over_parts):
             undo.callback(setattr, common, "grad_clip", own)
-            common.grad_clip, grad_clip = None, own
+            common.grad_clip = None
+            grad_clip = own
     return Clipping(grad_clip, shards, stages)
 
 
@@ -126,7 +130,8 @@ def _norms_over(others: Group, norm: float) -> list[float]:
 
 def _scaled_(grads: Mapping[str, Tensor], factor: Tensor) -> dict[str, Tensor]:
     """Scale gradients, in place if they are dense and share no storage."""
-    owned, new = with_own_storage(grads), {}
+    owned = with_own_storage(grads)
+    new = {}
     for name, grad in grads.items():
         narrow = torch.promote_types(grad.dtype, torch.float32) != grad.dtype
         if narrow or name not in owned:

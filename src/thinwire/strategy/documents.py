@@ -58,7 +58,8 @@ def _entries(config: Any) -> Iterator[tuple[str, Any, str | None]]:
     """Return keys, values and tags; positional keys first."""
     kind = Fields if isinstance(config, Fields) else type(config)
     for field in sorted(fields(config), key=lambda field: bool(field.kw_only)):
-        value, tags = getattr(config, field.name), _TAGGED.get((kind, field.name), {})
+        value = getattr(config, field.name)
+        tags = _TAGGED.get((kind, field.name), {})
         tag = next((tag for tag, known in tags.items() if isinstance(value, known)), None)
         yield field.name, value, tag
 
@@ -171,7 +172,8 @@ _Dumper.add_representer(
 
 def text_of(strategy: Fields) -> str:
     """Return the text of the file: keys below their docstrings, fields that are off as comments."""
-    about, on = attribute_lines(type(strategy)), strategy.on
+    about = attribute_lines(type(strategy))
+    on = strategy.on
     lines = [
         "# A training strategy of thinwire. `thinwire explain FILE` says what a step will do.",
         "",
@@ -194,7 +196,8 @@ def _lines_of(name: str, value: Any, tag: str | None, depth: int) -> Iterator[st
         return
     if tag is not None:
         yield f"{indent}{name}:"
-        name, depth = tag, depth + 1
+        name = tag
+        depth = depth + 1
     yield f"{'  ' * depth}{name}:{'' if to_dict(value) else ' {}'}"
     about = attribute_lines(type(value))
     for key, below, its_tag in _entries(value):

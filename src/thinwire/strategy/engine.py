@@ -54,7 +54,8 @@ class Engine:
     """
 
     def __init__(self, steps: Steps, division: Whole | Stages) -> None:
-        self._steps, self._division = steps, division
+        self._steps = steps
+        self._division = division
         self.extra: Any = None
         """The argument `extra` of `save`, after `load`; None before it, or if none was given."""
         self._following: Following | None = None
@@ -311,7 +312,9 @@ class Engine:
         if self._steps.left:
             self._steps.merge.clear()
             return
-        following, steps, merge = self._following, self._steps, self._steps.merge
+        following = self._following
+        steps = self._steps
+        merge = self._steps.merge
         if following is not None and following.active and (why := following.unfinished()):
             steps.refuse(why)
         with steps.with_advice(), steps.group.one_deadline():
@@ -321,7 +324,8 @@ class Engine:
                 require_agreement(steps.group, position, action="engine.flush()")
             if merge.microsteps:
                 steps.clear_grads()  # before a second set is made
-                left, overflow = merge.take(avg=steps.merge_avg), merge.overflowed
+                left = merge.take(avg=steps.merge_avg)
+                overflow = merge.overflowed
                 steps.update(left, overflow=overflow, complete=True)
             steps.end()
         steps.replica.record_gradients()
@@ -355,7 +359,8 @@ class Engine:
             raise ValueError(
                 f"loss must have one element, got {value.numel()}: take its mean first"
             )
-        group, name = self._steps.group, "the mean loss"
+        group = self._steps.group
+        name = "the mean loss"
         if not group.static_membership:
             raise RuntimeError(
                 "engine.mean_loss does not work with members=, since a joining member would not "

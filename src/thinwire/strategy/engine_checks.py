@@ -91,7 +91,8 @@ class MovingBuffers:
 
     def forget(self, *, equal: bool = True, alike: bool = True) -> None:
         """Mark the current buffers as equal, or send all of them at the next update."""
-        self._equal, self._alike = equal and alike, alike
+        self._equal = equal and alike
+        self._alike = alike
         if self.group.size > 1:
             self._seen = {
                 name: buffer.detach().clone() for name, buffer in named_buffers(self._model)

@@ -106,7 +106,9 @@ class _Texts:
         self.clipped = " over all stages"
 
     def _of_exchange(self, strategy: Fields) -> None:
-        config, scale, drop = self.of_gradients, strategy._loss_scale, ""
+        config = self.of_gradients
+        scale = strategy._loss_scale
+        drop = ""
         if scale is None or (_is_unchecked(scale) and config is not None):
             drop = ". A gradient that is not finite, on any rank, drops the update on all"
         method = "dense" if config is None else f"by {tag_of(config)}"
@@ -131,7 +133,8 @@ class _Texts:
         self.overflow = "An overflow drops the local step, which still counts"
         self.exchange = "No exchange of gradients: each rank updates on its own"
         self.pending = ["the last averaging"]
-        self.fragments, self.row_sparse = config.fragments, False
+        self.fragments = config.fragments
+        self.row_sparse = False
         self.changes = changes = config.compression
         if changes is not None:
             first = partial(changes.sent_bytes, config.begin_step + 1)

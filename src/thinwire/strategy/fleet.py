@@ -257,7 +257,8 @@ def _config(
     name: str, given: Keys, on: Collection[str], wrong: list[Exception], notes: list[str]
 ) -> dict[str, Any]:
     """Return fleet's config with its defaults; keys of a feature that is off are not judged."""
-    known, feature = _CONFIGS[name], name.removesuffix("_configs")
+    known = _CONFIGS[name]
+    feature = name.removesuffix("_configs")
     values = {key: entry.default for key, entry in known.items()}
     try:
         keys = _mapping(name, {} if given.get(name) is None else given[name])

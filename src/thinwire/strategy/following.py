@@ -23,8 +23,10 @@ class Following:
     def __init__(self, steps: Steps, loss: Callable[[], Tensor | None] | None) -> None:
         self.active = True
         """True if steps are followed."""
-        self._steps, self._loss = steps, loss
-        self._optimizers, self._stepped = all_of(steps.optimizer), list[int]()
+        self._steps = steps
+        self._loss = loss
+        self._optimizers = all_of(steps.optimizer)
+        self._stepped = list[int]()
         self._seen: dict[Tensor, tuple[Tensor | None, int]] = {}
         """Gradients and their versions at the optimizer's step; with -1 before it."""
         self._backward_passed = False
@@ -44,7 +46,8 @@ class Following:
 
     def unfinished(self) -> str:
         """Return why a flush would drop steps; empty unless only some optimizers have stepped."""
-        made, self._stepped = self._stepped, []
+        made = self._stepped
+        self._stepped = []
         why = f"engine.flush() came after a step of optimizer {made} and before that of all others"
         return f"{why}: step all, or give each part an engine of its own" if made else ""
 
@@ -91,7 +94,9 @@ class Following:
 
     def _update(self, value: Any) -> None:
         """Update from the gradients of the steps, also from those that were cleared since."""
-        seen, self._seen, self._stepped = self._seen, {}, []
+        seen = self._seen
+        self._seen = {}
+        self._stepped = []
         cleared = [p for p in seen if p.grad is None]
         for param, (grad, _) in seen.items():
             param.grad = grad

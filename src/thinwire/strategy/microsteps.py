@@ -251,7 +251,9 @@ class Microsteps(ABC):
 
         Return the optimizer from another library that made collective calls in it, if any.
         """
-        params, optimizer, wide = self.params, self.optimizer, False
+        params = self.params
+        optimizer = self.optimizer
+        wide = False
         for name, param in params.items():
             param.grad = None
             if name in grads:
@@ -280,7 +282,8 @@ class Microsteps(ABC):
         if self.publish is not None:
             self.publish()
         if self.plan_warning is not None:
-            warning, self.plan_warning = self.plan_warning, None
+            warning = self.plan_warning
+            self.plan_warning = None
             warn_user(warning)
 
     def forget_merged(self) -> None:
@@ -299,7 +302,8 @@ def _unscaled(
     """Return the gradients times `factor`; narrow ones in float32, so that nothing underflows."""
     if factor == 1.0:
         return dict(grads)
-    new, owned = {}, with_own_storage(grads)
+    new = {}
+    owned = with_own_storage(grads)
     for name, grad in grads.items():
         wide = grad.to(state_dtype(grad))
         new[name] = wide.mul_(factor) if wide is grad and name in owned else wide * factor

@@ -86,7 +86,8 @@ def replace_step_(
     optimizer: torch.optim.Optimizer, update: Callable[[Any], Any]
 ) -> Callable[[], None]:
     """Replace `step(closure)` of `optimizer` by `update(closure)`, except for its engine."""
-    own, before = vars(optimizer), optimizer.step
+    own = vars(optimizer)
+    before = optimizer.step
     undone = False
 
     @functools.wraps(before)  # keeps the mark that a scheduler looks for
@@ -96,7 +97,8 @@ def replace_step_(
         return before(closure) if undone or by_engine else update(closure)
 
     # a method, since a scheduler that is made from here on wraps the function inside
-    replaced, method = own.get("step"), MethodType(step, optimizer)
+    replaced = own.get("step")
+    method = MethodType(step, optimizer)
     own["step"] = method
 
     def undo() -> None:
@@ -207,7 +209,8 @@ def convert_(
 
 def _track_step_(optimizer: torch.optim.Optimizer) -> None:
     """Mark calls of `step` for torch's schedulers, as their constructors do."""
-    step, reference = type(optimizer).step, weakref.ref(optimizer)
+    step = type(optimizer).step
+    reference = weakref.ref(optimizer)
 
     @functools.wraps(step)
     def tracked(*args: Any, **kwargs: Any) -> Any:

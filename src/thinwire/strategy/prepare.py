@@ -120,7 +120,8 @@ def _prepared(setup: Setup) -> Engine:
         steps = _assembled(setup, undo.enter_context(ExitStack()))
         engine = Engine(steps, setup.division)
         undo.pop_all()
-    kind, on = kinds_of(setup.optimizer), ", ".join(setup.strategy.on) or "no field"
+    kind = kinds_of(setup.optimizer)
+    on = ", ".join(setup.strategy.on) or "no field"
     took_s = time.perf_counter() - begin_s
     _log.info("the engine is ready after %.1f s: %s, %s, %d ranks", took_s, on, kind, group.size)
     if group.rank == 0:
@@ -259,7 +260,8 @@ def _plan_local(setup: Setup, config: LocalConfig, stages: list[nn.Module]) -> N
     """Make the local updates, without entering them. Changes `setup`."""
     if len(stages) > 1:
         require_averages(stages)
-    scale, group = setup.strategy._loss_scale, setup.division.overflow_group
+    scale = setup.strategy._loss_scale
+    group = setup.division.overflow_group
     if scale is not None:
         setup.scaler = LossScaler(scale, group, local=group is None)
     setup.local = LocalUpdates(
@@ -296,7 +298,9 @@ def _assembled(setup: Setup, undo: ExitStack) -> Steps:
 
 def _common(setup: Setup, undo: ExitStack) -> dict[str, Any]:
     """Return the parts that both ways to update have."""
-    strategy, merge, division = setup.strategy, setup.strategy.gradient_merge, setup.division
+    strategy = setup.strategy
+    merge = setup.strategy.gradient_merge
+    division = setup.division
     refusals = dict(division.refusals)
     if setup.scaler is not None:
         why = f"under the loss scale of amp, {NEEDS_THE_LOSS}"
@@ -340,8 +344,11 @@ def _local(setup: Setup, local: LocalUpdates, undo: ExitStack) -> LocalStep:
 def _every_step(setup: Setup, undo: ExitStack) -> EveryStep:
     """Make the exchange of gradients and what goes with it."""
     common = _common(setup, undo)
-    sites, params, optimizer = setup.sites, Shards(setup.params), setup.optimizer
-    clip, division = common["clip"], setup.division
+    sites = setup.sites
+    params = Shards(setup.params)
+    optimizer = setup.optimizer
+    clip = common["clip"]
+    division = setup.division
     given = setup.strategy.gradient_compression
     method = given or Dense()
     limit = None if sites is None else _limit(setup)  # a compression sees single shards
@@ -353,7 +360,8 @@ def _every_step(setup: Setup, undo: ExitStack) -> EveryStep:
         mark_states(optimizer, undo)
         momentum = FoldedSGD(optimizer, setup.params, lambda _: method, clip.clip or own)
     used = method if any(map(method.compresses, params.values())) else Dense()
-    batches, buffers = Batches(), MovingBuffers(setup.stage, setup.replica_ranks())
+    batches = Batches()
+    buffers = MovingBuffers(setup.stage, setup.replica_ranks())
     rides = setup.verify == "after" and division.is_whole and isinstance(used, Dense)
     gradients = gradients_of(
         setup.replica_ranks() if sites is None else sites,

@@ -35,7 +35,8 @@ class EnginePublisher:
     ) -> None:
         self._steps = steps
         self._every = steps.publishes_every(updates)
-        self._where, self._settings = where, Settings(**how)
+        self._where = where
+        self._settings = Settings(**how)
         self._last = steps.events()
         self._member = steps.member
         self.closed = False
@@ -123,7 +124,8 @@ class EnginePublisher:
 
         After the failure of a version before, this one is given all the same.
         """
-        member, step = self._member, self._steps.position()
+        member = self._member
+        step = self._steps.position()
         for _ in range(2):
             try:
                 if self._publisher is None and member is not None:

@@ -131,7 +131,8 @@ def select_optimizer(
     problems = [*_mismatches(optimizer, lars, lamb), *_unfolded(optimizer, folding)]
     if problems:
         raise StrategyError(prefix + "; ".join(problems))
-    new, notes = optimizer, [f"{type(optimizer).__name__} is used unchanged"]
+    new = optimizer
+    notes = [f"{type(optimizer).__name__} is used unchanged"]
     if (config := lars or lamb) is not None:
         every = keep or (lambda _: True)
         new, notes = _converted(optimizer, config, names, every, is_only=is_only, prefix=prefix)
@@ -359,7 +360,8 @@ def _decide_decay_(
     replacement: _Replacement, optimizer: torch.optim.Optimizer, settings: _Settings
 ) -> list[str]:
     """Set the decay so that nothing decays twice and each choice is kept; return obstacles."""
-    decay, method = replacement.arguments["weight_decay"], replacement.method
+    decay = replacement.arguments["weight_decay"]
+    method = replacement.method
     own = float(optimizer.defaults["weight_decay"])
     decays = [float(group["weight_decay"]) for group in settings.groups]
     if set(decays) != {own}:
@@ -391,7 +393,8 @@ def _lost_state(optimizer: torch.optim.Optimizer, replacement: _Replacement) -> 
 def _notes(
     optimizer: torch.optim.Optimizer, replacement: _Replacement, settings: _Settings
 ) -> Iterator[str]:
-    kind, before = replacement.kind.__name__, type(optimizer).__name__
+    kind = replacement.kind.__name__
+    before = type(optimizer).__name__
     yield f"{before} becomes {kind}"
     common = settings.common
     rates = [group.get("lr", common.lr) for group in settings.groups]
@@ -422,7 +425,8 @@ def _compression(
 ) -> Iterator[str]:
     if compressor is None:
         return
-    field, kind = tag_of(compressor), type(optimizer).__name__
+    field = tag_of(compressor)
+    kind = type(optimizer).__name__
     if folds:
         yield (
             f"{field} compresses gradients with the momentum, Nesterov and weight decay of {kind}, "

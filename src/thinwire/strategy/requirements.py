@@ -33,7 +33,8 @@ def warn_of_optimizer(strategy: Fields, optimizer: torch.optim.Optimizer) -> Non
 def require_mesh_works(strategy: Fields, mesh: DeviceMesh) -> None:
     """Refuse fields that do not go with sharded models."""
     require_mesh(mesh)
-    method, problems = strategy.gradient_compression, []
+    method = strategy.gradient_compression
+    problems = []
     if strategy.pipeline is not None:
         problems.append("pipeline: pipeline and mesh= both divide the model: remove one of them")
     if method is not None and not method.elementwise:

@@ -157,7 +157,8 @@ def _rule(first: str, second: str) -> Rule:
     if not methods:
         entry = _TABLE[first][second]
         return Rule((first, second), *((entry,) if isinstance(entry, str) else entry))
-    method, other = methods[0], second if methods[0] == first else first
+    method = methods[0]
+    other = second if methods[0] == first else first
     if (meaning := METHODS[method].get(other)) is not None:
         return Rule((first, second), meaning)
     reason = f"{method} compresses gradients, but local updates exchange changes"
@@ -216,7 +217,8 @@ before it changes anything.
 
 def page() -> str:
     """Return the page in Markdown."""
-    pairs, working = len(RULES), sum(rule.works for rule in RULES)
+    pairs = len(RULES)
+    working = sum(rule.works for rule in RULES)
     opening = _OPENING.format(
         fields=len(FIELDS), pairs=pairs, working=working, conflicting=pairs - working
     )

@@ -303,7 +303,8 @@ def _require_frozen(
 
 def _left(state: Mapping[str, Any], steps: Steps) -> frozenset[str]:
     """Return the buffers with persistent=False that one side lacks or has in another shape."""
-    theirs, ours = state["buffers"], dict(named_buffers(steps.model))
+    theirs = state["buffers"]
+    ours = dict(named_buffers(steps.model))
     saved_only = set(state.get(_NON_PERSISTENT, ())) - ours.keys()
     return frozenset(
         name
@@ -354,7 +355,8 @@ def copy_values_(state: Mapping[str, Any], steps: Steps, left: frozenset[str]) -
 
 
 def _load_optimizer(state: Mapping[str, Any], steps: Steps, keep: Collection[str]) -> None:
-    saved_groups, groups = state["optimizer"]["param_groups"], steps.optimizer.param_groups
+    saved_groups = state["optimizer"]["param_groups"]
+    groups = steps.optimizer.param_groups
     kept = [{key: group[key] for key in keep if key in group} for group in groups]
     ordered = in_order(saved_groups, state["optimizer_names"], _names(steps))
     owners = dict(zip(params_in(ordered), params_in(groups), strict=False))

@@ -143,7 +143,8 @@ class EveryStep(Microsteps):
         merge, batches = self.merge, self.joining
         self._require_unchanged(early=True)
         self.clear_grads()
-        batches.merged, merge.microsteps = merge.microsteps, self.merge_steps - 1
+        batches.merged = merge.microsteps
+        merge.microsteps = self.merge_steps - 1
         with self._exchanging(early=True):  # no backward pass, so no hook launches
             verdict = self.add_or_update({}, 1.0, False)
         if verdict is StepDecision.END:
@@ -237,7 +238,8 @@ class EveryStep(Microsteps):
         # launched buckets may differ from these gradients: the vote decides if they are sent again
         if overlap is not None and overlap.begun:
             how |= {"unusable": overlap.unusable, "at_once": True}
-        limited, self._awaited = self._limited(self.ramp_step(), grads), False
+        limited = self._limited(self.ramp_step(), grads)
+        self._awaited = False
         verdict = self.exchange.update(self.step, limited, self._apply, **how)
         if verdict is StepDecision.END:
             return verdict
@@ -339,12 +341,14 @@ class LocalStep(Microsteps):
 
     def shared(self, name: str, tensor: Tensor) -> Tensor:
         """See `EveryStep`: of a parameter it is the anchor."""
-        config, anchor = self.local.config, self.exchange.averaging.anchors.get(name)
+        config = self.local.config
+        anchor = self.exchange.averaging.anchors.get(name)
         if anchor is None:
             return tensor
         if tensor.is_complex():
             anchor = torch.view_as_complex(anchor)
-        changes, dtype = config.compression, tensor.dtype
+        changes = config.compression
+        dtype = tensor.dtype
         one_bit = isinstance(changes, Quantized) and changes.value_bits == 1
         if one_bit and not config.outer_momentum:
             # an averaging changes an anchor by one of few values: fewer bits than rounded

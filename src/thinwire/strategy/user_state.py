@@ -143,7 +143,9 @@ def matched_schedulers(
     """Find the scheduler of every state, among several of one kind by their settings."""
     every = [_outermost(single) for single in all_of(optimizer)]
     owners = {id(one): of for of, schedulers in enumerate(every) for one in schedulers}
-    here, pairs, missing = [one for schedulers in every for one in schedulers], [], []
+    here = [one for schedulers in every for one in schedulers]
+    pairs = []
+    missing = []
     for saved_one in states:
         wanted = saved_one["kind"], saved_one["of"]
         alike = [one for one in here if (type(one).__name__, owners[id(one)]) == wanted]

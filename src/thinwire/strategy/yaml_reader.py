@@ -114,7 +114,8 @@ def _mapping(
 ) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key_node, value_node in node.value:
-        line, key = key_node.start_mark.line + 1, key_node.value
+        line = key_node.start_mark.line + 1
+        key = key_node.value
         if key_node.tag != _STR or not str(key).isprintable():
             raise StrategyError(f"{line}: a key of {path} must be a word, got {shown(key)}")
         below = f"{path}.{key}"

@@ -80,8 +80,10 @@ class Storage:
             raise TypeError(f"token must be text or bytes that are not empty, or None: {token!r}")
         if not fspath(where):
             raise ValueError("where is empty: give a folder or an address")
-        address, protocol = fspath(where), extra("fsspec.core").split_protocol(fspath(where))[0]
-        self._web, self._query = protocol in ("http", "https"), ""
+        address = fspath(where)
+        protocol = extra("fsspec.core").split_protocol(fspath(where))[0]
+        self._web = protocol in ("http", "https")
+        self._query = ""
         if self._web:
             address, _, self._query = address.partition("?")
         elif protocol is None:  # also after a change of the working directory
@@ -89,7 +91,8 @@ class Storage:
         kind = extra("fsspec").get_filesystem_class((protocol or "file").partition("::")[0])
         self.is_folder = issubclass(kind, extra("fsspec.implementations.local").LocalFileSystem)
         self._moves = kind.mv is not extra("fsspec").AbstractFileSystem.mv
-        self._address, self._limit_s = address.rstrip("/"), limit_s
+        self._address = address.rstrip("/")
+        self._limit_s = limit_s
         self.where = _SECRETS.sub("", self._address)
         self._files: Any = None
         self._root = ""
@@ -97,7 +100,8 @@ class Storage:
         self._uses = 0
         self._moving: tuple[str, int] | None = None
         """The file on its way and its bytes; None while nothing is asked of the storage."""
-        self._moved, self._moved_s = 0, 0.0
+        self._moved = 0
+        self._moved_s = 0.0
         self.news_s = time.monotonic()
         secret = token.encode() if isinstance(token, str) else token
         self._key = hashlib.sha256(b"thinwire stream" + secret).digest() if secret else b""
@@ -352,9 +356,11 @@ class Storage:
         After a failure the next use connects anew.
         """
         limit_s = self._limit_s if limit_s is None else limit_s
-        known, self._files = self._files, None
+        known = self._files
+        self._files = None
         self._uses += 1
-        self._moved, self._moved_s = 0, time.monotonic()
+        self._moved = 0
+        self._moved_s = time.monotonic()
         self._moving = name, total
 
         def run() -> tuple[Any, _T]:

@@ -104,8 +104,10 @@ class Follower:
     """
 
     def __init__(self, storage: Storage, model: Model | None, poll: float, patience: float) -> None:
-        self._storage, self._model = storage, model
-        self._poll, self._patience_s = poll, patience
+        self._storage = storage
+        self._model = model
+        self._poll = poll
+        self._patience_s = patience
         self.held: Held | None = None
         self.newest: dict[str, Any] | None = None
         """The record by which the version that is held was found."""
@@ -189,7 +191,8 @@ class Follower:
 
     def _at(self, newest: Mapping[str, Any], number: int | None) -> Version:
         """Read a version, the newest for None, trying again as long as there is progress."""
-        since_s, patient = time.monotonic(), True
+        since_s = time.monotonic()
+        patient = True
         while True:
             try:
                 with self._storage.reading(NEWEST):
@@ -214,7 +217,8 @@ class Follower:
 
     def _read(self, newest: Mapping[str, Any], number: int, *, patient: bool) -> None:
         """Read a version by the shortest way, or without patience by any that is whole."""
-        held, self._links = self.held, links_of(newest)
+        held = self.held
+        self._links = links_of(newest)
         ways = {
             base: size + newest["written"] - until
             for base, size, until, _ in newest["bases"]
@@ -316,7 +320,8 @@ class Follower:
     def base_head(self, newest: Mapping[str, Any], number: int) -> tuple[Held, str, int, int]:
         """Return a whole version without tensors, its file, and where they begin and end there."""
         [(size, until, whole)] = [entry[1:] for entry in newest["bases"] if entry[0] == number]
-        name, storage = file_name(number, whole, "safetensors"), self._storage
+        name = file_name(number, whole, "safetensors")
+        storage = self._storage
         with storage.reading(name):
             record, begin = storage.head(name, size)
             if (record["number"], record["stream"]) != (number, newest["stream"]):
@@ -349,7 +354,8 @@ class Follower:
     ) -> None:
         """Make `held` and `values` those of the next version."""
         part, size = self._link(number)
-        name, storage = file_name(number, part, "step"), self._storage
+        name = file_name(number, part, "step")
+        storage = self._storage
         content = storage.fetch(name, size)
         with storage.reading(name):
             record, begin = storage.head(name, size)
@@ -376,7 +382,8 @@ class Follower:
             if held.whole_digest() != record["digest"]:
                 raise ValueError("the digest of its version differs")
         storage.drop(name)  # a long chain would fill the memory
-        held.number, held.step = number, record["step"]
+        held.number = number
+        held.step = record["step"]
         held.digest, held.written = record["digest"], record["written"]
 
     def _link(self, number: int) -> tuple[str, int]:

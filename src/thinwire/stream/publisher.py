@@ -103,9 +103,13 @@ class Publisher(AbstractContextManager["Publisher"]):
     ) -> None:
         # group: the ranks that make each call together, if the model is sharded over them. With
         # `run`, of members, the storage is first asked by the writer's thread
-        self._state, self._dtype, self._group = state, settings.dtype, group
+        self._state = state
+        self._dtype = settings.dtype
+        self._group = group
         self._writer: Writer | None = None
-        self._given, self._step, self._closed = 0, -1, False
+        self._given = 0
+        self._step = -1
+        self._closed = False
         self._held: Callable[[], int] | None = None
 
         def begin() -> None:
@@ -200,7 +204,8 @@ class Publisher(AbstractContextManager["Publisher"]):
         self.release()
         if self._closed:
             raise RuntimeError("this publisher was closed: call tw.publish again")
-        self._step, writer = step, self._writer
+        self._step = step
+        writer = self._writer
         tensors, tied = tensors_of(self._state())
 
         def room() -> tuple[int, bool]:
@@ -226,7 +231,8 @@ class Publisher(AbstractContextManager["Publisher"]):
 
     def release(self) -> None:
         """Let the version that is held be written, if there is one."""
-        held, self._held = self._held, None
+        held = self._held
+        self._held = None
         if held is not None:
             held()
 

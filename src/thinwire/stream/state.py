@@ -246,6 +246,7 @@ def _copy_(target: Tensor, value: Tensor) -> None:
     """Write a value into a tensor, into one of the elements that share their memory."""
     if 0 in target.stride():
         one = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
-        target, value = target[one], value[one]
+        target = target[one]
+        value = value[one]
     with torch.inference_mode() if target.is_inference() else torch.no_grad():
         target.copy_(value)

@@ -86,9 +86,11 @@ class Writer:
         # run: identity of a run of members, whose generations order its publishers; else empty.
         # needs_close: the end of the script is not that of the run, or the last state of a sharded
         # model is not here
-        self._storage, self._settings = storage, settings
+        self._storage = storage
+        self._settings = settings
         self._needs_close = needs_close
-        self._run, self._generation = run, generation
+        self._run = run
+        self._generation = generation
         self._name = uuid.uuid4().hex
         self._record: dict[str, Any] = {}
         """The record that this writer has written last, or begins with."""
@@ -105,7 +107,8 @@ class Writer:
         """Weak reference to the method that publishes the last state and ends."""
         self._promised = 0
         self._given = False
-        self.number, self.step = 0, -1
+        self.number = 0
+        self.step = -1
 
     # called by the thread that trains
 
@@ -157,13 +160,15 @@ class Writer:
     def take_problem(self) -> StreamError | None:
         """Return the error of a version that nobody has seen, once; None if there is none."""
         with self._changed:
-            problem, self._problem = self._problem, None
+            problem = self._problem
+            self._problem = None
         fail_at_exit(self, None)
         return problem
 
     def wait(self) -> None:
         """Wait until all is written, while bytes move; raise the error of a version."""
-        logged_s, limit_s = time.monotonic(), self._settings.timeout
+        logged_s = time.monotonic()
+        limit_s = self._settings.timeout
         with self._changed:
             while self._tasks:
                 self._changed.wait(min(1.0, limit_s / 4))
@@ -252,7 +257,8 @@ class Writer:
                     self._tasks.popleft()
                     self._warned &= time.monotonic() - begun_s >= _LATE_S
                 else:
-                    self._problem, self._promised = problem, 0
+                    self._problem = problem
+                    self._promised = 0
                     self._tasks.clear()  # the next version has these changes too
                     if self._given:  # else the call that begins has raised, and waits no more
                         fail_at_exit(self, f"thinwire: a version was not published: {problem}")
@@ -315,7 +321,8 @@ class Writer:
         """Hold the last version, if it can be read."""
         if self._found is None:
             return
-        follower, self._found = self._found, None
+        follower = self._found
+        self._found = None
         with _warned():
             follower.latest()
             assert follower.newest is not None, "read"

@@ -38,7 +38,9 @@ def runs(
     part of its own.
     """
     found: list[list[Part]] = []
-    most, room, kind = CHUNK if device.type == "cpu" else _PART, 0, None
+    most = CHUNK if device.type == "cpu" else _PART
+    room = 0
+    kind = None
     together: list[Span] = []
     for name, numel in numels.items():
         if kinds[name] is None or numel >= most:
@@ -47,7 +49,9 @@ def runs(
             room = 0
             continue
         if numel > room or kinds[name] != kind:
-            together, room, kind = [], most, kinds[name]
+            together = []
+            room = most
+            kind = kinds[name]
             found.append([together])
         together.append((name, 0, numel))
         room -= numel

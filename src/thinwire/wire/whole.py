@@ -54,7 +54,8 @@ def _encoded_together(flat: Tensor, bits: int, numels: Sequence[int]) -> Tensor:
         return torch.cat([_on_grid([part], bits) for part in apart(flat, numels)])
     its = Several(numels, flat.device)
     scales, (fields,) = _signs([flat], its) if bits == 1 else _nearest_levels([flat], bits, its)
-    found, at = [], 0
+    found = []
+    at = 0
     for numel, its_scales in zip(numels, scales.view(torch.uint8), strict=True):
         found += [its_scales, fields[at : at + (numel * bits + 7) // 8]]
         at += padded(numel) * bits // 8
@@ -66,7 +67,9 @@ class WholeReader:
 
     def __init__(self, code: Tensor, bits: int) -> None:
         begin = scale_bytes(bits)
-        self.bits, self.scales, self.fields = bits, code[:begin], code[begin:]
+        self.bits = bits
+        self.scales = code[:begin]
+        self.fields = code[begin:]
 
     @cached_property
     def _levels(self) -> Tensor:
@@ -79,7 +82,8 @@ class WholeReader:
 
     def part(self, start: int, end: int, device: torch.device | None = None) -> Tensor:
         """Return the entries [start, end): float32; `start` is at the beginning of a byte."""
-        bits, numel = self.bits, end - start
+        bits = self.bits
+        numel = end - start
         fields = self.fields[start * bits // 8 : (end * bits + 7) // 8]
         fields = fields.to(device or fields.device)
         if bits > 4:
@@ -97,7 +101,8 @@ def read_part(codes: Sequence[WholeReader], part: Part, device: torch.device) ->
     """Return a part from the codes of its tensors."""
     if len(part) == 1:
         return codes[0].part(*part[0][1:], device)
-    bits, numels = codes[0].bits, [numel for _, _, numel in part]
+    bits = codes[0].bits
+    numels = [numel for _, _, numel in part]
     if bits > 4 or device.type == "cpu":
         pairs = zip(codes, numels, strict=True)
         return side_by_side([code.part(0, numel, device) for code, numel in pairs])
@@ -106,7 +111,8 @@ def read_part(codes: Sequence[WholeReader], part: Part, device: torch.device) ->
     several = Several(numels, device)
     each = several.spread(torch.arange(len(codes), device=device) * levels.shape[1])
     each += _unpacked(fields.to(device), bits).view(-1)
-    found, between = levels.view(-1)[each], several.between
+    found = levels.view(-1)[each]
+    between = several.between
     return found.index_fill_(0, between, 0) if between.numel() else found
 
 
