@@ -44,7 +44,7 @@ def test_arrivals_follow_the_format(bits, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("bits", WHOLE_BITS)
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=8))
-def test_tensors_in_one_buffer_travel_as_each_alone(bits, dtype, numels):
+def test_tensors_in_one_buffer_travel_as_alone(bits, dtype, numels):
     given_, layout = tensors(numels, dtype), WholeLayout(tuple(numels), bits)
     part = [(str(key), 0, numel) for key, numel in enumerate(numels)]
     together = pack(layout, 12, 0, [(numels, [side_by_side(given_)])])

@@ -89,15 +89,14 @@ class Several:
     """Several tensors that are `side_by_side`: sums of each, and a value for each entry."""
 
     def __init__(self, numels: Sequence[int], device: torch.device) -> None:
-        self.numel, self._ends, self._room, self.between = _places(tuple(numels), device)
+        self.numel, self._ends, self._room, self.between = _offsets(tuple(numels), device)
         self._numels = numels
 
     @cached_property
     def _which(self) -> Tensor:
         """Number of the tensor of each entry."""
-        total = sum(map(padded, self._numels))
-        places = torch.arange(total, device=self._ends.device)
-        return torch.bucketize(places, self._ends, right=True, out_int32=True)
+        entries = torch.arange(sum(map(padded, self._numels)), device=self._ends.device)
+        return torch.bucketize(entries, self._ends, right=True, out_int32=True)
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sums: float64, shape (tensors,)."""
@@ -113,10 +112,12 @@ class Several:
 
 
 @lru_cache(maxsize=64)
-def _places(numels: tuple[int, ...], device: torch.device) -> list[Tensor]:
+def _offsets(numels: tuple[int, ...], device: torch.device) -> list[Tensor]:
     """Return the entries of each tensor, float64; its end and its room; all positions between."""
-    each = torch.tensor(numels, device="cpu")
-    room = each + -each % _ALIGNED
+    own = torch.tensor(numels, device="cpu")
+    room = own + -own % _ALIGNED
     ends = room.cumsum(0)
-    between = [torch.arange(*cut) for cut in zip(ends - room + each, ends, strict=True)]
-    return [tensor.to(device) for tensor in (each.double(), ends, room, torch.cat(between))]
+    between = [
+        torch.arange(*cut, device="cpu") for cut in zip(ends - room + own, ends, strict=True)
+    ]
+    return [tensor.to(device) for tensor in (own.double(), ends, room, torch.cat(between))]

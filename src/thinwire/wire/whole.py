@@ -109,11 +109,10 @@ def read_part(codes: Sequence[WholeReader], part: Part, device: torch.device) ->
     fields = side_by_side([code.fields for code in codes], bits)
     levels = _known(torch.cat([code.scales for code in codes]).to(device), bits)
     several = Several(numels, device)
-    each = several.spread(torch.arange(len(codes), device=device) * levels.shape[1])
-    each += _unpacked(fields.to(device), bits).view(-1)
-    found = levels.view(-1)[each]
-    between = several.between
-    return found.index_fill_(0, between, 0) if between.numel() else found
+    index = several.spread(torch.arange(len(codes), device=device) * levels.shape[1])
+    index += _unpacked(fields.to(device), bits).view(-1)
+    found = levels.view(-1)[index]
+    return found.index_fill_(0, several.between, 0) if several.between.numel() else found
 
 
 def _known(scales: Tensor, bits: int) -> Tensor:
@@ -209,9 +208,9 @@ def _levels(magnitudes: Sequence[Tensor], depth: int, several: Several | None) -
         """Return the edge, how many entries are not above it, and their sum."""
         # a mean comes from the difference of two sums: an entry that is alone must not be above it
         bound = _rounded_down(edge * (1 + 2.0**-40), magnitudes[0].dtype)
-        each = bound if several is None else several.spread(bound)
-        above = torch.stack([_count(_above(chunk, each), several) for chunk in magnitudes]).sum(0)
-        limited = [_sum(chunk.clamp(max=each), several) for chunk in magnitudes]
+        limit = bound if several is None else several.spread(bound)
+        above = torch.stack([_count(_above(chunk, limit), several) for chunk in magnitudes]).sum(0)
+        limited = [_sum(chunk.clamp(max=limit), several) for chunk in magnitudes]
         return edge, numel - above, torch.stack(limited).sum(0) - bound.double() * above
 
     # by edge how many entries are not above it, and their sum
