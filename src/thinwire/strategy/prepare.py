@@ -299,7 +299,7 @@ def _assembled(setup: Setup, undo: ExitStack) -> Steps:
 def _common(setup: Setup, undo: ExitStack) -> dict[str, Any]:
     """Return the parts that both ways to update have."""
     strategy = setup.strategy
-    merge = setup.strategy.gradient_merge
+    merge = strategy.gradient_merge
     division = setup.division
     refusals = dict(division.refusals)
     if setup.scaler is not None:
