@@ -20,7 +20,7 @@ from thinwire.compress.protocol import (
     salt_of,
 )
 from thinwire.core.checksum import checked_mean_, checked_sum, with_checksum
-from thinwire.core.tensors import state_dtype
+from thinwire.core.tensors import state_dtype, uploaded
 from thinwire.errors import PayloadCorrupt
 from thinwire.layout.traffic import travels_checksummed
 
@@ -51,9 +51,9 @@ def send_dense(
         total, wrong = opened(collective, answer, flat.dtype, context)
         damaged += [] if wrong is None else [wrong]
         sums.append(checked_mean_(total, context.sources, bits=context.read_sums))
-        arrived.means |= parted(total, group)
+        arrived.means |= parted(uploaded(total, flat.device), group)
     arrived.sums = sums
-    arrived.checks = torch.cat(damaged) if damaged else None
+    arrived.unread = torch.cat(damaged) if damaged else None
     arrived.check_finite = check_finite and context.sources > 1
     return arrived
 
@@ -67,9 +67,9 @@ class DenseMeans(Arrived):
         self.check_finite = False
         """True if a sum that is not finite must be reported."""
 
-    def refuse(self, checks: Sequence[int]) -> None:
+    def read(self, numbers: Sequence[int]) -> None:
         at = self.context
-        for index, wrong in enumerate(checks):
+        for index, wrong in enumerate(numbers):
             if wrong:
                 rank = index % at.sources * at.node_size
                 raise PayloadCorrupt(damaged_text(rank, at))
@@ -86,10 +86,10 @@ class DenseMeans(Arrived):
 
 
 def sum_of(flat: Tensor, context: Context, *, within_node: bool = False) -> Collective:
-    """Return the collective that sums a flat tensor."""
+    """Return the collective that sums a flat tensor, whose parts are on the CPU if gathered."""
     purpose = f"averaging dense tensors of step {context.step}, bucket {context.bucket}"
     if travels_checksummed(flat.nbytes, context.node_size if within_node else context.sources):
-        return AllGather(with_checksum(flat, salt_of(context)), purpose, within_node)
+        return AllGather(with_checksum(flat.cpu(), salt_of(context)), purpose, within_node)
     return AllReduce(flat, purpose, within_node)
 
 

@@ -28,6 +28,7 @@ from thinwire.compress.protocol import (
 )
 from thinwire.compress.split import Sums, add_up, joined, senders, shares
 from thinwire.core.feedback import Proposal, rounding_seed, store_, sum_sparse
+from thinwire.core.tensors import moved
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels.reference import divided_
 from thinwire.layout.message import Layout, Slot
@@ -50,7 +51,10 @@ class Proposed(NamedTuple):
 
 
 class ArrivedEntries(Arrived):
-    """Entries of each tensor from all sources, or the sums that its owners made of them."""
+    """Entries of each tensor from all sources, or the sums that its owners made of them.
+
+    They stay on the CPU, where messages are written and read, until they are applied.
+    """
 
     def __init__(
         self,
@@ -85,17 +89,27 @@ class ArrivedEntries(Arrived):
     def take_(self, name: str, folded: Computed, kept: Kept, into: Tensor | None = None) -> Tensor:
         self.leave_(name, folded, kept)
         mean = buffer_for(kept[RESIDUAL][name], into).zero_()
-        if self.parts.get(name):  # none if owners sent no entry
-            indices, values = self.sparse_mean(name, mean.dtype)
-            mean.view(-1)[indices] = values
+        flat = mean.view(-1)
+        counts = torch.zeros_like(flat) if self.over_senders and not self.owned else None
+        # in the order of the sources, as in `sum_sparse`; none if owners sent no entry
+        for part in self.parts.get(name, ()):
+            indices, values = moved(part, flat.device)
+            flat[indices] += values.to(flat.dtype)
+            if counts is not None:
+                counts[indices] += 1
+        if counts is not None:
+            flat.div_(counts.clamp_(min=1))
+        elif not self.over_senders:
+            divided_(flat, self.context.sources)
         return mean
 
     def leave_(self, name: str, folded: Computed, kept: Kept) -> None:
         """Take what was sent out of the residual, and add what this source's sums have left."""
-        folded.leave_(name, self.given[name], kept)
+        residual = kept[RESIDUAL][name].view(-1)
+        indices, values = moved(self.given[name], residual.device)
+        folded.leave_(name, (indices, values), kept)
         if name in self.kept:
-            residual = kept[RESIDUAL][name].view(-1)
-            indices, values = self.kept[name]
+            indices, values = moved(self.kept[name], residual.device)
             added = residual[indices].to(values.dtype) + values
             stored = torch.empty_like(added, dtype=residual.dtype)
             seed = rounding_seed(self.context.step, folded.key(name) + _KEPT)
@@ -118,7 +132,7 @@ def send_entries(
     value_bits: int,
     exchange: str,
 ) -> Sending:
-    """Send entries of several tensors in one message; read only."""
+    """Send entries of several tensors, which are on the CPU, in one message; read only."""
     layout = _layout(tuple(Slot(item.numel, item.k) for item in proposed.values()), value_bits)
     arrived.finite = {name: item.proposal.finite for name, item in proposed.items()}
     arrived.owned = chosen_split(exchange, layout, context.sources) is not None
@@ -143,7 +157,7 @@ def _gathered(
         for (name, item), values in zip(proposed.items(), sent, strict=True):
             arrived.given[name] = (item.proposal.indices, values)
     else:
-        message = pack_nonfinite(layout, context.step, context.bucket, bad).to(_device(proposed))
+        message = pack_nonfinite(layout, context.step, context.bucket, bad)
     [rows] = yield [AllGather(message, _purpose(f"gathering {arrived.given_word}", context))]
     largest = 0.0
     for source, row in enumerate(rows):
@@ -182,7 +196,7 @@ def _split(
     except PayloadCorrupt as found:
         refusal = found
     if sums is None:
-        message = pack_nonfinite(plan.second[me], context.step, context.bucket, 0).to(rows.device)
+        message = pack_nonfinite(plan.second[me], context.step, context.bucket, 0)
     else:
         passed = [total.passed_on for total in sums]
         message, sent = pack(plan.second[me], context.step, context.bucket, passed)
@@ -213,8 +227,7 @@ def _for_owners(
     bad = _first_bad(proposed)
     step, bucket = context.step, context.bucket
     if bad is not None:
-        device = _device(proposed)
-        return [pack_nonfinite(its, step, bucket, bad).to(device) for its in plan.first], []
+        return [pack_nonfinite(its, step, bucket, bad) for its in plan.first], []
     given = shares(plan, [item.proposal[:2] for item in proposed.values()])
     packed = [pack(its, step, bucket, part) for its, part in zip(plan.first, given, strict=True)]
     sent = [
@@ -254,10 +267,6 @@ def _unpacked(context: Context, layout: Layout, message: Tensor, source: int) ->
 def _first_bad(proposed: Mapping[str, Proposed]) -> int | None:
     items = enumerate(proposed.values())
     return next((index for index, item in items if not item.proposal.finite), None)
-
-
-def _device(proposed: Mapping[str, Proposed]) -> torch.device:
-    return next(iter(proposed.values())).proposal.values.device
 
 
 def _purpose(verb: str, context: Context) -> str:

@@ -21,7 +21,7 @@ replaced instead of made longer by an epsilon; for any optimizer, which gets the
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
@@ -152,18 +152,14 @@ class LowRankMeans(Arrived):
         super().__init__(context, names)
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}
         """P^T, shape (r, n), its rows orthonormal, and Q^T, shape (r, m)."""
-        self.found_lost: list[tuple[list[str], Tensor]] = []
-        """Names of b matrices, and True for columns of P that were only rounding, shape (r, b)."""
+        self.lost: dict[str, list[int]] = {}
+        """Columns of P that were only rounding, for matrices that have some."""
 
-    @cached_property
-    def lost(self) -> dict[str, list[int]]:
-        """Return these columns by name, for matrices that have some; one host read per dtype."""
-        return {
-            name: [column for column, gone in enumerate(flags) if gone]
-            for names, lost in self.found_lost
-            for name, flags in zip(names, lost.t().tolist(), strict=True)
-            if any(flags)
-        }
+    def read(self, numbers: Sequence[int]) -> None:
+        rank = len(numbers) // len(self.factors)
+        for at, name in enumerate(self.factors):
+            flags = numbers[at * rank : (at + 1) * rank]
+            self.lost[name] = [column for column, gone in enumerate(flags) if gone]
 
     def first_bad_sum(self) -> str | None:
         for name, factors in self.factors.items():
@@ -186,7 +182,7 @@ class LowRankMeans(Arrived):
             matrix += column * row
         torch.sub(whole, mean, out=residual)
         factor = kept["factor"][name].copy_(right)
-        if columns := self.lost.get(name):
+        if columns := self.lost[name]:
             _redraw_(factor, columns, (self.context.step << 24) + residual.numel())
         return mean
 
@@ -210,12 +206,13 @@ def _send_factors(
     ]
     arrived = LowRankMeans(context, list(factors))
     sums = []
+    columns_lost = []
     bases = []
     rights = []
     for names, its, wide, left, total in zip(groups, rows, columns, lefts, answers, strict=True):
         sums.append(checked_mean_(total, context.sources, bits=context.read_sums))
         basis, lost = orthonormal(total.view(left.shape), its)
-        arrived.found_lost.append((names, lost))
+        columns_lost.append(lost.t().reshape(-1))
         bases.append(torch.split(basis, its, 1))
         rights.append(_products(bases[-1], wide, map(parts, names)))
     answers = yield [
@@ -225,6 +222,7 @@ def _send_factors(
         sums.append(checked_mean_(total, context.sources, bits=context.read_sums))
         means = torch.split(total.view(right.shape), its, 1)
         arrived.factors |= dict(zip(names, zip(ours, means, strict=True), strict=True))
+    arrived.unread = torch.cat(columns_lost).long()
     arrived.sums = sums
     return arrived
 

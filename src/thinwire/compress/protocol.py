@@ -100,8 +100,7 @@ class Arrived:
         bad_sum: First tensor whose sum over the sources the host found not finite.
         sums: Results of `checked_mean_` for each sum that is bit-identical on all ranks unless a
             message was damaged: int64, shape (2,), where the host has not looked yet.
-        checks: Code of the problem with each message, 0 for none, int64 (sources,), where the host
-            has not looked yet.
+        unread: Numbers that the host has not read yet, int64 (n,); `read` takes them.
         node_means: The gradients that were folded in, where they are means over a node.
     """
 
@@ -111,11 +110,11 @@ class Arrived:
         self.finite: Flags = {}
         self.bad_sum: str | None = None
         self.sums: Sequence[Tensor] = ()
-        self.checks: Tensor | None = None
+        self.unread: Tensor | None = None
         self.node_means: Mapping[str, Tensor] = {}
 
-    def refuse(self, checks: Sequence[int]) -> None:
-        """Raise `PayloadCorrupt` for the first of `checks`, read by the host, that is not 0."""
+    def read(self, numbers: Sequence[int]) -> None:
+        """Take the values of `unread`; raise `PayloadCorrupt` if they say so."""
 
     def first_bad_sum(self) -> str | None:
         """Return the first tensor whose sum is not finite, if there may be one."""
@@ -196,13 +195,13 @@ class Computed(Mapping[str, Tensor]):
         return [self[name]]
 
     def largest(self, counts: Mapping[str, int], kept: "Kept") -> dict[str, Proposal]:
-        """Return so many entries of largest magnitude of each tensor, where residuals are."""
+        """Return so many entries of largest magnitude of each tensor."""
         found = {}
         for name, k in counts.items():
             flat = self[name].view(-1)
-            home = kept[RESIDUAL][name].device
             indices = top_k(flat, k)
-            found[name] = Proposal(indices.to(home), flat[indices].to(home), finite=True)
+            known = torch.ones(1, dtype=torch.bool, device=flat.device)
+            found[name] = Proposal(indices, flat[indices], finite=known)
         return found
 
     def leave_(self, name: str, sent: Entries, kept: "Kept") -> None:

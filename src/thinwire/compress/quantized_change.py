@@ -18,7 +18,6 @@ from thinwire.compress.protocol import (
     Context,
     Kept,
     Sending,
-    buffer_for,
     check_messages,
 )
 from thinwire.errors import PayloadCorrupt
@@ -97,7 +96,7 @@ class Quantized(Compression):
             ([end for _, _, end in run[-1]], (folded.read(part) for part in run))
             for run in folded.runs()
         )
-        message = pack_whole(layout, step, context.bucket, parts, errors[0].device)
+        message = pack_whole(layout, step, context.bucket, parts)
         [rows] = yield [AllGather(message, f"gathering {folded.words[0]} of step {step}")]
         codes = [_unpacked(context, layout, row, source) for source, row in enumerate(rows)]
         made = _Whole(context, list(folded))
@@ -133,14 +132,13 @@ def _by_shares(
     me = context.source
     step = context.step
     names = list(folded)
-    home = kept[RESIDUAL][names[0]].device
     device = folded.part(names[0], 0, 1).device
 
     def own_part(piece: Piece) -> Tensor:
         return folded.part(names[piece.slot], piece.start, piece.start + piece.numel)
 
     messages = [
-        pack_whole(its, step, context.bucket, map(own_part, pieces), home)
+        pack_whole(its, step, context.bucket, map(own_part, pieces))
         for its, pieces in zip(plan.first, plan.pieces, strict=True)
     ]
     lengths = [message.numel() for message in messages]
@@ -148,16 +146,17 @@ def _by_shares(
     [rows] = yield [AllToAll(torch.cat(messages), lengths, purpose)]
 
     refusal: PayloadCorrupt | None = None
-    means = [torch.zeros_like(own_part(piece), device=home) for piece in plan.pieces[me]]
+    means = [torch.zeros_like(own_part(piece)) for piece in plan.pieces[me]]
     try:
         for source, row in enumerate(rows):
             codes = _unpacked(context, plan.first[me], row, source)
             for total, code, piece in zip(means, codes, plan.pieces[me], strict=True):
-                total.add_(own_part(piece).to(home) if source == me else code.part(0, piece.numel))
+                own = source == me
+                total.add_(own_part(piece) if own else code.part(0, piece.numel, device))
     except PayloadCorrupt as found:  # raised after round two, in which the other sources wait
         refusal = found
-    parts = (divided_(mean, context.sources).to(device) for mean in means)
-    message = pack_whole(plan.second[me], step, context.bucket, parts, home)
+    parts = (divided_(mean, context.sources) for mean in means)
+    message = pack_whole(plan.second[me], step, context.bucket, parts)
     row = message.new_zeros(plan.row_bytes)
     row[: message.numel()] = message
     [rows] = yield [AllGather(row, f"gathering {folded.words[1]} of step {step}")]
@@ -192,13 +191,15 @@ class _Means(Arrived):
 
     def take_(self, name: str, folded: Computed, kept: Kept, into: Tensor | None = None) -> Tensor:
         residual = kept[RESIDUAL][name].view(-1)
-        whole = folded[name].view(-1).to(residual.device)
-        mean = buffer_for(kept[RESIDUAL][name], into)
+        rest = folded[name].view(-1)
+        device = rest.device
+        mean = torch.empty_like(rest)
         for piece, arrived, sent, exact in self.pieces[name]:
             span = slice(piece.start, piece.start + piece.numel)
-            part = mean.view(-1)[span].copy_(arrived.part(0, piece.numel))
+            part = mean[span].copy_(arrived.part(0, piece.numel, device))
             if exact is not None:
-                residual[span] = (exact - part) * self.context.sources
+                rest[span] = (exact - part) * self.context.sources
             else:
-                residual[span] = whole[span] - sent.part(0, piece.numel)
-        return mean
+                rest[span] -= sent.part(0, piece.numel, device)
+        residual.copy_(rest)
+        return mean.view_as(kept[RESIDUAL][name])

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from thinwire import _validate as check
@@ -17,7 +18,8 @@ from thinwire.compress.protocol import (
     Sending,
     check_messages,
 )
-from thinwire.core.feedback import compile_loops
+from thinwire.core.feedback import Proposal, compile_loops
+from thinwire.core.tensors import moved
 from thinwire.layout.message import VALUE_BITS, Layout, count_sent
 
 
@@ -125,7 +127,14 @@ def send_largest(
     """
     numels = {name: kept[RESIDUAL][name].numel() for name in folded}
     counts = {name: count_sent(numel, sparsity) for name, numel in numels.items()}
-    found = folded.largest(counts, kept)
-    proposed = {name: Proposed(found[name], numels[name], k) for name, k in counts.items()}
+    indices, values, flags = zip(*folded.largest(counts, kept).values(), strict=True)
+    finite = (torch.as_tensor(flag, device=values[0].device).view(1) for flag in flags)
+    # one transfer, since each waits for a GPU
+    here = moved([*indices, *values, *finite], torch.device("cpu"))
+    proposed = {}
+    for at, (name, k) in enumerate(counts.items()):
+        its_indices, its_values, flag = here[at :: len(counts)]
+        proposal = Proposal(its_indices, its_values, bool(flag))
+        proposed[name] = Proposed(proposal, numels[name], k)
     arrived = ArrivedEntries(context, folded.words, list(folded), over_senders=over_senders)
     return (yield from send_entries(context, proposed, arrived, value_bits, exchange))

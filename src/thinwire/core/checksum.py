@@ -31,6 +31,11 @@ def checksum(tensors: Sequence[Tensor]) -> int:
     >>> checksum([torch.ones(3)]) == checksum([torch.ones(2), torch.ones(1)])
     True
     """
+    return int(unread_checksum(tensors)) % (1 << 64)
+
+
+def unread_checksum(tensors: Sequence[Tensor]) -> Tensor:
+    """Return `checksum` as int64, shape (), on the device of the tensors; none is waited for."""
     sums: list[Tensor] = []
     small: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
@@ -44,10 +49,10 @@ def checksum(tensors: Sequence[Tensor]) -> int:
         rest = -sum(piece.numel() for piece in pieces) % _BLOCK
         sums.append(_sums(torch.cat([*pieces, pieces[0].new_zeros(rest)])))
     if not sums:
-        return 0
+        return torch.zeros((), dtype=torch.int64, device="cpu")
     device = sums[0].device if len({s.device for s in sums}) == 1 else torch.device("cpu")
     every = torch.cat([s.to(device) for s in sums])
-    return int((every * odd_weights(every.numel(), device)).sum()) % (1 << 64)
+    return (every * odd_weights(every.numel(), device)).sum()
 
 
 def bit_sums(tensors: Sequence[Tensor]) -> list[Tensor]:

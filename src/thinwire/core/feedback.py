@@ -26,6 +26,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from thinwire.core.tensors import moved
 from thinwire.kernels import for_device, reference, require_lengths
 from thinwire.kernels.reference import divided_, mixed
 from thinwire.kernels.rules import Fold
@@ -39,11 +40,11 @@ class Proposal(NamedTuple):
     """Entries that one tensor would send."""
 
     indices: Tensor
-    """Shape (k,), int64, ascending; empty if not finite."""
+    """Shape (k,), int64, ascending; undefined if not finite."""
     values: Tensor
     """Shape (k,), the folded residual at `indices`, in the type of the computation."""
-    finite: bool
-    """True if gradient and folded residual are finite."""
+    finite: bool | Tensor
+    """True if gradient and folded residual are finite; a tensor if no CPU has read it."""
 
 
 def in_chunks(sizes: Mapping[_Key, int]) -> Iterator[list[_Key]]:
@@ -159,7 +160,7 @@ def step_along_list_(
     dtypes: Sequence[torch.dtype],
 ) -> None:
     """Take a step along the mean of sparse vectors: p <- p - rate * mean, in place, computed in
-    `dtypes`; `parts` as for `sum_sparse`, with positions in the flat tensor.
+    `dtypes`; `parts` as for `sum_sparse`, on the CPU, with positions in the flat tensor.
 
     >>> param = torch.ones(3)
     >>> parts = [(torch.tensor([0]), torch.tensor([4.0])), (torch.tensor([2]), torch.tensor([2.0]))]
@@ -178,7 +179,8 @@ def step_along_list_(
             joined.append((positions, torch.cat([values for *_, values in own])))
         touched, total = sum_sparse(joined, dtype)
         cuts = torch.searchsorted(touched, touched.new_tensor(starts[1:-1])).tolist()
-        columns = touched.tensor_split(cuts), divided_(total, sources).tensor_split(cuts)
+        here = moved([touched, divided_(total, sources)], params[its[0]].device)
+        columns = (column.tensor_split(cuts) for column in here)
         for index, start, positions, step in zip(its, starts, *columns, strict=False):
             param = params[index]
             at = positions - start

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.sharded import is_sharded, shard_of
-from thinwire.core.tensors import coalesced, values_of
+from thinwire.core.tensors import coalesced, moved, uploaded, values_of
 from thinwire.kernels.reference import mixed
 from thinwire.kernels.rules import TrustRule
 from thinwire.layout.message import SKETCH_NUMEL
@@ -173,21 +173,34 @@ def sketch(values: Tensor, key: int) -> Tensor:
     Source: count sketch, Charikar, Chen and Farach-Colton, 2002, section 3. Differs: one row, whose
     places follow from the position; only a sample of a large tensor.
     """
-    flat = values.reshape(-1)
-    draws, signs = _plan(flat.numel(), key, flat.device)
-    # one order of additions, wherever the tensor is
-    signed = (flat if draws is None else flat[draws]).cpu().double() * signs
-    whole = torch.nn.functional.pad(signed, (0, -signed.numel() % SKETCH_NUMEL))
-    return whole.view(-1, SKETCH_NUMEL).sum(0)
+    return sketch_of([(values, key)])
+
+
+def sketch_of(tensors: Iterable[tuple[Tensor, int]]) -> Tensor:
+    """Return the sum of the sketches of tensors with their keys, on the CPU; one transfer."""
+    entries = []
+    signs = []
+    for values, key in tensors:
+        flat = values.reshape(-1)
+        draws, its_signs = _plan(flat.numel(), key, flat.device)
+        entries.append(flat if draws is None else flat[draws])
+        signs.append(its_signs)
+    found = []
+    # one order of additions, wherever the tensors are
+    for some, its_signs in zip(moved(entries, torch.device("cpu")), signs, strict=True):
+        signed = some.double() * its_signs
+        whole = torch.nn.functional.pad(signed, (0, -signed.numel() % SKETCH_NUMEL))
+        found.append(whole.view(-1, SKETCH_NUMEL).sum(0))
+    return torch.stack(found).sum(0)
 
 
 @functools.lru_cache(maxsize=512)
 def _plan(numel: int, key: int, device: torch.device) -> tuple[Tensor | None, Tensor]:
     """Return the drawn entries (None for all) and their signs times the scale; at most 64 KiB."""
     count = min(numel, _MOST)
-    positions = torch.arange(count, device=device)
+    positions = torch.arange(count, device="cpu")
     draws, odd = (
         mixed(mixed(positions + (purpose << 20)) + mixed(key)) for purpose in (_DRAWS, _SIGNS)
     )
-    signs = (1.0 - 2.0 * (odd & 1)).cpu().double() * math.sqrt(max(1, numel) / max(1, count))
-    return None if count == numel else draws % numel, signs
+    signs = (1.0 - 2.0 * (odd & 1)).double() * math.sqrt(max(1, numel) / max(1, count))
+    return None if count == numel else uploaded(draws % numel, device), signs

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -73,6 +74,36 @@ def with_own_storage(tensors: Mapping[_Key, Tensor]) -> set[_Key]:
     }
     count = Counter(storages.values())
     return {key for key, storage in storages.items() if count[storage] == 1}
+
+
+def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return tensors of one dimension and one device on another, in one transfer."""
+    if not tensors or tensors[0].device == device:
+        return list(tensors)
+    there = uploaded(torch.cat([tensor.view(torch.uint8) for tensor in tensors]), device)
+    found = []
+    pieces = torch.split(there, [tensor.nbytes for tensor in tensors])
+    for tensor, piece in zip(tensors, pieces, strict=True):
+        aligned = piece.storage_offset() % tensor.itemsize == 0
+        found.append((piece if aligned else piece.clone()).view(tensor.dtype))
+    return found
+
+
+def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device. Only a transfer to the CPU waits for what came before it."""
+    if device.type == "cuda" and tensor.is_cpu:
+        tensor = tensor.pin_memory()  # from other memory torch waits until it is copied
+    return tensor.to(device, non_blocking=device.type not in ("cpu", "mps"))
+
+
+@lru_cache(maxsize=16)
+def has_float64(device: torch.device) -> bool:
+    """Return True unless a device, such as Apple's, has no tensors of double precision."""
+    try:
+        torch.empty(1, dtype=torch.float64, device=device)
+    except TypeError:
+        return False
+    return True
 
 
 _CHOICES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

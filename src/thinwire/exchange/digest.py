@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import Group, mapping_of
-from thinwire.core.checksum import checksum
+from thinwire.core.checksum import checksum, unread_checksum
 from thinwire.core.several import all_of
 from thinwire.core.sharded import Shards, shard_of
 from thinwire.errors import Diverged
@@ -119,9 +119,11 @@ class RollingDigest:
 
     >>> param = torch.zeros(4)
     >>> digest = RollingDigest({"weight": param}, {}, every=1)
-    >>> before = digest.read(0)
+    >>> digest.read(0)
+    >>> before = digest.report()
     >>> _ = param.add_(1)
-    >>> digest.read(1) == before
+    >>> digest.read(1)
+    >>> digest.report() == before
     False
     """
 
@@ -132,22 +134,24 @@ class RollingDigest:
         self._since = since
         self.sums = 0
         """Digest of the dense sums that have arrived."""
-        self._digest, self._read, self._reported = "", dict[str, int](), dict[str, int]()
-        """Digest, and pieces of the last one and of the last report with their updates."""
+        self.unread: Tensor | None = None
+        """Digest that `report` will read, int64, shape (); on any device."""
+        self._read, self._reported = dict[str, int](), dict[str, int]()
+        """Pieces of the last digest and of the last report with their updates."""
 
-    def read(self, step: int, index: int | None = None) -> str:
-        """Return the digest of update `step`, or number `index`; `report` has it from now on."""
+    def read(self, step: int, index: int | None = None) -> None:
+        """Compute the digest of update `step`, or number `index`, that `report` has from now on."""
         index = step if index is None else index
         tensors = [piece for part in self._parts for piece in part.read(index)]
         self._read = {str(piece): step for part in self._parts for piece in part.pieces}
-        self._digest = f"{checksum(tensors):016x}"
-        return self._digest
+        self.unread = unread_checksum(tensors)
 
     def report(self) -> Report:
         """Return what this rank has read last."""
         # the next slice is read before the answers arrive
         self._reported = self._read
-        return {"digest": self._digest, "sums": self.sums}
+        digest = "" if self.unread is None else f"{int(self.unread) % (1 << 64):016x}"
+        return {"digest": digest, "sums": self.sums}
 
     def agreed(self) -> None:
         """Record that all ranks gave the same report: errors name the update since which."""

@@ -464,11 +464,9 @@ class GradientExchange(Synchronizer):
         update.launch_last(riding.slot)
         if self.same is not None:  # while the messages are on their way
             self.same.read(step)
-        answers = riding.judged(update.finish())
+        answers = riding.judged(update.finish(self.same))
         for group in self._groups:
             group.near = riding.near
-        if self.same is not None:
-            self.same.sums = update.sums_digest
         return answers
 
     def _dropped_untold(self, update: DenseUpdate, bad: str, grads: Grads) -> Outcome:

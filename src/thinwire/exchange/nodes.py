@@ -9,6 +9,7 @@ from thinwire.comm import Group, Sources, require_agreement
 from thinwire.compress.dense import by_dtype, joined, opened, parted, sum_of
 from thinwire.compress.protocol import Bucket, Context, Sending, combined, damaged_text
 from thinwire.core.checksum import checksum
+from thinwire.core.tensors import uploaded
 from thinwire.errors import PayloadCorrupt
 
 Send = Callable[[Context, Mapping[str, Tensor]], Sequence[Sending]]
@@ -67,7 +68,7 @@ def in_nodes(context: Context, grads: Iterable[tuple[str, Tensor]], send: Send) 
     for group, part, collective, answer in zip(groups, parts, asked, answers, strict=True):
         # the mean is bit-identical on all ranks of the node
         total, wrong = opened(collective, answer, part.dtype, context)
-        means |= parted(total.div_(context.node_size), group)
+        means |= parted(uploaded(total.div_(context.node_size), part.device), group)
         for rank, damage in enumerate([] if wrong is None else wrong.tolist()):
             if damage and refusal is None:
                 text = damaged_text(rank, context)

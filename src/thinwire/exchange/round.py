@@ -130,20 +130,16 @@ class Round:
         own = {name: flag for arrived in self._ended for name, flag in arrived.finite.items()}
         # the first one in the model's order, which all ranks share
         own = dict(sorted(own.items(), key=lambda item: 0 if order is None else order[item[0]]))
-        checked = [
-            (arrived, arrived.checks) for arrived in self._ended if arrived.checks is not None
-        ]
+        asking = {a: a.unread for a in self._ended if a.unread is not None}
         summed = [(arrived, report) for arrived in self._ended for report in arrived.sums]
         reports = [report for _, report in summed]
-        # one copy to the host for all flags and checks
-        found, read = read_flags(
-            [own, unchanged or {}], [*(checks for _, checks in checked), *reports]
-        )
+        # one copy to the host for all flags and numbers
+        found, read = read_flags([own, unchanged or {}], [*asking.values(), *reports])
         # messages before sums: a damaged message also makes a sum wrong
-        for (arrived, _), numbers in zip(checked, read, strict=False):
-            arrived.refuse(numbers)
+        for arrived, numbers in zip(asking, read, strict=False):
+            arrived.read(numbers)
         suspects = [arrived for arrived in self._ended if arrived.bad_sum is not None]
-        for (arrived, _), (finite, bits) in zip(summed, read[len(checked) :], strict=True):
+        for (arrived, _), (finite, bits) in zip(summed, read[len(asking) :], strict=True):
             # order counts, so that swapped sums are noticed as well
             self.sums_digest = (self.sums_digest * 1_000_003 + bits) % (1 << 64)
             suspects += [] if finite else [arrived]

@@ -8,6 +8,8 @@ from torch import Tensor
 from thinwire.comm import Group, Pending
 from thinwire.compress.dense import by_dtype, joined, parted
 from thinwire.core.checksum import checked_mean_, checked_sum, with_checksum
+from thinwire.core.tensors import moved, uploaded
+from thinwire.exchange.digest import RollingDigest
 from thinwire.layout.traffic import travels_checksummed
 
 
@@ -25,8 +27,6 @@ class DenseUpdate:
         self.means: dict[str, Tensor] = {}
         """Means by name, once finished."""
         self._finite = True
-        self.sums_digest = 0
-        """Digest of all means' bits, once finished; the same on all ranks."""
         self._ranks = ranks
         self._last_number = last
         self._last: Mapping[str, Tensor] = {}
@@ -56,25 +56,38 @@ class DenseUpdate:
             flat = joined([*group.values(), *rides])
             self._flying.append((group, self._sum(flat, purpose)))
 
-    def finish(self) -> list[bytes]:
-        """Wait for all sums, and average them; return the slots of all ranks."""
+    def finish(self, same: RollingDigest | None = None) -> list[bytes]:
+        """Wait for all sums, and average them; return the slots of all ranks.
+
+        The digest that `same` has not read, and that of the sums' bits, become known to it.
+        """
         for _, pending in self._flying:
             pending.forward()
         total = torch.empty(0)
         reports = []
         for group, pending in self._flying:
-            total = pending.wait()
+            total = uploaded(pending.wait(), next(iter(group.values())).device)
             length = sum(tensor.numel() for tensor in group.values())
             mean = total[:length]
             reports.append(checked_mean_(mean, self._ranks.size, bits=True))
             self.means |= parted(mean, group)
         slots = total[length:].real if total.is_complex() else total[length:]
         self._flying.clear()
-        for finite, bits in torch.stack(reports).tolist():
+        digest = None if same is None else same.unread
+        if digest is not None:
+            reports.append(digest.view(1))
+        # damage that leaves no whole numbers does not fit the checksums
+        pieces = [torch.cat([r.to(slots.device) for r in reports]), slots.to(torch.uint8)]
+        numbers, content = moved(pieces, torch.device("cpu"))
+        sums = 0
+        for finite, bits in numbers[: 2 * (len(numbers) // 2)].view(-1, 2).tolist():
             self._finite &= bool(finite)
             # order counts, so that swapped sums are noticed as well
-            self.sums_digest = (self.sums_digest * 1_000_003 + bits) % (1 << 64)
-        return self._read(slots)
+            sums = (sums * 1_000_003 + bits) % (1 << 64)
+        if same is not None:
+            same.sums = sums
+            same.unread = numbers[-1]
+        return [row.tobytes() for row in content.view(self._ranks.size, -1).numpy()]
 
     def bad_mean(self, order: Mapping[str, int]) -> str | None:
         """Return the first tensor, in this order, whose mean is not finite."""
@@ -96,7 +109,7 @@ class DenseUpdate:
         if not travels_checksummed(flat.nbytes, group.size):
             return group.all_reduce_(flat, action=action)
         # not tied to a step: a rank at another one must be told why by the facts, not refused
-        parts = group.all_gather(with_checksum(flat, 0), action=action)
+        parts = group.all_gather(with_checksum(flat.cpu(), 0), action=action)
 
         def total() -> Tensor:
             found, damaged = checked_sum(parts.wait(), flat.dtype, 0)
@@ -113,8 +126,3 @@ class DenseUpdate:
         slots = torch.zeros(self._ranks.size, len(slot), dtype=dtype, device=like.device)
         slots[self._ranks.rank] = torch.frombuffer(bytearray(slot), dtype=torch.uint8)
         return slots
-
-    def _read(self, slots: Tensor) -> list[bytes]:
-        # damage that leaves no whole numbers does not fit the checksums
-        numbers = slots.to("cpu", torch.uint8).view(self._ranks.size, -1).numpy()
-        return [row.tobytes() for row in numbers]

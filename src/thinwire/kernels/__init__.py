@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import reference
-from thinwire.kernels.rules import Fold, Sparse, Tensors
+from thinwire.kernels.rules import Fold, Largest, Sparse, Tensors
 
 
 class Kernels(Protocol):
@@ -22,9 +22,7 @@ class Kernels(Protocol):
 
     def top_k(self, values: Tensor, k: int) -> Tensor: ...
 
-    def propose_list(
-        self, folds: Sequence[Fold], ks: Sequence[int]
-    ) -> list[tuple[Tensor, Tensor, bool]]: ...
+    def propose_list(self, folds: Sequence[Fold], ks: Sequence[int]) -> list[Largest]: ...
 
     def commit_list_(
         self, folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]

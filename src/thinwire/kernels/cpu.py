@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.kernels import loops, reference
-from thinwire.kernels.rules import Fold, LambRule, LarsRule, Sparse, Tensors, TrustRule
+from thinwire.kernels.rules import Fold, LambRule, Largest, LarsRule, Sparse, Tensors, TrustRule
 
 Array = NDArray[Any]
 _Item = tuple[int, int, int]
@@ -42,8 +42,8 @@ def top_k(values: Tensor, k: int) -> Tensor:
     return _largest(kind, [Fold(flat, flat, None, 0.0, False)], [k])[0][0]
 
 
-def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor, Tensor, bool]]:
-    found: dict[int, tuple[Tensor, Tensor, bool]] = {}
+def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[Largest]:
+    found: dict[int, Largest] = {}
     for kind, members in _by_kind(folds).items():
         chosen, its_ks = [folds[i] for i in members], [ks[i] for i in members]
         its = _largest(kind, chosen, its_ks) if kind else reference.propose_list(chosen, its_ks)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.kernels.rules import Fold, Sparse
+from thinwire.kernels.rules import Fold, Largest, Sparse
 
 Array = NDArray[Any]
 _LOW_32 = (1 << 32) - 1
@@ -24,21 +24,22 @@ _PART = 1 << 13
 def top_k(values: Tensor, k: int) -> Tensor:
     magnitudes = values.abs()
     threshold = torch.topk(magnitudes, k, sorted=False).values.amin()
-    above = (magnitudes > threshold).nonzero().squeeze(1)
-    tied = (magnitudes == threshold).nonzero().squeeze(1)[: k - above.numel()]
-    return torch.cat((above, tied)).sort().values
+    above = magnitudes > threshold
+    tied = magnitudes == threshold
+    chosen = above | (tied & (tied.cumsum(0, dtype=torch.int32) <= k - above.sum()))
+    try:  # a device is waited for only where the length is not known
+        return chosen.nonzero_static(size=k).squeeze(1)
+    except NotImplementedError:
+        return chosen.nonzero().squeeze(1)
 
 
-def _propose(fold: Fold, k: int) -> tuple[Tensor, Tensor, bool]:
-    folded, _ = _folded(fold)
-    if not bool(torch.isfinite(folded).all()):
-        return folded.new_empty(0, dtype=torch.int64), folded.new_empty(0), False
-    indices = top_k(folded, k)
-    return indices, folded[indices], True
-
-
-def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[tuple[Tensor, Tensor, bool]]:
-    return [_propose(fold, k) for fold, k in zip(folds, ks, strict=True)]
+def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[Largest]:
+    found: list[Largest] = []
+    for fold, k in zip(folds, ks, strict=True):
+        folded, _ = _folded(fold)
+        indices = top_k(folded, k)
+        found.append((indices, folded[indices], folded.isfinite().all()))
+    return found
 
 
 def commit_list_(folds: Sequence[Fold], sent: Sequence[Sparse], seeds: Sequence[int]) -> None:

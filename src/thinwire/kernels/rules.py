@@ -10,6 +10,8 @@ from torch import Tensor
 Tensors = Sequence[Tensor]
 Sparse = tuple[Tensor, Tensor]
 """Positions, int64, and values."""
+Largest = tuple[Tensor, Tensor, bool | Tensor]
+"""Those of the entries of largest magnitude, and True if all numbers are finite."""
 
 
 class Fold(NamedTuple):

@@ -24,7 +24,7 @@ from thinwire.compress.protocol import (
     send_checked,
 )
 from thinwire.core.checksum import bit_sums
-from thinwire.core.norms import sketch
+from thinwire.core.norms import sketch_of
 from thinwire.exchange.nodes import make_common_
 from thinwire.exchange.round import Round
 from thinwire.kernels.rules import OuterRule
@@ -389,7 +389,7 @@ class Averaging:
 
     def _sketch_of(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
         """Return the sketch of some of these tensors as one long vector, on the CPU."""
-        return torch.stack([sketch(tensors[n], self._keys[n]) for n in names]).sum(0)
+        return sketch_of((tensors[name], self._keys[name]) for name in names)
 
     @property
     def drift(self) -> float:

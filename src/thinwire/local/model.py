@@ -3,6 +3,7 @@
 import hashlib
 import math
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from traceback import walk_stack
@@ -52,6 +53,9 @@ class LocalModel:
         """Last common value of each buffer; None for one that a load found changed."""
         self._loaded: Mapping[str, float] = {}
         """Flags of `unchanged_buffers` in the last loaded state."""
+        self._searched: list[weakref.ref[Tensor]] = []
+        """Tensors of the optimizers when `weight_copies` has searched them."""
+        self._copies: dict[str, Tensor] = {}
         self._layout = dict(_layout(model))
         self._ids = {name: id(p) for name, p in named_parameters(model)}
         if not self.params:
@@ -165,9 +169,16 @@ class LocalModel:
 
     def weight_copies(self) -> dict[str, Tensor]:
         """Return the optimizer's own copy of each parameter, such as a float32 master."""
+        # a search waits for a GPU at every candidate: one is enough while no tensor is replaced
+        here = list(leaves(list(map(vars, self.optimizers)), depth=6))
+        known = len(here) == len(self._searched)
+        known &= all(ref() is tensor for ref, tensor in zip(self._searched, here, strict=False))
+        if known and self._all_equal(self._copies):
+            return self._copies
+        self._searched = [weakref.ref(tensor) for tensor in here]
         names: dict[Tensor, str] = {p: name for name, p in self.trained.items()}
         found: dict[str, Tensor] = {}
-        for opt in all_of(self.optimizer):
+        for opt in self.optimizers:
             own = [p for group in opt.param_groups for p in group["params"] if p in names]
             states = [opt.state[p] for p in own if p in opt.state]
             keys = dict.fromkeys(key for state in states for key in state)
@@ -178,7 +189,16 @@ class LocalModel:
                 # momentum of a parameter that stays zero equals it too
                 if any(bool(p.any()) for p, _ in pairs):
                     found |= {names[p]: copy for p, copy in pairs}
+                elif pairs:
+                    self._searched = []
+        self._copies = found
         return found
+
+    def _all_equal(self, copies: Mapping[str, Tensor]) -> bool:
+        """Return True if these hold the parameters' values, before rounding; one host read."""
+        pairs = [(copy, self.params[name].detach()) for name, copy in copies.items()]
+        flags = [(copy.to(ours) == ours).all() for copy, ours in pairs]
+        return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
 
     def copy_from_first(self, group: Group) -> None:
         """Copy parameters and buffers of rank 0, or the first site, to ranks where they differ."""

@@ -9,6 +9,8 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from thinwire.core.tensors import uploaded
+
 CHUNK = 1 << 17
 """Entries that stay in a core's cache between two passes; whole bytes at any number of bits."""
 _PART = 1 << 22  # on other devices, which hold some tensors of this size at a time
@@ -120,4 +122,4 @@ def _offsets(numels: tuple[int, ...], device: torch.device) -> list[Tensor]:
     between = [
         torch.arange(*cut, device="cpu") for cut in zip(ends - room + own, ends, strict=True)
     ]
-    return [tensor.to(device) for tensor in (own.double(), ends, room, torch.cat(between))]
+    return [uploaded(found, device) for found in (own.double(), ends, room, torch.cat(between))]

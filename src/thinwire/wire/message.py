@@ -13,6 +13,7 @@ bits, without positions, flag and count of entries.
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -53,8 +54,8 @@ def pack(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the message, uint8 (layout.nbytes,), and the values that receivers will decode.
 
-    `parts`: per slot indices, int64, strictly ascending, and finite values, shape (j,), j at most
-    the slot's k. Per slot the sent values are float32, 0 where the value was 0.
+    All are on the CPU. `parts`: per slot indices, int64, strictly ascending, and finite values,
+    shape (j,), j at most the slot's k. Per slot the sent values are float32, 0 where it was 0.
 
     >>> layout = Layout.of([1000], sparsity=0.99, value_bits=1)
     >>> part = torch.tensor([3, 500]), torch.tensor([1.0, -1.0])
@@ -66,22 +67,10 @@ def pack(
     if not parts:
         return _stamped(raw, layout, step, bucket), []
     table = layout.slot_table
-    device = parts[0][1].device
-    on_cpu = (_moved(column, torch.device("cpu")) for column in zip(*parts, strict=True))
     # spare room of a part does not count
     over = np.zeros_like(table[:, 1]) if layout.part else table[:, 1]
-    all_sent, carried = codes.encode_slots(
-        table, list(zip(*on_cpu, strict=True)), layout.value_bits, over, raw
-    )
-    stamped = _stamped(raw, layout, step, bucket, carried=carried)
-    return stamped.to(device), _moved(all_sent, device)
-
-
-def _moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return tensors on a device, moved in one transfer."""
-    if not tensors or tensors[0].device == device:
-        return list(tensors)
-    return list(torch.split(torch.cat(list(tensors)).to(device), [t.numel() for t in tensors]))
+    all_sent, carried = codes.encode_slots(table, list(parts), layout.value_bits, over, raw)
+    return _stamped(raw, layout, step, bucket, carried=carried), all_sent
 
 
 def pack_nonfinite(layout: Layout, step: int, bucket: int, culprit: int) -> Tensor:
@@ -109,8 +98,7 @@ def unpack(layout: Layout, message: Tensor, *, step: int, bucket: int, source: i
         parts = codes.decode_slots(table, code, layout.value_bits)
         if (k := sum(indices.numel() for indices, _ in parts)) != carried:
             raise PayloadCorrupt(f"number of entries (k) {k} came, expected {carried}")
-        columns = (_moved(column, message.device) for column in zip(*parts, strict=True))
-        return Unpacked(None, list(zip(*columns, strict=True)))
+        return Unpacked(None, parts)
 
 
 @contextmanager
@@ -138,7 +126,7 @@ def _opened(form: Form, message: Tensor, step: int, bucket: int) -> tuple[memory
     """Return the bytes of a message on the CPU, its flags and its number of entries."""
     if message.numel() != form.nbytes:
         raise PayloadCorrupt(f"length in bytes {message.numel()} came, expected {form.nbytes}")
-    raw = message.cpu().contiguous().numpy().data
+    raw = message.contiguous().numpy().data
     *fields, came = HEADER.unpack(raw[:HEADER_BYTES])
     magic, version, flags, its_bucket, its_step, digest, carried = fields
     checksum = zlib.crc32(raw[HEADER_BYTES:], zlib.crc32(HEADER.pack(*fields, 0)))
@@ -156,13 +144,9 @@ def _opened(form: Form, message: Tensor, step: int, bucket: int) -> tuple[memory
 
 
 def pack_whole(
-    layout: WholeLayout,
-    step: int,
-    bucket: int,
-    tensors: Iterable[Tensor | Run],
-    device: torch.device | None = None,
+    layout: WholeLayout, step: int, bucket: int, tensors: Iterable[Tensor | Run]
 ) -> Tensor:
-    """Return the message, on `device` or theirs, of finite tensors: (n,), float32 or float64.
+    """Return the message of finite tensors on any device: (n,), float32 or float64.
 
     A run has the entries of tensors that are computed together, in the order of the layout. Other
     arguments as in `pack`.
@@ -173,13 +157,16 @@ def pack_whole(
     >>> code.part(0, 4)
     tensor([ 2.,  2., -3., -3.])
     """
-    coded = []
-    for run in tensors:
-        numels, chunks = _whole_run(run) if isinstance(run, Tensor) else run
-        code = encode_whole(chunks, layout.value_bits, numels)
-        coded.append(code.to(device or code.device))
-    raw = torch.cat([coded[0].new_zeros(HEADER_BYTES), *coded]).cpu().numpy()
-    return _stamped(raw, layout, step, bucket).to(coded[0].device)
+    runs = (_whole_run(run) if isinstance(run, Tensor) else run for run in tensors)
+    coded = (encode_whole(chunks, layout.value_bits, numels) for numels, chunks in runs)
+    first = next(coded)
+    raw = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu", pin_memory=first.is_cuda)
+    at = HEADER_BYTES
+    for code in chain([first], coded):
+        raw[at : at + code.numel()].copy_(code, non_blocking=True)
+        at += code.numel()
+    raw[-1] = code[-1]  # waits for this copy and all before it
+    return _stamped(raw.numpy(), layout, step, bucket)
 
 
 def _whole_run(tensor: Tensor) -> Run:

@@ -22,10 +22,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from thinwire.core.tensors import has_float64, uploaded
 from thinwire.kernels.reference import divided_
 from thinwire.layout.message import SCALE_BYTES, SCALE_COUNT
-from thinwire.wire.bucket import CHUNK, Part, Several, apart, padded, side_by_side
+from thinwire.wire.bucket import (
+    CHUNK,
+    Part,
+    Several,
+    apart,
+    padded,
+    side_by_side,
+)
 
+_CPU = torch.device("cpu")
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -40,6 +49,7 @@ def encode_whole(chunks: Iterable[Tensor], bits: int, numels: Sequence[int] = ()
     >>> WholeReader(code, 1).part(0, 4)
     tensor([ 2.,  2., -3., -3.])
     """
+    chunks = (chunk if has_float64(chunk.device) else chunk.cpu() for chunk in chunks)
     if len(numels) > 1:
         (flat,) = chunks
         return _encoded_together(flat, bits, numels)
@@ -63,7 +73,7 @@ def _encoded_together(flat: Tensor, bits: int, numels: Sequence[int]) -> Tensor:
 
 
 class WholeReader:
-    """Decodes entries of a code: the same bits everywhere, finite if the scales are."""
+    """Decodes entries of a code on the CPU: the same bits everywhere, finite if the scales are."""
 
     def __init__(self, code: Tensor, bits: int) -> None:
         begin = scale_bytes(bits)
@@ -80,17 +90,18 @@ class WholeReader:
         entries: NDArray[np.float32] = self._levels[_fields_of_bytes(self.bits)].numpy()
         return entries
 
-    def part(self, start: int, end: int, device: torch.device | None = None) -> Tensor:
+    def part(self, start: int, end: int, device: torch.device = _CPU) -> Tensor:
         """Return the entries [start, end): float32; `start` is at the beginning of a byte."""
         bits = self.bits
         numel = end - start
         fields = self.fields[start * bits // 8 : (end * bits + 7) // 8]
-        fields = fields.to(device or fields.device)
         if bits > 4:
-            return _from_grid(self.scales.to(fields.device), fields, bits)
-        if not fields.is_cpu:
-            found = _unpacked(fields, bits).view(-1)[:numel]
-            return self._levels.to(fields.device)[found.int()]
+            computes = device if has_float64(device) else _CPU
+            scales, fields = (uploaded(x, computes) for x in (self.scales, fields))
+            return uploaded(_from_grid(scales, fields, bits), device)
+        if device.type != "cpu":
+            found = _unpacked(uploaded(fields, device), bits).view(-1)[:numel]
+            return uploaded(self._levels, device)[found.int()]
         entries = np.empty((fields.numel(), 8 // bits), np.float32)
         # without "clip" NumPy copies the result once more
         np.take(self._table, fields.numpy(), 0, out=entries, mode="clip")
@@ -107,10 +118,10 @@ def read_part(codes: Sequence[WholeReader], part: Part, device: torch.device) ->
         pairs = zip(codes, numels, strict=True)
         return side_by_side([code.part(0, numel, device) for code, numel in pairs])
     fields = side_by_side([code.fields for code in codes], bits)
-    levels = _known(torch.cat([code.scales for code in codes]).to(device), bits)
+    levels = uploaded(_known(torch.cat([code.scales for code in codes]), bits), device)
     several = Several(numels, device)
     index = several.spread(torch.arange(len(codes), device=device) * levels.shape[1])
-    index += _unpacked(fields.to(device), bits).view(-1)
+    index += _unpacked(uploaded(fields, device), bits).view(-1)
     found = levels.view(-1)[index]
     return found.index_fill_(0, several.between, 0) if several.between.numel() else found
 
