@@ -263,10 +263,10 @@ def _digest(tensors: Iterable[Tensor]) -> str | None:
     samples = [_sample(tensor) for tensor in tensors]
     if not samples:
         return None
-    joined = torch.cat([sample.to(samples[0].device) for sample in samples])
+    joined = torch.cat([sample.to(samples[0].device) for sample in samples]).cpu().double()
     if not bool(joined.any()):
         return None
-    return hashlib.blake2b(joined.cpu().numpy().tobytes(), digest_size=6).hexdigest()
+    return hashlib.blake2b(joined.numpy().tobytes(), digest_size=6).hexdigest()
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -301,4 +301,4 @@ def _in_ddp(params: set[Tensor]) -> bool:
 def _sample(tensor: Tensor) -> Tensor:
     values = values_of(coalesced(tensor.detach())).reshape(-1)
     values = torch.view_as_real(values).reshape(-1) if values.is_complex() else values
-    return values[:: max(1, values.numel() // _SAMPLED)].double()
+    return values[:: max(1, values.numel() // _SAMPLED)]

@@ -123,6 +123,6 @@ class DenseUpdate:
     def _slots(self, slot: bytes, like: Tensor) -> Tensor:
         """Return the slots of all ranks, a number for each byte: a sum with zeros is exact."""
         dtype = torch.float32 if like.dtype == torch.float16 else like.dtype  # as `joined` has it
-        slots = torch.zeros(self._ranks.size, len(slot), dtype=dtype, device=like.device)
+        slots = torch.zeros(self._ranks.size, len(slot), dtype=dtype, device="cpu")
         slots[self._ranks.rank] = torch.frombuffer(bytearray(slot), dtype=torch.uint8)
-        return slots
+        return uploaded(slots, like.device)

@@ -4,7 +4,6 @@ import copy
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -25,12 +24,15 @@ from thinwire.compress.protocol import (
 )
 from thinwire.core.checksum import bit_sums
 from thinwire.core.norms import sketch_of
+from thinwire.core.tensors import has_float64
 from thinwire.exchange.nodes import make_common_
 from thinwire.exchange.round import Round
 from thinwire.kernels.rules import OuterRule
 from thinwire.layout.message import SKETCH_NUMEL
 from thinwire.local.config import LocalConfig
 from thinwire.local.interval import Stage
+from thinwire.local.model import differs
+from thinwire.local.staging import Staging
 from thinwire.wire.bucket import Part, apart, runs, side_by_side, spans
 
 _SKETCH = "sketch of the change"
@@ -57,16 +59,6 @@ def _of(tensors: Mapping[str, Tensor], part: Part) -> list[Tensor]:
     return [_part(tensors[name], start, end) for name, start, end in part]
 
 
-@contextmanager
-def _together(tensors: list[Tensor], device: torch.device) -> Iterator[Tensor]:
-    """Yield tensors of one dimension as one on a device, and copy back what is written there."""
-    there = side_by_side(tensors).to(device)
-    yield there
-    if there is not tensors[0]:
-        parts = apart(there.to(tensors[0].device), [tensor.numel() for tensor in tensors])
-        torch._foreach_copy_(tensors, parts)
-
-
 class Changes(Computed):
     """Anchor, as the parameter holds it, minus parameter, plus residual; computed when read."""
 
@@ -77,6 +69,7 @@ class Changes(Computed):
     ) -> None:
         self._anchors, self._errors = averaging.anchors, averaging.errors
         self._devices = averaging.devices
+        self._staging = averaging.staging
         self._decay = 1.0 if averaging.changes is None else averaging.changes.decay
         self.params = params
         """The parameters, or copies of them."""
@@ -130,20 +123,26 @@ class Changes(Computed):
 
     def read(self, part: Part) -> Tensor:
         """See `Computed`."""
-        first = part[0][0]
-        device = self._devices[first]
+        return self.computed(part, *self.state(part))
+
+    def state(self, part: Part) -> tuple[Tensor, Tensor | None]:
+        """Return the anchors and the residuals of a part, None of what is not compressed."""
+        device = self._devices[part[0][0]]
+        anchor = self._staging.read(_of(self._anchors, part), device)
+        if part[0][0] not in self.compressed:
+            return anchor, None
+        return anchor, self._staging.read(_of(self._errors, part), device)
+
+    def computed(self, part: Part, anchor: Tensor, error: Tensor | None) -> Tensor:
+        """Return a part from its `state`."""
         if self.node_means:
-            return side_by_side(_of(self.node_means, part)).to(device)
-        anchor = side_by_side(_of(self._anchors, part)).to(device)
-        value = side_by_side(_of(self.params, part)).to(device)
+            return side_by_side(_of(self.node_means, part)).to(anchor.device)
+        value = side_by_side(_of(self.params, part)).to(anchor.device)
         change = anchor.to(value.dtype).to(anchor.dtype) - value
         if self.weight != 1:
             change.mul_(self.weight)
         # after weighting, since the weight is for new work alone
-        if first in self.compressed:
-            error = side_by_side(_of(self._errors, part)).to(device)
-            change.add_(error, alpha=self._decay)
-        return change
+        return change if error is None else change.add_(error, alpha=self._decay)
 
 
 @dataclass(slots=True)
@@ -215,6 +214,7 @@ class Averaging:
         self._params = params
         self._outer = OuterRule(config.outer_lr, config.outer_momentum, config.outer_nesterov)
         self.changes = changes
+        self.staging = Staging()
         self._keys = {name: key for key, name in enumerate(params)}
         self.devices = {name: p.device for name, p in params.items()}
         self._host = config.state_device is not None
@@ -234,8 +234,8 @@ class Averaging:
                     self.kept[kind][name] = tensor.to(p.device)
         self.sketches = torch.zeros(2, SKETCH_NUMEL, dtype=torch.float64, device="cpu")
         """Sketches of the ranks' mean change so far, and of the applied part of it."""
-        self._squares = torch.zeros(2, dtype=torch.float64, device="cpu")
-        """Of what this rank sent in the last averaging, and of the mean."""
+        self._squares: Tensor | None = None
+        """Of what this rank sent in the last averaging, and of the mean: shape (2,)."""
 
     def _own(self, tensor: Tensor) -> Tensor:
         """Return a copy where state is kept."""
@@ -279,15 +279,13 @@ class Averaging:
     @torch.no_grad()
     def written(self) -> str | None:
         """Return a digest of the parameters if one of them differs from its anchor, else None."""
-
-        def same(part: Part) -> bool:
-            device = self.devices[part[0][0]]
-            anchor = side_by_side(_of(self.anchors, part)).to(device)
-            now = side_by_side(_of(self._params, part))
-            return torch.equal(anchor.to(now.dtype), now)
-
         moved = Changes(self, self._params, frozenset())
-        if all(same(part) for run in moved.runs() for part in run):
+        flags = []
+        for part in (part for run in moved.runs() for part in run):
+            now = side_by_side(_of(self._params, part))
+            anchor = self.staging.read(_of(self.anchors, part), now.device)
+            flags.append(differs(now, anchor.to(now.dtype)))
+        if not flags or not bool(torch.stack(flags).any()):
             return None
         sums = [int(total) for p in self._params.values() for total in bit_sums([widened(p)])]
         return hashlib.blake2b(repr(sums).encode(), digest_size=8).hexdigest()
@@ -394,12 +392,14 @@ class Averaging:
     @property
     def drift(self) -> float:
         """Norm of what this rank sent in the last averaging over that of the mean; 0 if unknown."""
-        own, mean = self._squares.tolist()
+        own, mean = [0.0, 0.0] if self._squares is None else self._squares.tolist()
         return math.sqrt(own / mean) if mean else 0.0
 
     def _note(self, sent: Tensor, mean: Tensor) -> None:
-        squares = torch.stack([sent.norm(), mean.norm()]).double().square()
-        self._squares = self._squares.to(squares.device) + squares
+        norms = torch.stack([sent.norm(), mean.norm()])
+        squares = (norms.double() if has_float64(norms.device) else norms).square()
+        known = self._squares
+        self._squares = squares if known is None else known.to(squares.device) + squares
 
     def applied_share(self, averagings: int) -> float:
         """Return the share that `LocalUpdates.stats` describes."""
@@ -423,10 +423,11 @@ class Averaging:
         moved = pending.moved
         single = self._single_rank(pending)
         before = None if pending.sketch is None else self._sketch_of(anchors, moved)
-        self._squares.zero_()
+        self._squares = None
         for run in moved.runs(self._params, copies):
-            for part, total in zip(run, self._mean_changes(run, pending), strict=True):
-                self._apply(part, total, pending, copies)
+            for part, found in zip(run, self._mean_changes(run, pending), strict=True):
+                self._apply(part, *found, pending, copies)
+        self.staging.finish()
         for key, value in pending.extras.items():
             mean = pending.mean_of(f"extra {key}", value)
             if not (single and torch.equal(mean, value)):  # do not undo later changes
@@ -440,32 +441,38 @@ class Averaging:
             self.sketches += torch.stack([mean.cpu().double(), applied])
 
     def _apply(
-        self, part: Part, total: Tensor, pending: PendingAveraging, copies: Mapping[str, Tensor]
+        self,
+        part: Part,
+        s: Tensor,
+        total: Tensor,
+        pending: PendingAveraging,
+        copies: Mapping[str, Tensor],
     ) -> None:
-        """Move a part of parameters, anchors and the optimizer's copies, in the cache."""
+        """Move a part of parameters, anchors `s` and the optimizer's copies, in the cache."""
         single = self._single_rank(pending)
         device = total.device
         # by a tensor: on a GPU torch divides by a number through its reciprocal
         change = total if pending.share == 1 else total / total.new_full((), pending.share)
-        with ExitStack() as stack:
-            s = stack.enter_context(_together(_of(self.anchors, part), device))
-            buffer = None
-            if self.momentum:
-                buffer = stack.enter_context(_together(_of(self.momentum, part), device))
-            step = outer_step_(change, buffer, self._outer)
-            target = s - step if single or pending.delayed else s.sub_(step)
-            if single or pending.delayed:
-                old = side_by_side(_of(pending.moved.params, part)).to(device)
-                before, held = widened(old), widened(s.to(old.dtype))
-            if single:
-                # S - (S - p) is p except for rounding. A single rank must keep p bit for bit
-                # where its whole change, without a residual, is applied
-                target = torch.where((step == held - before) & (s == held), before, target)
-            # the anchor first: it is equal on all ranks, also where p keeps local steps
-            s.copy_(target)
-            if pending.delayed:  # keep the local steps made while the result travelled
-                now = side_by_side([widened(t) for t in _of({**self._params, **copies}, part)])
-                target = now + (widened(s.to(old.dtype)) - before)
+        buffer = None
+        if self.momentum:
+            buffer = self.staging.read(_of(self.momentum, part), device)
+        step = outer_step_(change, buffer, self._outer)
+        if buffer is not None:
+            self.staging.write_(_of(self.momentum, part), buffer)
+        target = s - step if single or pending.delayed else s.sub_(step)
+        if single or pending.delayed:
+            old = side_by_side(_of(pending.moved.params, part)).to(device)
+            before, held = widened(old), widened(s.to(old.dtype))
+        if single:
+            # S - (S - p) is p except for rounding. A single rank must keep p bit for bit
+            # where its whole change, without a residual, is applied
+            target = torch.where((step == held - before) & (s == held), before, target)
+        # the anchor first: it is equal on all ranks, also where p keeps local steps
+        s.copy_(target)
+        self.staging.write_(_of(self.anchors, part), s)
+        if pending.delayed:  # keep the local steps made while the result travelled
+            now = side_by_side([widened(t) for t in _of({**self._params, **copies}, part)])
+            target = now + (widened(s.to(old.dtype)) - before)
         numels = [end - start for _, start, end in part]
         for (name, start, end), found in zip(part, apart(target, numels), strict=True):
             for tensor in (self._params[name], copies.get(name)):
@@ -474,8 +481,10 @@ class Averaging:
                     into = _part(real, start, end) if real.is_contiguous() else real
                     into.copy_(found.view_as(into))
 
-    def _mean_changes(self, run: Sequence[Part], pending: PendingAveraging) -> Iterator[Tensor]:
-        """Yield each part of the mean of all sent changes; what is not sent stays as residual."""
+    def _mean_changes(
+        self, run: Sequence[Part], pending: PendingAveraging
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield anchors and mean change of each part; what is not sent stays as residual."""
         names = list(dict.fromkeys(name for part in run for name, *_ in part))
         moved = pending.moved
         arrived = pending.round.arrived[names[0]]
@@ -483,11 +492,13 @@ class Averaging:
         folded = moved.only(names, arrived.node_means)
         if names[0] in moved.compressed and arrived.has_parts:
             for part in run:
-                with _together(_of(self.errors, part), device) as error:
-                    own = folded.read(part)
-                    mean = arrived.take_part_(part, own, error)
-                    self._note(own.sub_(error), mean)
-                yield mean
+                anchor, error = folded.state(part)
+                assert error is not None, "it is compressed"
+                own = folded.computed(part, anchor, error)
+                mean = arrived.take_part_(part, own, error)
+                self._note(own.sub_(error), mean)
+                self.staging.write_(_of(self.errors, part), error)
+                yield anchor, mean
             return
         found = []
         for name in names:
@@ -501,7 +512,7 @@ class Averaging:
             mean = (side_by_side(found) if whole else found[0][slice(*part[0][1:])]).to(device)
             if isinstance(arrived, DenseMeans):
                 self._note(moved.read(part), mean)
-            yield mean
+            yield self.staging.read(_of(self.anchors, part), device), mean
 
 
 def outer_step_(change: Tensor, buffer: Tensor | None, rule: OuterRule) -> Tensor:

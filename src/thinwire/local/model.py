@@ -334,14 +334,15 @@ def warn_of_averages(model: nn.Module, averagings: int) -> None:
 def changed_since(before: Mapping[str, Tensor | None], now: Mapping[str, Tensor]) -> list[str]:
     """Return the names whose values have changed."""
     # values are compared: batch norm writes its statistics without raising their version
-    flags = [_differs(tensor, before.get(name)) for name, tensor in now.items()]
+    flags = [differs(tensor, before.get(name)) for name, tensor in now.items()]
     if not flags:
         return []
     flags_on_host = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
     return [name for name, flag in zip(now, flags_on_host, strict=True) if flag]
 
 
-def _differs(now: Tensor, before: Tensor | None) -> Tensor:
+def differs(now: Tensor, before: Tensor | None) -> Tensor:
+    """Return a flag, on the device of `now`, that is True unless both hold the same values."""
     kind = attrgetter("shape", "dtype", "device")
     if before is None or kind(before) != kind(now):
         return torch.ones((), dtype=torch.bool, device=now.device)
