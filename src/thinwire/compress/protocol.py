@@ -21,7 +21,7 @@ from thinwire import _validate as check
 from thinwire._wording import warn_user
 from thinwire.core.checksum import opened_rows, with_checksum
 from thinwire.core.feedback import Proposal, top_k
-from thinwire.core.tensors import state_dtype
+from thinwire.core.tensors import moved, state_dtype
 from thinwire.errors import PayloadCorrupt
 from thinwire.layout.message import Layout, WholeLayout
 from thinwire.layout.traffic import BUCKETS, EXCHANGES, GATHER, Messages, messages
@@ -195,13 +195,14 @@ class Computed(Mapping[str, Tensor]):
         return [self[name]]
 
     def largest(self, counts: Mapping[str, int], kept: "Kept") -> dict[str, Proposal]:
-        """Return so many entries of largest magnitude of each tensor."""
+        """Return so many entries of largest magnitude of each tensor, where residuals are."""
         found = {}
         for name, k in counts.items():
             flat = self[name].view(-1)
             indices = top_k(flat, k)
             known = torch.ones(1, dtype=torch.bool, device=flat.device)
-            found[name] = Proposal(indices, flat[indices], finite=known)
+            entries = [indices, flat[indices], known]
+            found[name] = Proposal(*moved(entries, kept[RESIDUAL][name].device))
         return found
 
     def leave_(self, name: str, sent: Entries, kept: "Kept") -> None:

@@ -18,8 +18,10 @@ from thinwire.compress.protocol import (
     Context,
     Kept,
     Sending,
+    buffer_for,
     check_messages,
 )
+from thinwire.core.tensors import uploaded
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels.reference import divided_
 from thinwire.layout.message import WHOLE_BITS, WholeLayout
@@ -132,6 +134,7 @@ def _by_shares(
     me = context.source
     step = context.step
     names = list(folded)
+    home = kept[RESIDUAL][names[0]].device
     device = folded.part(names[0], 0, 1).device
 
     def own_part(piece: Piece) -> Tensor:
@@ -146,16 +149,16 @@ def _by_shares(
     [rows] = yield [AllToAll(torch.cat(messages), lengths, purpose)]
 
     refusal: PayloadCorrupt | None = None
-    means = [torch.zeros_like(own_part(piece)) for piece in plan.pieces[me]]
+    means = [torch.zeros_like(own_part(piece), device=home) for piece in plan.pieces[me]]
     try:
         for source, row in enumerate(rows):
             codes = _unpacked(context, plan.first[me], row, source)
             for total, code, piece in zip(means, codes, plan.pieces[me], strict=True):
                 own = source == me
-                total.add_(own_part(piece) if own else code.part(0, piece.numel, device))
+                total.add_(own_part(piece).to(home) if own else code.part(0, piece.numel, home))
     except PayloadCorrupt as found:  # raised after round two, in which the other sources wait
         refusal = found
-    parts = (divided_(mean, context.sources) for mean in means)
+    parts = (uploaded(divided_(mean, context.sources), device) for mean in means)
     message = pack_whole(plan.second[me], step, context.bucket, parts)
     row = message.new_zeros(plan.row_bytes)
     row[: message.numel()] = message
@@ -191,15 +194,14 @@ class _Means(Arrived):
 
     def take_(self, name: str, folded: Computed, kept: Kept, into: Tensor | None = None) -> Tensor:
         residual = kept[RESIDUAL][name].view(-1)
-        rest = folded[name].view(-1)
-        device = rest.device
-        mean = torch.empty_like(rest)
+        home = residual.device
+        whole = folded[name].view(-1).to(home)
+        mean = buffer_for(kept[RESIDUAL][name], into)
         for piece, arrived, sent, exact in self.pieces[name]:
             span = slice(piece.start, piece.start + piece.numel)
-            part = mean[span].copy_(arrived.part(0, piece.numel, device))
+            part = mean.view(-1)[span].copy_(arrived.part(0, piece.numel, home))
             if exact is not None:
-                rest[span] = (exact - part) * self.context.sources
+                residual[span] = (exact - part) * self.context.sources
             else:
-                rest[span] -= sent.part(0, piece.numel, device)
-        residual.copy_(rest)
-        return mean.view_as(kept[RESIDUAL][name])
+                residual[span] = whole[span] - sent.part(0, piece.numel, home)
+        return mean

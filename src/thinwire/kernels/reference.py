@@ -25,12 +25,21 @@ def top_k(values: Tensor, k: int) -> Tensor:
     magnitudes = values.abs()
     threshold = torch.topk(magnitudes, k, sorted=False).values.amin()
     above = magnitudes > threshold
-    tied = magnitudes == threshold
-    chosen = above | (tied & (tied.cumsum(0, dtype=torch.int32) <= k - above.sum()))
-    try:  # a device is waited for only where the length is not known
-        return chosen.nonzero_static(size=k).squeeze(1)
+    # of equal ones the first; a device is not asked how many they are
+    late = torch.arange(k, device=above.device) >= k - above.sum()
+    first = _positions(above, k)
+    tied = _positions(magnitudes == threshold, k).masked_fill_(late, values.numel())
+    del above, magnitudes  # before the sort takes memory
+    return torch.cat((first, tied)).sort().values[:k].clamp_(max=values.numel() - 1)
+
+
+def _positions(mask: Tensor, k: int) -> Tensor:
+    """Return the first `k` positions that are set, followed by the length if there are fewer."""
+    try:
+        return mask.nonzero_static(size=k, fill_value=mask.numel()).squeeze(1)
     except NotImplementedError:
-        return chosen.nonzero().squeeze(1)
+        found = mask.nonzero().squeeze(1)[:k]
+        return torch.nn.functional.pad(found, (0, k - found.numel()), value=mask.numel())
 
 
 def propose_list(folds: Sequence[Fold], ks: Sequence[int]) -> list[Largest]:
