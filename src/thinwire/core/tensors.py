@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -86,6 +87,16 @@ def state_dtype(param: Tensor) -> torch.dtype:
     """
     wide = param.is_complex() or param.dtype == torch.float64
     return param.dtype if wide else torch.float32
+
+
+@cache
+def has_float64(device: torch.device) -> bool:
+    """Return False where tensors of this type cannot be made, as on Apple's GPUs."""
+    try:
+        torch.empty(0, dtype=torch.float64, device=device)
+    except TypeError:
+        return False
+    return True
 
 
 @contextmanager
