@@ -43,14 +43,18 @@ class Signs(api.Arrived):
 
 
 def packed(values: Tensor) -> Tensor:
-    signs = torch.zeros(-(-values.numel() // 8), 8, dtype=torch.uint8)
+    signs = values.new_zeros(-(-values.numel() // 8), 8, dtype=torch.uint8)
     signs.view(-1)[: values.numel()] = values >= 0
     scale = values.abs().mean().float().view(1)
-    return torch.cat([scale.view(torch.uint8), (signs * PLACES).sum(1, dtype=torch.uint8)])
+    return torch.cat(
+        [scale.view(torch.uint8), (signs * PLACES.to(signs.device)).sum(1, dtype=torch.uint8)]
+    )
 
 
 def unpacked(message: Tensor, like: Tensor) -> Tensor:
-    signs = message[4:].unsqueeze(1).bitwise_and(PLACES).ne(0).view(-1)[: like.numel()]
+    signs = (
+        message[4:].unsqueeze(1).bitwise_and(PLACES.to(like.device)).ne(0).view(-1)[: like.numel()]
+    )
     scale = message[:4].clone().view(torch.float32).to(like.dtype)
     return torch.where(signs, scale, -scale).view_as(like)
 

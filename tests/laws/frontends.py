@@ -73,6 +73,7 @@ class Case:
     """By `fully_shard`: four ranks are two sites of two shards."""
     options: dict[str, Any] = field(default_factory=dict)
     """What each frontend takes: `digest_every`, say."""
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -99,14 +100,14 @@ def batches(case: Case, rank: int, begin: int, end: int) -> Iterator[tuple[Tenso
         x = torch.randn(16, 8, generator=generator)
         if step == case.nan_at and rank == 1:
             x[0, 0] = float("nan")
-        yield x, x[:, :4].nan_to_num().argmax(1)
+        yield x.to(case.device), x[:, :4].nan_to_num().argmax(1).to(case.device)
 
 
 def bits_of(model: nn.Module) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for param in model.parameters():
         whole = param.full_tensor() if isinstance(param, DTensor) else param
-        digest.update(whole.detach().contiguous().numpy().tobytes())
+        digest.update(whole.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -128,7 +129,7 @@ class Frontend:
     """One way to train: made, stepped, saved and ended."""
 
     def __init__(self, case: Case) -> None:
-        self.case, self.model = case, case.made()
+        self.case, self.model = case, case.made().to(case.device)
         if case.frozen:
             self.model.get_parameter(case.frozen).requires_grad_(False)
         self.options = dict(case.options)
@@ -365,7 +366,14 @@ PARAMETERS: tuple[type[Frontend], ...] = (LocalBlock, LocalEngine, LocalMinimize
 
 
 def trained(rank: int, size: int, frontend: Callable[[Case], Frontend], case: Case) -> Trained:
-    """All microsteps; or up to one, and from there by another object from the state of this."""
+    way, held = ended(rank, frontend, case)
+    stats = way.stats()
+    return Trained(bits_of(way.model), held, stats["dropped_steps"], int(stats["bytes_sent"]))
+
+
+def ended(rank: int, frontend: Callable[[Case], Frontend], case: Case) -> tuple[Frontend, str]:
+    """After all microsteps; or up to one, and from there by another object from the state of this.
+    The text is the bits of its state before the end."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*was dropped|.*are equal")
         way = frontend(case)
@@ -384,8 +392,7 @@ def trained(rank: int, size: int, frontend: Callable[[Case], Frontend], case: Ca
             way.train(rank, case.resume_at, case.steps)
         held = bits_in(flat(way.state()))
         way.end()
-    stats = way.stats()
-    return Trained(bits_of(way.model), held, stats["dropped_steps"], int(stats["bytes_sent"]))
+    return way, held
 
 
 def through_file(state: Any) -> Any:
@@ -399,7 +406,7 @@ def through_file(state: Any) -> Any:
 def flat(tree: Any, place: str = "") -> dict[str, Any]:
     """All of a state that a later step depends on, by its place; tensors as their bytes."""
     if isinstance(tree, Tensor):
-        raw = own(tree.detach()).contiguous().reshape(-1).view(torch.uint8)
+        raw = own(tree.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
         return {place: raw.numpy().tobytes()}
     pairs: Any = ()
     if isinstance(tree, dict):

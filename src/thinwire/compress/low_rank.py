@@ -44,6 +44,7 @@ from thinwire.compress.protocol import (
     buffer_for,
 )
 from thinwire.core.checksum import checked_mean_
+from thinwire.core.tensors import uploaded, with_float64
 from thinwire.layout.message import factor_numels
 from thinwire.layout.traffic import TWO_ROUND_BUCKETS, Messages
 
@@ -211,7 +212,8 @@ def _send_factors(
     rights = []
     for names, its, wide, left, total in zip(groups, rows, columns, lefts, answers, strict=True):
         sums.append(checked_mean_(total, context.sources, bits=context.read_sums))
-        basis, lost = orthonormal(total.view(left.shape), its)
+        found, lost = orthonormal(with_float64(total.view(left.shape)), its)
+        basis = uploaded(found, total.device)
         columns_lost.append(lost.t().reshape(-1))
         bases.append(torch.split(basis, its, 1))
         rights.append(_products(bases[-1], wide, map(parts, names)))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.sharded import is_sharded, shard_of
-from thinwire.core.tensors import coalesced, moved, uploaded, values_of
+from thinwire.core.tensors import coalesced, has_float64, moved, uploaded, values_of
 from thinwire.kernels.reference import mixed
 from thinwire.kernels.rules import TrustRule
 from thinwire.layout.message import SKETCH_NUMEL
@@ -44,7 +44,7 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     factors = [into_range(found[i]) for i in doubted]
     fine = _rough(values[i] * factor for i, factor in zip(doubted, factors, strict=True))
     for i, size, factor in zip(doubted, fine, factors, strict=True):
-        found[i] = size.double() / factor
+        found[i] = (size.double() if has_float64(size.device) else size) / factor
     return found
 
 
@@ -93,7 +93,7 @@ def norms_over_shards(
     if not tensors:
         return {}
     found = norms(list(tensors.values()))
-    squares = torch.stack([value.double().cpu().square() for value in found]).tolist()
+    squares = torch.stack([value.cpu().double().square() for value in found]).tolist()
     form = struct.Struct(f"<{len(squares)}d")
     answers = [form.unpack(answer) for answer in gather(form.pack(*squares), "norms over shards")]
     totals = (sum(parts) ** 0.5 for parts in zip(*answers, strict=True))

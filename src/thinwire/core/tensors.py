@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -91,19 +91,15 @@ def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device. Only a transfer to the CPU waits for what came before it."""
-    if device.type == "cuda" and tensor.is_cpu:
+    apart = has_own_memory(device)
+    if apart and tensor.is_cpu:
         tensor = tensor.pin_memory()  # from other memory torch waits until it is copied
-    return tensor.to(device, non_blocking=device.type not in ("cpu", "mps"))
+    return tensor.to(device, non_blocking=apart)
 
 
-@lru_cache(maxsize=16)
-def has_float64(device: torch.device) -> bool:
-    """Return True unless a device, such as Apple's, has no tensors of double precision."""
-    try:
-        torch.empty(1, dtype=torch.float64, device=device)
-    except TypeError:
-        return False
-    return True
+def has_own_memory(device: torch.device) -> bool:
+    """Return True for a device that copies from and to pinned memory while the CPU goes on."""
+    return device.type not in ("cpu", "mps", "meta")
 
 
 _CHOICES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -117,6 +113,21 @@ def state_dtype(param: Tensor) -> torch.dtype:
     """
     wide = param.is_complex() or param.dtype == torch.float64
     return param.dtype if wide else torch.float32
+
+
+@cache
+def has_float64(device: torch.device) -> bool:
+    """Return False where tensors of this type cannot be made, as on Apple's GPUs."""
+    try:
+        torch.empty(0, dtype=torch.float64, device=device)
+    except TypeError:
+        return False
+    return True
+
+
+def with_float64(tensor: Tensor) -> Tensor:
+    """Return a tensor where double precision exists, perhaps on the CPU."""
+    return tensor if has_float64(tensor.device) else tensor.cpu()
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from thinwire.compress.protocol import (
 )
 from thinwire.core.checksum import bit_sums
 from thinwire.core.norms import sketch_of
-from thinwire.core.tensors import has_float64
+from thinwire.core.tensors import has_float64, has_own_memory
 from thinwire.exchange.nodes import make_common_
 from thinwire.exchange.round import Round
 from thinwire.kernels.rules import OuterRule
@@ -218,7 +218,7 @@ class Averaging:
         self._keys = {name: key for key, name in enumerate(params)}
         self.devices = {name: p.device for name, p in params.items()}
         self._host = config.state_device is not None
-        self._pinned = self._host and any(p.is_cuda for p in params.values())
+        self._pinned = self._host and any(has_own_memory(p.device) for p in params.values())
         self.anchors = {n: self._own(widened(p).contiguous()) for n, p in params.items()}
         momentum = self.anchors if self._outer.momentum else {}
         self.momentum = {n: self._own(torch.zeros_like(a)) for n, a in momentum.items()}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.core.tensors import uploaded
+from thinwire.core.tensors import has_own_memory
 from thinwire.wire.bucket import apart, side_by_side
 
 _READS_AHEAD = 4
@@ -16,30 +16,27 @@ _READS_AHEAD = 4
 class Staging:
     """Reads parts of state on a device, and writes them back to where it is kept.
 
-    A GPU copies state in host memory, which is pinned, on streams of their own. What a `write_`
-    copies may be read on the host, and by another `read`, after `finish`.
+    A GPU copies state in pinned memory of the host on streams of its own. What `write_` copies may
+    be read on the host, and by another `read`, after `finish`.
     """
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, list[torch.cuda.Stream]] = {}
+        self._streams: dict[torch.device, list[torch.Stream]] = {}
         """By device, for reading and for writing."""
-        self._begun = deque[torch.cuda.Event]()
+        self._begun = deque[torch.Event]()
 
     def read(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return tensors of one dimension `side_by_side`; a single one on the device itself."""
-        if tensors[0].device == device or device.type != "cuda":
-            return uploaded(side_by_side(tensors), device)
+        if tensors[0].device == device or not has_own_memory(device):
+            return side_by_side(tensors).to(device)
         if device not in self._streams:
-            self._streams[device] = [
-                torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                for _ in range(2)
-            ]
-        current = torch.cuda.current_stream(device)
+            self._streams[device] = [torch.Stream(device) for _ in range(2)]
+        reading = self._streams[device][0]
+        current = torch.accelerator.current_stream(device)
         self._begun.append(current.record_event())
         if len(self._begun) > _READS_AHEAD:
             self._begun.popleft().synchronize()  # bounds the memory of what is read ahead
-        reading = self._streams[device][0]
-        with torch.cuda.stream(reading):
+        with reading:
             there = side_by_side([tensor.to(device, non_blocking=True) for tensor in tensors])
         current.wait_stream(reading)
         there.record_stream(current)
@@ -49,15 +46,15 @@ class Staging:
         """Copy values back to the tensors that were read."""
         if values is tensors[0]:
             return
-        numels = [tensor.numel() for tensor in tensors]
-        if values.device not in self._streams or tensors[0].device == values.device:
-            torch._foreach_copy_(tensors, apart(values.to(tensors[0].device), numels))
+        parts = apart(values, [tensor.numel() for tensor in tensors])
+        if tensors[0].device == values.device or values.device not in self._streams:
+            torch._foreach_copy_(tensors, [part.to(tensors[0].device) for part in parts])
             return
         writing = self._streams[values.device][1]
-        writing.wait_stream(torch.cuda.current_stream(values.device))
+        writing.wait_stream(torch.accelerator.current_stream(values.device))
         values.record_stream(writing)
-        with torch.cuda.stream(writing):
-            for tensor, part in zip(tensors, apart(values, numels), strict=True):
+        with writing:
+            for tensor, part in zip(tensors, parts, strict=True):
                 tensor.copy_(part, non_blocking=True)
 
     def finish(self) -> None:

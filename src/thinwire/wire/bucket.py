@@ -122,4 +122,4 @@ def _offsets(numels: tuple[int, ...], device: torch.device) -> list[Tensor]:
     between = [
         torch.arange(*cut, device="cpu") for cut in zip(ends - room + own, ends, strict=True)
     ]
-    return [uploaded(found, device) for found in (own.double(), ends, room, torch.cat(between))]
+    return [uploaded(found, device) for found in (own, ends, room, torch.cat(between))]

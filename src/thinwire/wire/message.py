@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from thinwire.core.tensors import has_own_memory
 from thinwire.errors import PayloadCorrupt
 from thinwire.layout.message import CULPRIT, HEADER, HEADER_BYTES, Layout, WholeLayout, whole_bytes
 from thinwire.wire import codes
@@ -160,7 +161,8 @@ def pack_whole(
     runs = (_whole_run(run) if isinstance(run, Tensor) else run for run in tensors)
     coded = (encode_whole(chunks, layout.value_bits, numels) for numels, chunks in runs)
     first = next(coded)
-    raw = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu", pin_memory=first.is_cuda)
+    pinned = has_own_memory(first.device)
+    raw = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
     at = HEADER_BYTES
     for code in chain([first], coded):
         raw[at : at + code.numel()].copy_(code, non_blocking=True)

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.core.tensors import has_float64, uploaded
+from thinwire.core.tensors import has_float64, uploaded, with_float64
 from thinwire.kernels.reference import divided_
 from thinwire.layout.message import SCALE_BYTES, SCALE_COUNT
 from thinwire.wire.bucket import (
@@ -49,7 +49,7 @@ def encode_whole(chunks: Iterable[Tensor], bits: int, numels: Sequence[int] = ()
     >>> WholeReader(code, 1).part(0, 4)
     tensor([ 2.,  2., -3., -3.])
     """
-    chunks = (chunk if has_float64(chunk.device) else chunk.cpu() for chunk in chunks)
+    chunks = map(with_float64, chunks)
     if len(numels) > 1:
         (flat,) = chunks
         return _encoded_together(flat, bits, numels)
