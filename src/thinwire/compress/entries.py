@@ -26,7 +26,7 @@ from thinwire.compress.protocol import (
     Sending,
     buffer_for,
 )
-from thinwire.compress.split import Sums, add_up, joined, senders, shares
+from thinwire.compress.split import Sums, add_up, joined, shares
 from thinwire.core.feedback import Proposal, rounding_seed, store_, sum_sparse
 from thinwire.core.tensors import moved
 from thinwire.errors import PayloadCorrupt
@@ -81,8 +81,8 @@ class ArrivedEntries(Arrived):
 
     def overflowed(self) -> str | None:
         """Return the first tensor whose sum exceeds float32, though no part does."""
-        for name in self.parts:
-            if not self.sparse_mean(name, torch.float32)[1].isfinite().all():
+        for name, parts in self.parts.items():
+            if not sum_sparse(parts, torch.float32)[1].isfinite().all():
                 return name
         return None
 
@@ -115,14 +115,6 @@ class ArrivedEntries(Arrived):
             seed = rounding_seed(self.context.step, folded.key(name) + _KEPT)
             store_(stored, added, seed)
             residual[indices] = stored
-
-    def sparse_mean(self, name: str, dtype: torch.dtype) -> Entries:
-        """Return indices (u,), ascending, and values (u,) of the mean; zero elsewhere."""
-        parts = self.parts[name]
-        indices, total = sum_sparse(parts, dtype)
-        if self.over_senders:
-            return indices, total if self.owned else total.div_(senders(parts, dtype))
-        return indices, divided_(total, self.context.sources)
 
 
 def send_entries(
