@@ -155,7 +155,10 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     >>> not_finite({"a": torch.ones(2), "b": torch.tensor([torch.inf])})
     ['b']
     """
-    sums = [tensor.sum() for tensor in tensors.values()]
+    dense = list(tensors.values())
+    on_cpu = all(tensor.is_cpu for tensor in dense)
+    # a GPU computes many norms at once; a CPU sums in two thirds of the time
+    sums = [tensor.sum() for tensor in dense] if on_cpu else torch._foreach_norm(dense)
     if not sums or bool(torch.stack([total.to(sums[0].device) for total in sums]).isfinite().all()):
         return []
     return [name for name, tensor in tensors.items() if not all_finite(tensor)]
