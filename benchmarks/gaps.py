@@ -43,6 +43,8 @@ SIZES = {
     "10M": ModelSize(384, 6),
     "30M": ModelSize(448, 12),
     "124M": ModelSize(928, 12, context=1024),
+    "350M": ModelSize(1024, 28, context=1024),
+    "1B": ModelSize(1824, 25, context=1024),
 }
 FEWEST_ROUNDS = 50
 _CHANCE = 0.005

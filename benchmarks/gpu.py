@@ -8,17 +8,15 @@ Nothing has to be installed but torch, numpy, numba, safetensors and PyYAML. Par
 and reads messages by torch operations on the device, and compares their bits with those of the
 CPU's kernels; "strategies" trains two ranks on the one device over gloo, by every method, and
 compares the losses with those on the CPU; "steps" times a transformer in bfloat16 beside torch's
-DDP; "waits" counts where the host waits for the device, and trains a compiled model,
-a CUDA graph and in a stream; "law" trains local workers (`benchmarks.law`) for the time that is
-left. A part that its share of the minutes is too short for says so, beside what it has found until
-then. Results are JSON. The status is 1 if a part failed, or has found nothing.
+DDP; "averaging" takes one apart for models of 124 million parameters and more, with state on the
+device and on the host; "waits" counts where the host waits for the device, and trains a compiled
+model, a CUDA graph and in a stream. A part that its share of the minutes is too short for says so,
+beside what it has found until then. Results are JSON. The status is 1 if a part failed, or has
+found nothing.
 """
 
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -32,12 +30,15 @@ from benchmarks.common import bare_parser, markdown, save  # noqa: E402
 from benchmarks.ranks import RanksFailed, RanksLate, run_on_ranks  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
-PARTS = ("kernels", "strategies", "steps", "waits", "law")
+PARTS = ("kernels", "strategies", "steps", "averaging", "waits")
 RANKS = 2
-SHARES = {"kernels": 0.3, "strategies": 0.2, "steps": 0.25, "waits": 0.15, "law": 0.1}
+SHARES = {"kernels": 0.2, "strategies": 0.2, "steps": 0.25, "averaging": 0.2, "waits": 0.15}
 """Of the minutes, the most that a part may take; what one leaves is for those after it."""
-SIZE = {"cuda": ("124M", "8"), "cpu": ("0.14M", "4")}
-"""The model of "steps" and its sequences a step and rank."""
+SIZE: dict[str, dict[str, tuple[str, ...]]] = {
+    "steps": {"cuda": ("124M", "8"), "cpu": ("0.14M", "4")},
+    "averaging": {"cuda": ("124M", "350M", "1B"), "cpu": ("0.14M",)},
+}
+"""By part and device: a model and its sequences a step and rank; models."""
 COUNTED = {"kernels": "codes", "strategies": "methods"}
 """The rows of a part."""
 
@@ -46,42 +47,13 @@ class PartFailed(Exception):
     """What a part printed before it failed."""
 
 
-def _environment() -> dict[str, str]:
-    paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-
-def _run(command: list[str], limit_s: float) -> bool:
-    """Run a command; return False if it was ended at its limit.
-
-    Raises:
-        PartFailed: With the last of what the command printed.
-    """
-    try:
-        subprocess.run(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=True,
-            timeout=limit_s,
-        )
-    except subprocess.TimeoutExpired:
-        return False
-    except subprocess.CalledProcessError as error:
-        raise PartFailed(error.stdout[-2000:]) from error
-    return True
-
-
 def _nothing(limit_s: float) -> str:
     return f"nothing was finished in {limit_s:.0f} s: give more --minutes"
 
 
 def on_ranks(part: str, device: str, limit_s: float) -> dict[str, Any]:
     """What rank 0 of a part found; all ranks are ended where one fails or the limit is over."""
-    options = SIZE[device] if part == "steps" else ()
+    options = SIZE[part][device] if part in SIZE else ()
     command = [sys.executable, "-m", "benchmarks.gpu_run", part, device, *options]
     reason = ""
     try:
@@ -102,21 +74,6 @@ def on_ranks(part: str, device: str, limit_s: float) -> dict[str, Any]:
     return found
 
 
-def law(device: str, limit_s: float) -> dict[str, Any]:
-    """Runs of local Muon at one bit, of the largest size that the time is enough for."""
-    size, steps = ("30M", 600) if device == "cuda" else ("0.14M", 100)
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder, "law.jsonl")
-        command = ["-m", "benchmarks.law", "--size", size, "--device", device]
-        command += ["--workers", "4", "--interval", "16", "--bits", "1", "--seeds", "5"]
-        command += ["--lr", "0.012", "--steps", str(steps), "--results", str(results)]
-        ended = _run([*command, "--folder", folder], limit_s)
-        lines = results.read_text().splitlines() if results.exists() else []
-        if not lines:
-            return {"passed": True, "left out": f"{limit_s:.0f} s are too few for a run"}
-        return {"runs": [json.loads(line) for line in lines], "ended": ended, "passed": True}
-
-
 def measured(device: str, minutes: float, parts: list[str]) -> dict[str, Any]:
     """The results of the parts, each with its seconds; of one that failed what it printed."""
     begin_s = time.monotonic()
@@ -134,7 +91,7 @@ def measured(device: str, minutes: float, parts: list[str]) -> dict[str, Any]:
             continue
         part_s = time.monotonic()
         try:
-            result = law(device, limit_s) if part == "law" else on_ranks(part, device, limit_s)
+            result = on_ranks(part, device, limit_s)
         except PartFailed as error:
             result = {"passed": False, "printed": str(error)}
         found[part] = {**result, "seconds": round(time.monotonic() - part_s, 1)}
@@ -166,6 +123,14 @@ def table(found: dict[str, Any]) -> str:
         if muon := found["steps"].get("Muon"):
             share = muon["update_s"] / muon["passes_s"]
             lines += ["", f"Muon's update takes {share:.0%} of the two passes."]
+    if rows := found.get("averaging", {}).get("rows"):
+        heads = ["an averaging beyond a step", "state on", "s", "device", "wire", "host", "waits"]
+        parts = []
+        for row in rows:
+            keys = ("seconds", "device_s", "wire_s", "host_s")
+            times = (f"{row[key]:.3f}" if key in row else "-" for key in keys)
+            parts.append((row["method"], row["state"], *times, str(row.get("waits", "-"))))
+        lines += ["", *markdown(heads, parts)]
     if "rows" in (waits := found.get("waits", {})):
         counts = [
             (row["method"], ", ".join(map(str, row["waits in four steps"])))

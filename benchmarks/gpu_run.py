@@ -26,6 +26,7 @@ import thinwire as tw
 from benchmarks.gaps import SIZES
 from benchmarks.law import numel_of
 from thinwire.core.feedback import commit_list_, propose_list, sum_sparse
+from thinwire.core.tensors import moved
 from thinwire.kernels.rules import Fold
 from thinwire.layout.message import VALUE_BITS, WHOLE_BITS, Layout, Slot, WholeLayout
 from thinwire.tools.run.built_in import VOCABULARY, ByteTransformer, loss_of
@@ -34,6 +35,7 @@ from thinwire.wire.message import pack, pack_whole, unpack, unpack_whole
 
 Maker = Callable[[nn.Module], torch.optim.Optimizer]
 Found = dict[str, Any]
+CPU = torch.device("cpu")
 EQUAL_STEPS, LOSS_TOLERANCE = 16, 0.02
 WARM_UP_STEPS, TIMED_ROUNDS = 3, 4
 
@@ -161,15 +163,16 @@ def _exchanged(device: torch.device, dtype: torch.dtype, bits: int) -> list[byte
         g, v, u = torch.randn(3, numel, dtype=dtype, generator=generator).to(device)
         fold = Fold(g, v, u, 0.9, False)
         proposal = propose_list([fold], [k])[0]
-        message, sent = pack(layout, step, 0, [proposal[:2]])
+        indices, values = moved(proposal[:2], CPU)
+        message, sent = pack(layout, step, 0, [(indices, values)])
         parts += unpack(layout, message, step=step, bucket=0, source=0).parts
-        commit_list_([fold], [(proposal.indices, sent[0])], [0])
+        commit_list_([fold], [(proposal.indices, sent[0].to(device))], [0])
         found += [message, v, u]
         if bits in WHOLE_BITS:
             whole = WholeLayout((numel,), bits)
             message = pack_whole(whole, step, 0, [g])
             codes = unpack_whole(whole, message, step=step, bucket=0, source=0)
-            found += [message, codes[0].part(0, numel)]
+            found += [message, codes[0].part(0, numel, device)]
     found += sum_sparse(parts, dtype)
     return [tensor.cpu().numpy().tobytes() for tensor in found]
 
@@ -323,6 +326,61 @@ def _muon(on: Rank, size: ModelSize, rows: int) -> dict[str, float]:
     }
 
 
+def averaging(on: Rank, *sizes: str) -> Iterator[Found]:
+    """An averaging of local Muon at one bit by part, beyond a step, with state here and there.
+
+    Both ranks share the device. A size that does not fit into it ends the part.
+    """
+    rows = list[Found]()
+    for name, home in itertools.product(sizes, (None, "cpu")):
+        row: Found = {"method": name, "state": home or on.device.type}
+        rows.append(row)
+        try:
+            row |= _averaging(on, SIZES[name], home)
+        except torch.OutOfMemoryError:
+            row["method"] += " does not fit"
+            yield {"rows": rows}
+            return
+        yield {"rows": rows}
+
+
+def _averaging(on: Rank, size: ModelSize, home: str | None) -> Found:
+    """The shortest of some averagings; the host's time is what is left of it."""
+    on.forget_peak()
+    model = on.model(size)
+    config = tw.LocalSGD(2, begin_step=0, compression=tw.Quantized(1), state_device=home)
+    fields = {"localsgd": config, "amp": tw.AMP()}
+    batch = on.batch(size, 1, on.rank)
+    found = list[Found]()
+    with _engine(model, Method(fields, muon)) as engine:
+        for _ in range(2):
+            engine.train_step(*batch)
+        for _ in range(TIMED_ROUNDS):
+            plain, full = (_seconds(on, engine, batch) for _ in range(2))
+            found.append({key: full[key] - plain[key] for key in full})
+    best = min(found, key=lambda row: row["seconds"])
+    best["host_s"] = best["seconds"] - best["device_s"] - best["wire_s"]
+    return {**best, "peak_bytes": on.peak_bytes()}
+
+
+def _seconds(on: Rank, engine: tw.Engine, batch: tuple[Tensor, Tensor]) -> dict[str, float]:
+    """Of one step: in all, of kernels and copies, of waiting for messages; waits for the device."""
+    dist.barrier()
+    on.wait()
+    waited_s = engine.stats()["wait_s"]
+    profiled = torch.autograd.profiler.profile(enabled=on.on_gpu, use_device="cuda")
+    begin_s = time.perf_counter()
+    with _watched(on) as seen, profiled as profile:
+        engine.train_step(*batch)
+        on.wait()
+    seconds = time.perf_counter() - begin_s
+    events = profile.key_averages() if on.on_gpu else ()
+    device_us = sum(event.self_device_time_total for event in events)
+    wire_s = engine.stats()["wait_s"] - waited_s
+    counts = {"waits": len(seen), "device_s": device_us / 1e6, "wire_s": wire_s}
+    return {"seconds": seconds, **counts}
+
+
 def waits(on: Rank, *_: str) -> Iterator[Found]:
     """Where the host waits for the device in a step; compiled models, CUDA graphs, streams."""
     size, rows = ModelSize(32, 2, context=16), list[Found]()
@@ -435,6 +493,7 @@ PARTS: dict[str, Callable[..., Iterator[Found]]] = {
     "kernels": kernels,
     "strategies": strategies,
     "steps": steps,
+    "averaging": averaging,
     "waits": waits,
 }
 

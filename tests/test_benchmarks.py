@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = [sys.executable, "-m", "benchmarks"]
 SUITE = ("codec", "optimizers", "scaling", "scale", "startup", "memory", "overlap")
 LIMITS = (ROOT / "benchmarks" / "results" / "limits.md").read_text(encoding="utf-8")
-GPU_PARTS = ("kernels", "strategies", "steps", "waits")
+GPU_PARTS = ("kernels", "strategies", "steps", "averaging", "waits")
 
 
 @pytest.mark.slow
