@@ -25,7 +25,7 @@ _ADAMW_ONLY = {
 
 def _rule(param: Tensor, group: Mapping[str, Any]) -> MuonRule:
     # a CPU without instructions for bfloat16 takes four times as long in it
-    usual = state_dtype(param) if param.device.type == "cpu" else torch.bfloat16
+    usual = state_dtype(param) if param.is_cpu else torch.bfloat16
     chosen = group["ns_dtype"]
     same = {key: group[key] for key in ("weight_decay", "momentum", "nesterov", "eps")}
     return MuonRule(
@@ -184,9 +184,8 @@ class Muon(TorchOptimizer):
         state = self.state[param]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(param.grad)
-        rule = _rule(param, group)
-        rate = float(group["lr"])
-        return Matrix(self._label(param), param, param.grad, state["momentum_buffer"], rate, rule)
+        buffer, rate = state["momentum_buffer"], float(group["lr"])
+        return Matrix(self._label(param), param, param.grad, buffer, rate, _rule(param, group))
 
     def _is_plain(self) -> bool:
         # the update of matrices does not implement maximize
@@ -219,9 +218,9 @@ def muon_groups(
         kind = type(given).__name__
         raise TypeError(f"model must be a Module, got a {kind}: write muon_groups(model)")
     check.boolean("conv", conv)
-    apart = {id(p) for m in model.modules() if isinstance(m, _EMBEDDINGS) for p in m.parameters()}
+    embeddings = [m for m in model.modules() if isinstance(m, _EMBEDDINGS)]
     linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    apart |= {id(p) for m in linear[-1:] for p in m.parameters()}
+    apart = {id(p) for m in [*embeddings, *linear[-1:]] for p in m.parameters()}
     groups: dict[bool, list[tuple[str, nn.Parameter]]] = {True: [], False: []}
     for name, p in named_parameters(model):
         groups[id(p) not in apart].append((name, p))
