@@ -58,8 +58,9 @@ def muon_(
     buffer itself where that is bfloat16.
     """
     moved = [matrix.flatten(1) for matrix in direction(grads, momentum_buffers, rule)]
-    found = newton_schulz(torch.stack(moved) if len(moved) > 1 else moved[0], rule)
-    if len(moved) > 1:
+    several = len(moved) > 1
+    found = newton_schulz(torch.stack(moved) if several else moved[0], rule)
+    if several:
         # for one launch a GPU needs updates of the type and layout of the parameters
         found = found.to(params[0].dtype).contiguous()
     shape = params[0].shape
@@ -92,8 +93,8 @@ def descend_(
     else:
         factor = sqrt(max(1, rows / max(1, columns)))
     # a float would be rounded to bfloat16 first
-    kept = torch.tensor(1 - lr * rule.weight_decay, dtype=torch.float64, device="cpu")
-    torch._foreach_mul_(params, kept)
+    decay = torch.tensor(1 - lr * rule.weight_decay, dtype=torch.float64, device="cpu")
+    torch._foreach_mul_(params, decay)
     torch._foreach_add_(params, updates, alpha=-lr * factor)
 
 

@@ -55,13 +55,15 @@ class Muon(TorchOptimizer):
 
     Parameters may be sharded by `fully_shard`, also on torch's two-dimensional mesh: with local
     updates, in an engine, or without either. Each rank keeps its shard of the momentum. In a step
-    one rank, the owner of a matrix, gathers it whole and orthogonalises it. Ranks share the work,
-    and the bits equal those of whole matrices in one process. **Communication**, only between the
+    one rank, the owner of a matrix, gathers it whole and orthogonalises it. Ranks share the work.
+    On a CPU the bits equal those of whole matrices in one process. **Communication**, only between the
     shards of one model: each rank sends its shard of a matrix to the owner, in the gradient's
     dtype, and receives its shard of the result, in the dtype of the iteration. The next matrices
     travel meanwhile. Then they compare sums of all bits, 16 bytes for each rank. **Failure**: an
     error of `thinwire.errors` within the time-out of the mesh's process group, `PayloadCorrupt` on
     all ranks for a damaged bit; nothing has moved then.
+
+    On other devices than a CPU, whole matrices of one shape are one batch of up to 2^24 numbers.
 
     With `adjust_lr_fn="match_rms_adamw"` an update of a matrix has the RMS of AdamW's. The rate,
     schedule and weight decay of AdamW then suit both.
@@ -176,8 +178,8 @@ class Muon(TorchOptimizer):
         if not embeds or not all(group["muon"] for group in self.param_groups):
             return []
         own = {p for g in self.param_groups for p in g["params"] if _is_of_muon(p, g)}
-        adamw = (pair for g in muon_groups(model) if not g["muon"] for pair in g["params"])
-        return [name for name, p in adamw if p in own]
+        adamw = (g["params"] for g in muon_groups(model) if not g["muon"])
+        return [name for pairs in adamw for name, p in pairs if p in own]
 
     def _matrix(self, param: Tensor, group: Mapping[str, Any]) -> Matrix:
         assert param.grad is not None
