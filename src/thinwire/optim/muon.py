@@ -56,8 +56,8 @@ class Muon(TorchOptimizer):
     Parameters may be sharded by `fully_shard`, also on torch's two-dimensional mesh: with local
     updates, in an engine, or without either. Each rank keeps its shard of the momentum. In a step
     one rank, the owner of a matrix, gathers it whole and orthogonalises it. Ranks share the work.
-    On a CPU the bits equal those of whole matrices in one process. **Communication**, only between the
-    shards of one model: each rank sends its shard of a matrix to the owner, in the gradient's
+    On a CPU the bits equal those of whole matrices in one process. **Communication**, only between
+    the shards of one model: each rank sends its shard of a matrix to the owner, in the gradient's
     dtype, and receives its shard of the result, in the dtype of the iteration. The next matrices
     travel meanwhile. Then they compare sums of all bits, 16 bytes for each rank. **Failure**: an
     error of `thinwire.errors` within the time-out of the mesh's process group, `PayloadCorrupt` on
