@@ -56,6 +56,7 @@ _NAMES = {
     "thinwire.core.gradients": "ClipByGlobalNorm ClipByNorm ClipByValue clipped L1Decay L2Decay",
     "thinwire.core.layerwise": "lamb_ lars_",
     "thinwire.core.loss_scale": "any_non_finite initial_scale next_scale",
+    "thinwire.core.muon": "MuonRule muon_",
     "thinwire.core.norms": "sketch global_norm norm trust_ratio",
     "thinwire.core.tensors": "narrowed",
     "thinwire.exchange": "ranks=synchronizer",

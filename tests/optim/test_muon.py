@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
+from tests.api import MuonRule, muon_
 from tests.precision import products_in
 from thinwire.optim import Muon, muon_groups
 
@@ -197,6 +198,31 @@ def test_an_embedding_that_muon_would_train_is_named_once(tied: bool, local: Any
         assert "embedding.weight" in text and "muon_groups(model)" in text
         assert ("head.weight" in text) != tied
         assert said(start, muon_groups) == []
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(9, 9), (6, 12), (12, 6), (4, 3, 3), (0, 5)])
+def test_a_batch_of_matrices_moves_as_one_by_one(
+    shape: tuple[int, ...], dtype: torch.dtype, *, nesterov: bool
+) -> None:
+    """Zeros among them, sizes beyond float32's squares, and other strides."""
+    rule = MuonRule(0.1, 0.9, nesterov, (3.4445, -4.775, 2.0315), 5, 1e-8, True, torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(3, *shape, generator=generator).to(dtype) for _ in range(3)]
+    start[0] = start[0].mT.contiguous().mT
+    start[1] *= torch.tensor([0.0, 1.0, 2.0**70]).view(-1, *[1] * len(shape)).to(dtype)
+    start[2] *= start[1].abs() > 0
+    batch, singles = ([t.clone() for t in start] for _ in range(2))
+    for _ in range(2):
+        muon_(*(t.unbind() for t in batch), 0.02, rule)
+        for i in range(3):
+            muon_(*([t[i]] for t in singles), 0.02, rule)
+    assert torch.equal(batch[2], singles[2])
+    assert all(t.isfinite().all() for t in batch)
+    assert not torch.equal(batch[0], start[0]) or not batch[0].numel()
+    within = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(batch[0], singles[0], rtol=within, atol=within)
 
 
 class Convolutional(nn.Module):

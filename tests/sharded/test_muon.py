@@ -301,7 +301,7 @@ def wrong(rank: int, size: int, case: str) -> str:
             "gradient",
             ["ValueError: the gradient of layers.0.weight has placements", "backward pass"],
         ),
-        ("others at once", ["Mismatch: comparing the matrices", "matrices.2", "64x64"]),
+        ("others at once", ["Mismatch: comparing the matrices", "matrices.2", "(64, 64)"]),
         ("others later", ["Mismatch: ", "moving matrices of Muon", "comparing the matrices"]),
         pytest.param("lost", ["Peer", "moving matrices"], marks=pytest.mark.fault),
     ],

@@ -50,16 +50,17 @@ def arithmetic(
     []
     """
     facts = {}
-    if elementwise or device.type == "cpu":
+    on_cpu = device.type == "cpu"
+    if elementwise or on_cpu:
         least = torch.finfo(torch.float32).tiny
         tiny = torch.full((64,), least, dtype=torch.float32, device=device) * 0.5
         facts[_DENORMALS] = "become zero" if not bool(tiny.any()) else "are kept"
-    if device.type == "cpu" and not elementwise:
+    if on_cpu and not elementwise:
         facts[_INSTRUCTIONS] = torch.backends.cpu.get_cpu_capability()
     if kernels:
         facts[_KERNELS] = body_name(device)
     if products:
-        threads = f"{torch.get_num_threads()} threads, " if device.type == "cpu" else ""
+        threads = f"{torch.get_num_threads()} threads, " if on_cpu else ""
         facts[_PRODUCTS] = f"{threads}float32 as {_precision(device)}"
     return facts
 

@@ -97,9 +97,7 @@ def checked_mean_(total: Tensor, count: int, *, bits: bool) -> Tensor:
     >>> int(checked_mean_(total, 2, bits=False)[0]), total
     (1, tensor([1., 2.]))
     """
-    length = (
-        _CACHED // total.element_size() if total.device.type == "cpu" else max(1, total.numel())
-    )
+    length = _CACHED // total.element_size() if total.is_cpu else max(1, total.numel())
     sums, words = [], []
     for piece in torch.split(total, length) if total.numel() > length else [total]:
         sums.append((piece if count == 1 else piece.div_(total.new_full((), count))).sum())

@@ -15,9 +15,17 @@ from thinwire.core.norms import global_norm, norms
 from thinwire.core.tensors import entries_of, values_of, with_values
 
 
+@dataclass(frozen=True)
+class _Norm:
+    c: float
+
+    def __post_init__(self) -> None:
+        check.set_fields(self, check.real, "c", above=0)
+
+
 @check.by_name
 @dataclass(frozen=True)
-class ClipByGlobalNorm:
+class ClipByGlobalNorm(_Norm):
     """Scale all gradients of an optimizer by c / max(G, c).
 
     G is the norm of all gradients together.
@@ -29,15 +37,10 @@ class ClipByGlobalNorm:
     [tensor([0.6000]), tensor([0.8000])]
     """
 
-    c: float
-
-    def __post_init__(self) -> None:
-        check.set_fields(self, check.real, "c", above=0)
-
 
 @check.by_name
 @dataclass(frozen=True)
-class ClipByNorm:
+class ClipByNorm(_Norm):
     """Scale each gradient whose norm exceeds c to the norm c.
 
     Attributes:
@@ -46,11 +49,6 @@ class ClipByNorm:
     >>> clipped(ClipByNorm(1.0), [torch.tensor([3.0, 4.0]), torch.tensor([0.5])])
     [tensor([0.6000, 0.8000]), tensor([0.5000])]
     """
-
-    c: float
-
-    def __post_init__(self) -> None:
-        check.set_fields(self, check.real, "c", above=0)
 
 
 @check.by_name
@@ -118,9 +116,17 @@ def _limited(values: Tensor, clip: ClipByValue) -> Tensor:
     return torch.where(values.isfinite(), values.clamp(clip.min, clip.max), values)
 
 
+@dataclass(frozen=True)
+class _Decay:
+    c: float
+
+    def __post_init__(self) -> None:
+        check.set_fields(self, check.real, "c", at_least=0)
+
+
 @check.by_name
 @dataclass(frozen=True)
-class L1Decay:
+class L1Decay(_Decay):
     """Adds c * sign(p) to the gradient, with sign(0) = 0.
 
     Attributes:
@@ -130,15 +136,10 @@ class L1Decay:
     tensor([ 0.5000, -0.5000])
     """
 
-    c: float
-
-    def __post_init__(self) -> None:
-        check.set_fields(self, check.real, "c", at_least=0)
-
 
 @check.by_name
 @dataclass(frozen=True)
-class L2Decay:
+class L2Decay(_Decay):
     """Adds c * p to the gradient.
 
     Attributes:
@@ -147,11 +148,6 @@ class L2Decay:
     >>> decayed(torch.zeros(2), torch.tensor([2.0, -3.0]), regularizer=L2Decay(0.5))
     tensor([ 1.0000, -1.5000])
     """
-
-    c: float
-
-    def __post_init__(self) -> None:
-        check.set_fields(self, check.real, "c", at_least=0)
 
 
 Regularizer = L1Decay | L2Decay

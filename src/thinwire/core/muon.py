@@ -9,6 +9,7 @@ from torch import Tensor
 
 from thinwire.core.arithmetic import products_are_exact
 from thinwire.core.norms import into_range
+from thinwire.core.tensors import TensorList
 
 _LARGEST_NOISE = 0.01
 """Allowed rounding error of an eigenvalue of X Xᵀ, relative to 1."""
@@ -36,13 +37,19 @@ class MuonRule(NamedTuple):
 
 
 @torch.no_grad()
-def muon_(param: Tensor, grad: Tensor, momentum_buffer: Tensor, lr: float, rule: MuonRule) -> None:
-    """Update a matrix and its momentum buffer in place.
+def muon_(
+    params: TensorList,
+    grads: TensorList,
+    momentum_buffers: TensorList,
+    lr: float,
+    rule: MuonRule,
+) -> None:
+    """Update matrices of one shape and type, and their momentum buffers, in place: as one batch.
 
     Args:
-        param: Shape (rows, columns), real; a kernel of more dimensions is a matrix (rows, rest).
-        grad: The same shape, not sparse.
-        momentum_buffer: The same shape, zeros before the first update.
+        params: Shape (rows, columns), real; a kernel of more dimensions is a matrix (rows, rest).
+        grads: The same shape, not sparse.
+        momentum_buffers: The same shape, zeros before the first update.
         lr: >= 0.
         rule: The constants.
 
@@ -50,36 +57,45 @@ def muon_(param: Tensor, grad: Tensor, momentum_buffer: Tensor, lr: float, rule:
     Liu et al., 2025, arXiv 2502.16982. Differs: without Nesterov, torch.optim.Muon normalises the
     buffer itself where that is bfloat16.
     """
-    update = newton_schulz(direction(grad, momentum_buffer, rule).flatten(1), rule)
-    descend_(param, grad, momentum_buffer, update.reshape(param.shape), param.shape, lr, rule)
+    moved = [matrix.flatten(1) for matrix in direction(grads, momentum_buffers, rule)]
+    several = len(moved) > 1
+    found = newton_schulz(torch.stack(moved) if several else moved[0], rule)
+    if several:
+        # for one launch a GPU needs updates of the type and layout of the parameters
+        found = found.to(params[0].dtype).contiguous()
+    shape = params[0].shape
+    updates = found.reshape(len(params), *shape).unbind()
+    descend_(params, grads, momentum_buffers, updates, shape, lr, rule)
 
 
 @torch.no_grad()
-def direction(grad: Tensor, momentum_buffer: Tensor, rule: MuonRule) -> Tensor:
-    """Return the matrix to orthogonalise, or this part of it. Nothing changes."""
-    moved = momentum_buffer.lerp(grad, 1 - rule.momentum)
-    return grad.lerp(moved, rule.momentum) if rule.nesterov else moved
+def direction(grads: TensorList, momentum_buffers: TensorList, rule: MuonRule) -> TensorList:
+    """Return the matrices to orthogonalise, or these parts of them. Nothing changes."""
+    moved = torch._foreach_lerp(momentum_buffers, grads, 1 - rule.momentum)
+    return torch._foreach_lerp(grads, moved, rule.momentum) if rule.nesterov else moved
 
 
 @torch.no_grad()
 def descend_(
-    param: Tensor,
-    grad: Tensor,
-    momentum_buffer: Tensor,
-    update: Tensor,
+    params: TensorList,
+    grads: TensorList,
+    momentum_buffers: TensorList,
+    updates: TensorList,
     shape: Sequence[int],
     lr: float,
     rule: MuonRule,
 ) -> None:
-    """Update a matrix and its buffer, or this part of them; `shape` is the whole matrix's."""
-    momentum_buffer.lerp_(grad, 1 - rule.momentum)
+    """Update matrices and their buffers, or these parts of them; `shape` is a whole matrix's."""
+    torch._foreach_lerp_(momentum_buffers, grads, 1 - rule.momentum)
     rows, columns = shape[0], prod(shape[1:])
     if rule.match_rms_adamw:
         factor = 0.2 * sqrt(max(rows, columns))
     else:
         factor = sqrt(max(1, rows / max(1, columns)))
-    param.mul_(1 - lr * rule.weight_decay)
-    param.add_(update, alpha=-lr * factor)
+    # a float would be rounded to bfloat16 first
+    decay = torch.tensor(1 - lr * rule.weight_decay, dtype=torch.float64, device="cpu")
+    torch._foreach_mul_(params, decay)
+    torch._foreach_add_(params, updates, alpha=-lr * factor)
 
 
 def products(shape: Sequence[int]) -> int:
@@ -96,11 +112,11 @@ def newton_schulz(matrix: Tensor, rule: MuonRule) -> Tensor:
     """Return a matrix with the singular vectors of `matrix` and singular values close to 1.
 
     Args:
-        matrix: Shape (m, n); not changed.
+        matrix: Shape (m, n), or (b, m, n) for a batch; not changed.
         rule: Coefficients, iterations, eps and dtype.
 
     Returns:
-        Shape (m, n) and the rule's dtype; zeros if `matrix` is zero and eps is not.
+        The same shape, in the rule's dtype; zeros if `matrix` is zero and eps is not.
 
     Source: as `muon_`; by X Xᵀ alone: Gram Newton-Schulz, tridao.me/blog/2026/gram-newton-schulz.
 
@@ -109,41 +125,36 @@ def newton_schulz(matrix: Tensor, rule: MuonRule) -> Tensor:
     tensor([[1., 0.],
             [0., 1.]])
     """
-    tall = matrix.size(0) > matrix.size(1)
+    tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.to(rule.dtype)
-    x = x.T if tall else x
-    x = x * into_range(x.norm())
-    x = x / x.norm().clamp(min=rule.eps)
+    x = x.mT if tall else x
+    x = x * into_range(x.norm(dim=(-2, -1), keepdim=True))
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=rule.eps)
     # with more columns than that it needs fewer multiplications; in less than float32 its
     # errors would grow
-    by_gram = 2 * x.size(1) > 3 * x.size(0) and products_are_exact(x)
-    left = rule.iterations
-    with torch.autocast(x.device.type, enabled=False):  # the user's autocast would change the type
-        while left:
-            done = min(left, _iterations_of_a_gram(rule)) if by_gram else 1
-            x = _iterated_by_gram(x, done, rule) if by_gram else _iterated(x, rule)
-            left -= done
-    return x.T if tall else x
-
-
-def _iterated(x: Tensor, rule: MuonRule) -> Tensor:
-    a, b, c = rule.coefficients
-    gram = x @ x.T
-    return torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-
-
-def _iterated_by_gram(x: Tensor, iterations: int, rule: MuonRule) -> Tensor:
-    """Compute several iterations as polynomials in X Xᵀ, which commute: x is multiplied once."""
-    a, b, c = rule.coefficients
-    gram = x @ x.T
+    by_gram = 2 * x.size(-1) > 3 * x.size(-2) and products_are_exact(x)
+    most = _iterations_of_a_gram(rule)
+    # of several iterations: polynomials in X Xᵀ commute, so that x is multiplied once
     product = None
-    for i in range(iterations):
-        factor = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        factor.diagonal().add_(a)
-        product = factor if product is None else factor @ product
-        if i + 1 < iterations:
-            gram = factor @ (gram @ factor)
-    return x if product is None else product @ x
+    # a batch of one has other bits than a matrix
+    addmm = torch.addmm if x.ndim == 2 else torch.baddbmm
+    a, b, c = rule.coefficients
+    with torch.autocast(x.device.type, enabled=False):  # the user's autocast would change the type
+        for i in range(1, rule.iterations + 1):
+            if product is None:
+                gram = x @ x.mT
+            factor = addmm(gram, gram, gram, beta=b, alpha=c)
+            if not by_gram:
+                x = addmm(x, factor, x, beta=a)
+                continue
+            factor.diagonal(dim1=-2, dim2=-1).add_(a)
+            product = factor if product is None else factor @ product
+            if i % most and i < rule.iterations:
+                gram = factor @ (gram @ factor)
+            else:
+                x = product @ x
+                product = None
+    return x.mT if tall else x
 
 
 def _iterations_of_a_gram(rule: MuonRule) -> int:

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from thinwire.core.sharded import is_sharded, shard_of
-from thinwire.core.tensors import coalesced, has_float64, moved, uploaded, values_of
+from thinwire.core.tensors import (
+    TensorList,
+    coalesced,
+    has_float64,
+    moved,
+    uploaded,
+    values_of,
+)
 from thinwire.kernels.reference import mixed
 from thinwire.kernels.rules import TrustRule
 from thinwire.layout.message import SKETCH_NUMEL
@@ -40,7 +47,7 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return `norm` of each; one reduction for sharded tensors of equal mesh and placement."""
     values = [values_of(tensor) for tensor in tensors]
     found = _rough(values)
-    doubted = [i for i, n in enumerate(found) if n.device.type != "cpu" or not bool(n.isfinite())]
+    doubted = [i for i, n in enumerate(found) if not n.is_cpu or not bool(n.isfinite())]
     factors = [into_range(found[i]) for i in doubted]
     fine = _rough(values[i] * factor for i, factor in zip(doubted, factors, strict=True))
     for i, size, factor in zip(doubted, fine, factors, strict=True):
@@ -51,7 +58,7 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
 def into_range(size: Tensor) -> Tensor:
     """Return 1 for a finite norm, else a scale that keeps squares in range."""
     small = 2.0**-532 if size.dtype == torch.float64 else 2.0**-84
-    return torch.where(size.isfinite(), torch.ones_like(size), small)
+    return torch.where(size == math.inf, small, torch.ones_like(size))
 
 
 def _rough(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -72,9 +79,9 @@ def _rough(tensors: Iterable[Tensor]) -> list[Tensor]:
     return found
 
 
-def whole_norms(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+def whole_norms(tensors: TensorList) -> Tensor:
     """Return `norms` of dense tensors of one type and device, stacked."""
-    one_by_one = is_sharded(tensors[0]) or tensors[0].device.type == "cpu"
+    one_by_one = is_sharded(tensors[0]) or tensors[0].is_cpu
     found = norms(tensors) if one_by_one else torch._foreach_norm(tensors)
     return torch.stack(found).to(tensors[0].dtype)
 

@@ -93,13 +93,12 @@ def combined(optimizers: Any, names: Mapping[Tensor, str]) -> Any:
     listed = list(optimizers)
     if not listed:
         raise ValueError("optimizer must be one or several, got an empty sequence")
+    owners: dict[Tensor, int] = {}
     for index, opt in enumerate(listed):
         if not isinstance(opt, torch.optim.Optimizer):
             raise TypeError(
                 f"optimizer[{index}] must be a torch.optim.Optimizer, got {type(opt).__name__}"
             )
-    owners: dict[Tensor, int] = {}
-    for index, opt in enumerate(listed):
         for param in params_in(opt.param_groups):
             if (first := owners.setdefault(param, index)) != index:
                 name = names.get(param, f"of shape {tuple(param.shape)}")

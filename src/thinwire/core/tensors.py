@@ -192,7 +192,7 @@ def cache_sized(tensors: TensorList) -> Iterator[slice]:
     start, size = 0, 0
     for i, tensor in enumerate(tensors):
         size += tensor.numel() * tensor.element_size()
-        if (size >= _CACHED_BYTES and tensor.device.type == "cpu") or i == len(tensors) - 1:
+        if (size >= _CACHED_BYTES and tensor.is_cpu) or i == len(tensors) - 1:
             yield slice(start, i + 1)
             start = i + 1
             size = 0

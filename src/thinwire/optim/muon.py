@@ -25,7 +25,7 @@ _ADAMW_ONLY = {
 
 def _rule(param: Tensor, group: Mapping[str, Any]) -> MuonRule:
     # a CPU without instructions for bfloat16 takes four times as long in it
-    usual = state_dtype(param) if param.device.type == "cpu" else torch.bfloat16
+    usual = state_dtype(param) if param.is_cpu else torch.bfloat16
     chosen = group["ns_dtype"]
     same = {key: group[key] for key in ("weight_decay", "momentum", "nesterov", "eps")}
     return MuonRule(
@@ -55,13 +55,15 @@ class Muon(TorchOptimizer):
 
     Parameters may be sharded by `fully_shard`, also on torch's two-dimensional mesh: with local
     updates, in an engine, or without either. Each rank keeps its shard of the momentum. In a step
-    one rank, the owner of a matrix, gathers it whole and orthogonalises it. Ranks share the work,
-    and the bits equal those of whole matrices in one process. **Communication**, only between the
-    shards of one model: each rank sends its shard of a matrix to the owner, in the gradient's
+    one rank, the owner of a matrix, gathers it whole and orthogonalises it. Ranks share the work.
+    On a CPU the bits equal those of whole matrices in one process. **Communication**, only between
+    the shards of one model: each rank sends its shard of a matrix to the owner, in the gradient's
     dtype, and receives its shard of the result, in the dtype of the iteration. The next matrices
     travel meanwhile. Then they compare sums of all bits, 16 bytes for each rank. **Failure**: an
     error of `thinwire.errors` within the time-out of the mesh's process group, `PayloadCorrupt` on
     all ranks for a damaged bit; nothing has moved then.
+
+    On other devices than a CPU, whole matrices of one shape are one batch of up to 2^24 numbers.
 
     With `adjust_lr_fn="match_rms_adamw"` an update of a matrix has the RMS of AdamW's. The rate,
     schedule and weight decay of AdamW then suit both.
@@ -176,17 +178,16 @@ class Muon(TorchOptimizer):
         if not embeds or not all(group["muon"] for group in self.param_groups):
             return []
         own = {p for g in self.param_groups for p in g["params"] if _is_of_muon(p, g)}
-        adamw = (pair for g in muon_groups(model) if not g["muon"] for pair in g["params"])
-        return [name for name, p in adamw if p in own]
+        adamw = (g["params"] for g in muon_groups(model) if not g["muon"])
+        return [name for pairs in adamw for name, p in pairs if p in own]
 
     def _matrix(self, param: Tensor, group: Mapping[str, Any]) -> Matrix:
         assert param.grad is not None
         state = self.state[param]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(param.grad)
-        rule = _rule(param, group)
-        rate = float(group["lr"])
-        return Matrix(self._label(param), param, param.grad, state["momentum_buffer"], rate, rule)
+        buffer, rate = state["momentum_buffer"], float(group["lr"])
+        return Matrix(self._label(param), param, param.grad, buffer, rate, _rule(param, group))
 
     def _is_plain(self) -> bool:
         # the update of matrices does not implement maximize
@@ -219,9 +220,9 @@ def muon_groups(
         kind = type(given).__name__
         raise TypeError(f"model must be a Module, got a {kind}: write muon_groups(model)")
     check.boolean("conv", conv)
-    apart = {id(p) for m in model.modules() if isinstance(m, _EMBEDDINGS) for p in m.parameters()}
+    embeddings = [m for m in model.modules() if isinstance(m, _EMBEDDINGS)]
     linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    apart |= {id(p) for m in linear[-1:] for p in m.parameters()}
+    apart = {id(p) for m in [*embeddings, *linear[-1:]] for p in m.parameters()}
     groups: dict[bool, list[tuple[str, nn.Parameter]]] = {True: [], False: []}
     for name, p in named_parameters(model):
         groups[id(p) not in apart].append((name, p))

@@ -64,11 +64,14 @@ class Matrix(NamedTuple):
 
     def description(self, dim: int) -> str:
         """Return a description that must be equal on all ranks that exchange it."""
-        given, made = (str(holder.dtype)[6:] for holder in (self.grad, self.rule))
-        shape = "x".join(map(str, self.param.shape))
-        return f"{self.label}, {shape} cut along {dim}, {given} iterated in {made}"
+        return (
+            f"{self.label}, {tuple(self.param.shape)} cut along {dim}, {self.grad.dtype} iterated "
+            f"in {self.rule.dtype}"
+        )
 
 
+_BATCH_NUMEL = 1 << 24
+"""Most entries of matrices in one batch, which limits its copies in memory."""
 _Kind = tuple[ProcessGroup, int, torch.device, torch.dtype, torch.dtype]
 """Key of matrices that travel together: ranks, sharded dimension, device and both types."""
 _Move = tuple[Matrix, Tensor]
@@ -90,9 +93,13 @@ class Owners:
         """Update matrices and their momentum buffers in place."""
         descriptions: dict[ProcessGroup, list[str]] = {}
         by_kind: dict[_Kind, list[Matrix]] = {}
-        cuts = [(matrix, matrix.cut()) for matrix in matrices]
-        for matrix, cut in cuts:
-            if cut is not None:
+        batches: dict[Any, list[Any]] = {}
+        for matrix in matrices:
+            cut = matrix.cut()
+            if cut is None:
+                alike = matrix.param.device, matrix.param.shape, matrix.lr, matrix.rule
+                batches.setdefault(alike, []).append(matrix.here())
+            else:
                 descriptions.setdefault(cut[0], []).append(matrix.description(cut[1]))
                 kind = *cut, matrix.grad.device, matrix.grad.dtype, matrix.rule.dtype
                 by_kind.setdefault(kind, []).append(matrix)
@@ -101,10 +108,15 @@ class Owners:
                 self._groups[ranks] = Group(ranks)
                 self._groups[ranks].one_site = True
             if self._agreed.get(ranks) != own:
-                purpose = "comparing the matrices that Muon updates"
-                cure = "All ranks must have gradients of the same matrices, in the same order"
-                facts, cures = {"matrices": own}, {"matrices": cure}
-                require_agreement(self._groups[ranks], facts, action=purpose, cures=cures)
+                require_agreement(
+                    self._groups[ranks],
+                    {"matrices": own},
+                    action="comparing the matrices that Muon updates",
+                    cures={
+                        "matrices": "All ranks must have gradients of the same matrices, in the "
+                        "same order"
+                    },
+                )
                 self._agreed[ranks] = own
         parts = {ranks: _Parts(self._groups[ranks]) for ranks in descriptions}
         moves: list[_Move] = []
@@ -114,10 +126,14 @@ class Owners:
         for exchanged in parts.values():
             exchanged.require_intact()
         for m, part in moves:
-            descend_(*m.here(), part, m.param.shape, m.lr, m.rule)
-        for m, cut in cuts:
-            if cut is None:
-                muon_(*m.here(), m.lr, m.rule)
+            param, grad, buffer = m.here()
+            descend_([param], [grad], [buffer], [part], m.param.shape, m.lr, m.rule)
+        for (device, shape, lr, rule), some in batches.items():
+            # on a CPU the bits of products depend on the batch
+            most = 1 if device.type == "cpu" else _BATCH_NUMEL // (1 + prod(shape)) or 1
+            for i in range(0, len(some), most):
+                params, grads, buffers = zip(*some[i : i + most], strict=True)
+                muon_(params, grads, buffers, lr, rule)
 
 
 class _Parts:
@@ -190,7 +206,7 @@ def _round(parts: _Parts, dim: int, owned: Sequence[Matrix | None]) -> Iterator[
     shapes = [[] if matrix is None else matrix.shards(dim, size) for matrix in owned]
     numels = [[prod(shape) for shape in row] or [0] * size for row in shapes]
     empty = shard_of(some[0].grad).new_empty(0)
-    shards = (direction(shard_of(m.grad), shard_of(m.momentum_buffer), m.rule) for m in some)
+    shards = (direction([shard_of(m.grad)], [shard_of(m.momentum_buffer)], m.rule)[0] for m in some)
     coming = parts.swap([empty, *shards], list(zip(*numels, strict=True)))
     yield []
     results = [empty.to(some[0].rule.dtype)]
