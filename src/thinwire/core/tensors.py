@@ -91,6 +91,8 @@ def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device. Only a transfer to the CPU waits for what came before it."""
+    if tensor.device == device:
+        return tensor
     apart = has_own_memory(device)
     if apart and tensor.is_cpu:
         tensor = tensor.pin_memory()  # from other memory torch waits until it is copied
@@ -99,7 +101,8 @@ def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
 
 def has_own_memory(device: torch.device) -> bool:
     """Return True for a device that copies from and to pinned memory while the CPU goes on."""
-    return device.type not in ("cpu", "mps", "meta")
+    own = torch.accelerator.current_accelerator()
+    return own is not None and own.type == device.type != "mps"
 
 
 _CHOICES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -208,6 +208,7 @@ class LocalModel:
         for name, copy in copies.items():
             if not _is_copy(copy, self.params[name].detach()):
                 copy.copy_(self.params[name].detach())
+        self._searched = []  # an optimizer may fill what it has in its first step
         self.made_common()
 
 
