@@ -93,16 +93,22 @@ def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device. Only a transfer to the CPU waits for what came before it."""
     if tensor.device == device:
         return tensor
-    apart = has_own_memory(device)
-    if apart and tensor.is_cpu:
+    if tensor.is_cpu and copies_pinned(device):
         tensor = tensor.pin_memory()  # from other memory torch waits until it is copied
-    return tensor.to(device, non_blocking=apart)
+    return tensor.to(device, non_blocking=device.type not in ("cpu", "mps"))
 
 
-def has_own_memory(device: torch.device) -> bool:
+@cache
+def copies_pinned(device: torch.device) -> bool:
     """Return True for a device that copies from and to pinned memory while the CPU goes on."""
     own = torch.accelerator.current_accelerator()
-    return own is not None and own.type == device.type != "mps"
+    if own is None or own.type != device.type or own.type == "mps":
+        return False
+    try:
+        torch.empty(1, device="cpu", pin_memory=True)
+    except RuntimeError:  # its backend has none
+        return False
+    return True
 
 
 _CHOICES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -24,7 +24,7 @@ from thinwire.compress.protocol import (
 )
 from thinwire.core.checksum import bit_sums
 from thinwire.core.norms import sketch_of
-from thinwire.core.tensors import has_float64, has_own_memory
+from thinwire.core.tensors import copies_pinned, has_float64
 from thinwire.exchange.nodes import make_common_
 from thinwire.exchange.round import Round
 from thinwire.kernels.rules import OuterRule
@@ -218,7 +218,7 @@ class Averaging:
         self._keys = {name: key for key, name in enumerate(params)}
         self.devices = {name: p.device for name, p in params.items()}
         self._host = config.state_device is not None
-        self._pinned = self._host and any(has_own_memory(p.device) for p in params.values())
+        self._pinned = self._host and any(copies_pinned(p.device) for p in params.values())
         self.anchors = {n: self._own(widened(p).contiguous()) for n, p in params.items()}
         momentum = self.anchors if self._outer.momentum else {}
         self.momentum = {n: self._own(torch.zeros_like(a)) for n, a in momentum.items()}
@@ -474,12 +474,15 @@ class Averaging:
             now = side_by_side([widened(t) for t in _of({**self._params, **copies}, part)])
             target = now + (widened(s.to(old.dtype)) - before)
         numels = [end - start for _, start, end in part]
+        reals = []
+        values = []
         for (name, start, end), found in zip(part, apart(target, numels), strict=True):
             for tensor in (self._params[name], copies.get(name)):
                 if tensor is not None:
                     real = real_view(tensor.detach())
-                    into = _part(real, start, end) if real.is_contiguous() else real
-                    into.copy_(found.view_as(into))
+                    reals.append(_part(real, start, end) if real.is_contiguous() else real)
+                    values.append(found.view_as(reals[-1]))
+        torch._foreach_copy_(reals, values)
 
     def _mean_changes(
         self, run: Sequence[Part], pending: PendingAveraging

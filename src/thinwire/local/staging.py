@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.core.tensors import has_own_memory
+from thinwire.core.tensors import copies_pinned, uploaded
 from thinwire.wire.bucket import apart, side_by_side
 
 _READS_AHEAD = 4
@@ -27,8 +27,8 @@ class Staging:
 
     def read(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return tensors of one dimension `side_by_side`; a single one on the device itself."""
-        if tensors[0].device == device or not has_own_memory(device):
-            return side_by_side(tensors).to(device)
+        if tensors[0].device == device or not copies_pinned(device):
+            return uploaded(side_by_side(tensors), device)
         if device not in self._streams:
             self._streams[device] = [torch.Stream(device) for _ in range(2)]
         reading = self._streams[device][0]
@@ -46,15 +46,15 @@ class Staging:
         """Copy values back to the tensors that were read."""
         if values is tensors[0]:
             return
-        parts = apart(values, [tensor.numel() for tensor in tensors])
+        numels = [tensor.numel() for tensor in tensors]
         if tensors[0].device == values.device or values.device not in self._streams:
-            torch._foreach_copy_(tensors, [part.to(tensors[0].device) for part in parts])
+            torch._foreach_copy_(tensors, apart(values.to(tensors[0].device), numels))
             return
         writing = self._streams[values.device][1]
         writing.wait_stream(torch.accelerator.current_stream(values.device))
         values.record_stream(writing)
         with writing:
-            for tensor, part in zip(tensors, parts, strict=True):
+            for tensor, part in zip(tensors, apart(values, numels), strict=True):
                 tensor.copy_(part, non_blocking=True)
 
     def finish(self) -> None:

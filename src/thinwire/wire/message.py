@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.core.tensors import has_own_memory
+from thinwire.core.tensors import copies_pinned
 from thinwire.errors import PayloadCorrupt
 from thinwire.layout.message import CULPRIT, HEADER, HEADER_BYTES, Layout, WholeLayout, whole_bytes
 from thinwire.wire import codes
@@ -161,7 +161,7 @@ def pack_whole(
     runs = (_whole_run(run) if isinstance(run, Tensor) else run for run in tensors)
     coded = (encode_whole(chunks, layout.value_bits, numels) for numels, chunks in runs)
     first = next(coded)
-    pinned = has_own_memory(first.device)
+    pinned = copies_pinned(first.device)
     raw = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
     at = HEADER_BYTES
     for code in chain([first], coded):
