@@ -15,9 +15,16 @@ from thinwire.core.norms import global_norm, norms
 from thinwire.core.tensors import entries_of, values_of, with_values
 
 
-@check.by_name
 @dataclass(frozen=True)
-class ClipByGlobalNorm:
+class _Limit:
+    c: float
+
+    def __post_init__(self) -> None:
+        check.set_fields(self, check.real, "c", above=0)
+
+
+@check.by_name
+class ClipByGlobalNorm(_Limit):
     """Scale all gradients of an optimizer by c / max(G, c).
 
     G is the norm of all gradients together.
@@ -29,15 +36,9 @@ class ClipByGlobalNorm:
     [tensor([0.6000]), tensor([0.8000])]
     """
 
-    c: float
-
-    def __post_init__(self) -> None:
-        check.set_fields(self, check.real, "c", above=0)
-
 
 @check.by_name
-@dataclass(frozen=True)
-class ClipByNorm:
+class ClipByNorm(_Limit):
     """Scale each gradient whose norm exceeds c to the norm c.
 
     Attributes:
@@ -46,11 +47,6 @@ class ClipByNorm:
     >>> clipped(ClipByNorm(1.0), [torch.tensor([3.0, 4.0]), torch.tensor([0.5])])
     [tensor([0.6000, 0.8000]), tensor([0.5000])]
     """
-
-    c: float
-
-    def __post_init__(self) -> None:
-        check.set_fields(self, check.real, "c", above=0)
 
 
 @check.by_name
@@ -118,9 +114,16 @@ def _limited(values: Tensor, clip: ClipByValue) -> Tensor:
     return torch.where(values.isfinite(), values.clamp(clip.min, clip.max), values)
 
 
-@check.by_name
 @dataclass(frozen=True)
-class L1Decay:
+class _Coefficient:
+    c: float
+
+    def __post_init__(self) -> None:
+        check.set_fields(self, check.real, "c", at_least=0)
+
+
+@check.by_name
+class L1Decay(_Coefficient):
     """Adds c * sign(p) to the gradient, with sign(0) = 0.
 
     Attributes:
@@ -130,15 +133,9 @@ class L1Decay:
     tensor([ 0.5000, -0.5000])
     """
 
-    c: float
-
-    def __post_init__(self) -> None:
-        check.set_fields(self, check.real, "c", at_least=0)
-
 
 @check.by_name
-@dataclass(frozen=True)
-class L2Decay:
+class L2Decay(_Coefficient):
     """Adds c * p to the gradient.
 
     Attributes:
@@ -147,11 +144,6 @@ class L2Decay:
     >>> decayed(torch.zeros(2), torch.tensor([2.0, -3.0]), regularizer=L2Decay(0.5))
     tensor([ 1.0000, -1.5000])
     """
-
-    c: float
-
-    def __post_init__(self) -> None:
-        check.set_fields(self, check.real, "c", at_least=0)
 
 
 Regularizer = L1Decay | L2Decay
