@@ -1,10 +1,10 @@
 """Bytes of the tensors that operations of torch make."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -15,17 +15,6 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, (tuple, list, dict)):
         for item in tree.values() if isinstance(tree, dict) else tree:
             yield from tensors_in(item)
-
-
-def changed(tree: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Arguments or results with other tensors."""
-    if isinstance(tree, Tensor):
-        return change(tree)
-    if isinstance(tree, dict):
-        return {key: changed(item, change) for key, item in tree.items()}
-    if isinstance(tree, (tuple, list)):
-        return type(tree)([changed(item, change) for item in tree])
-    return tree
 
 
 class Allocations(TorchDispatchMode):
@@ -40,9 +29,9 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        given = {storage._cdata for storage in self.storages((args, kwargs))}
-        result = self.run(function, args, kwargs or {})
-        for storage in self.storages(result):
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+        result = function(*args, **kwargs or {})
+        for storage in [tensor.untyped_storage() for tensor in tensors_in(result)]:
             key, nbytes = storage._cdata, storage.nbytes()
             if key not in given and key not in self.live and nbytes > self.above:
                 self.live[key] = nbytes
@@ -50,10 +39,3 @@ class Allocations(TorchDispatchMode):
                 self.peak = max(self.peak, sum(self.live.values()))
                 weakref.finalize(storage, self.live.pop, key, None)
         return result
-
-    def run(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        return function(*args, **kwargs)
-
-    def storages(self, tree: Any) -> list[UntypedStorage]:
-        """The memory of all tensors that count."""
-        return [tensor.untyped_storage() for tensor in tensors_in(tree)]

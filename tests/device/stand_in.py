@@ -97,7 +97,20 @@ def library() -> ctypes.CDLL:
     torch._register_device_module(NAME, _Module())
     torch.utils.generate_methods_for_privateuse1_backend()
     loaded.on_wait(_waits)
+    loaded.held_bytes.restype = loaded.most_held_bytes.restype = ctypes.c_int64
     return loaded
+
+
+def first() -> str:
+    library()
+    return FIRST
+
+
+def held_bytes(*, forget: bool = False) -> tuple[int, int]:
+    """Of all tensors on both devices: now, and at most since it was forgotten."""
+    if forget:
+        library().forget_most_held_bytes()
+    return library().held_bytes(), library().most_held_bytes()
 
 
 _READS = ("_local_scalar_dense", "equal", "is_nonzero")

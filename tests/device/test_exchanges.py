@@ -1,7 +1,7 @@
-"""Every method on a device that is not the CPU: its results, and what it costs there."""
+"""Every method on a device that is not the CPU: the CPU's bits."""
 
-from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,17 +12,6 @@ from tests.device import stand_in
 from tests.laws.frontends import Case, LocalBlock, LocalEngine, OwnStep, WithEngine, bits_of, ended
 from tests.laws.test_matrix import AVERAGING, CONFIGS, DGC, ENGINES, SENDING, Row, adam
 from tests.ranks import Pool
-
-pytestmark = pytest.mark.skipif(bool(stand_in.MISSING), reason=stand_in.MISSING)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pool]:
-    """Processes of their own, since torch forgets no device."""
-    stand_in.built()
-    pool = Pool()
-    yield pool
-    pool.close()
 
 
 def muon(params: Any) -> torch.optim.Optimizer:
@@ -36,7 +25,7 @@ def engine(optimizer: Any = None, steps: int = 12, clip: Any = None, **fields: A
 
 def local(compression: Any, optimizer: Any = None, **more: Any) -> Row:
     config = tw.LocalSGD(5, compression=compression, begin_step=0, **more)
-    return engine(optimizer, 24, localsgd=config)
+    return engine(optimizer, 16, localsgd=config)
 
 
 MORE = {
@@ -46,7 +35,7 @@ MORE = {
     "clip": engine(clip=tw.ClipByGlobalNorm(0.5)),
     "recompute": engine(recompute=tw.Recompute(["2"])),
     "amp, float16": engine(adam, amp=tw.AMP("float16", tw.DynamicLossScale(2.0**8))),
-    "local lamb": engine(adam, 24, lamb=tw.LAMB(), localsgd=tw.LocalSGD(5)),
+    "local lamb": engine(adam, 16, lamb=tw.LAMB(), localsgd=tw.LocalSGD(5)),
     "local muon": local(tw.Quantized(1), muon),
     "1 bit": local(tw.Quantized(1)),
     "8 bits": local(tw.Quantized(8)),
@@ -69,6 +58,28 @@ NEAR += ("muon", "local muon")
 DEVICES = (stand_in.FIRST, stand_in.SECOND)
 
 
+def continued(rank: int, size: int, device: str, folder: str) -> tuple[str, str, float]:
+    """Bits of a run, and of one that goes on from its checkpoint; a mean loss."""
+    stand_in.library()
+    local = tw.LocalSGD(3, compression=tw.Quantized(1))
+    one, other = (LocalEngine(Case(local=local, device=device)) for _ in range(2))
+    one.train(rank, 0, 6)
+    one.engine.save(folder)
+    loss = one.engine.mean_loss(torch.tensor(float(rank), device=device))
+    other.engine.load(folder)
+    for way in (one, other):
+        way.train(rank, 6, 12)
+        way.end()
+    return bits_of(one.model), bits_of(other.model), float(loss)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_checkpoint_of_a_device_continues_there(ranks: Pool, device: str, tmp_path: Path) -> None:
+    [(straight, resumed, loss), _] = ranks.run(continued, device, str(tmp_path))
+    assert straight == resumed
+    assert loss == 0.5
+
+
 def parameters(rank: int, size: int, row: Row) -> tuple[str, list[torch.Tensor]]:
     stand_in.library()
     model = ended(rank, row.frontend, row.case)[0].model
@@ -76,14 +87,21 @@ def parameters(rank: int, size: int, row: Row) -> tuple[str, list[torch.Tensor]]
     return bits_of(model), [p.detach().cpu() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("name", ROWS)
+SLOW = {name for name, row in ROWS.items() if row.size == 4} - {
+    "dgc, nodes",
+    "nodes, sparse, split",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in ROWS]
+)
 def test_training_on_a_device_gives_bits_of_the_cpu(ranks: Pool, name: str) -> None:
-    """Also where it goes on from a checkpoint halfway."""
+    """Also where it goes on from its state halfway."""
     row = ROWS[name]
     here = ranks.run(parameters, row, size=row.size)
     for device in DEVICES:
-        at = 12 if row.case.steps == 24 else 6
-        case = replace(row.case, device=device, resume_at=at)
+        case = replace(row.case, device=device, resume_at=row.case.steps // 2)
         there = ranks.run(parameters, replace(row, case=case), size=row.size)
         assert len({bits for bits, _ in there}) == 1
         if name in NEAR:

@@ -214,7 +214,7 @@ def restored(stored: Tensor, ref: TensorRef, where: str) -> Tensor:
     if ref.dtype not in PLAIN and stored.numel() == math.prod(ref.shape) * ref.dtype.itemsize:
         # a clone is aligned for any dtype, a view into a file need not be
         return stored.clone().view(ref.dtype).reshape(ref.shape)
-    if stored.dtype != ref.dtype or tuple(stored.shape) != ref.shape:
+    if stored.dtype != ref.dtype or stored.shape != ref.shape:
         raise CheckpointCorrupt(
             f"{where} is {stored.dtype} of {tuple(stored.shape)}, not {ref.dtype} of {ref.shape}"
         )
@@ -223,8 +223,8 @@ def restored(stored: Tensor, ref: TensorRef, where: str) -> Tensor:
 
 def synchronize(tensors: Iterable[Tensor]) -> None:
     """Wait until the tensors are computed: another thread does not know the caller's streams."""
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        torch.cuda.synchronize(device)
+    for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
+        torch.accelerator.synchronize(device)
 
 
 def digest(tensor: Tensor) -> bytes:

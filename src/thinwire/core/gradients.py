@@ -16,7 +16,7 @@ from thinwire.core.tensors import entries_of, values_of, with_values
 
 
 @dataclass(frozen=True)
-class _Norm:
+class _Limit:
     c: float
 
     def __post_init__(self) -> None:
@@ -24,8 +24,7 @@ class _Norm:
 
 
 @check.by_name
-@dataclass(frozen=True)
-class ClipByGlobalNorm(_Norm):
+class ClipByGlobalNorm(_Limit):
     """Scale all gradients of an optimizer by c / max(G, c).
 
     G is the norm of all gradients together.
@@ -39,8 +38,7 @@ class ClipByGlobalNorm(_Norm):
 
 
 @check.by_name
-@dataclass(frozen=True)
-class ClipByNorm(_Norm):
+class ClipByNorm(_Limit):
     """Scale each gradient whose norm exceeds c to the norm c.
 
     Attributes:
@@ -117,7 +115,7 @@ def _limited(values: Tensor, clip: ClipByValue) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Decay:
+class _Coefficient:
     c: float
 
     def __post_init__(self) -> None:
@@ -125,8 +123,7 @@ class _Decay:
 
 
 @check.by_name
-@dataclass(frozen=True)
-class L1Decay(_Decay):
+class L1Decay(_Coefficient):
     """Adds c * sign(p) to the gradient, with sign(0) = 0.
 
     Attributes:
@@ -138,8 +135,7 @@ class L1Decay(_Decay):
 
 
 @check.by_name
-@dataclass(frozen=True)
-class L2Decay(_Decay):
+class L2Decay(_Coefficient):
     """Adds c * p to the gradient.
 
     Attributes:

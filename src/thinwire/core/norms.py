@@ -120,8 +120,7 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
     tensor(5.)
     """
     parts = norms(tensors)
-    wide = torch.float64 if any(p.dtype == torch.float64 for p in parts) else torch.float32
-    return norm(torch.stack([part.to(parts[0].device, wide) for part in parts]))
+    return norm(torch.stack([part.to(parts[0].device) for part in parts]))
 
 
 def norm_of(tensors: Iterable[Tensor]) -> float:

@@ -221,7 +221,7 @@ class PipelineRunner:
         mean = 0.0
         if losses := worker.losses:
             kind = _LOSS_TYPES.index(losses[0].dtype)
-            mean = torch.stack(losses).mean(dtype=torch.float64).item()
+            mean = torch.stack(losses).cpu().double().mean().item()
         outcome = _CONCLUSION.pack(worker.error is not None, kind, mean, *bits)
         message = torch.frombuffer(bytearray(outcome), dtype=torch.uint8).to(peers.device)
         return peers.all_gather(message, action="concluding a step")
@@ -315,7 +315,7 @@ def _restoring_buffers(module: nn.Module, device: torch.device) -> Iterator[None
     ]
     devices = [] if device.type == "cpu" else [device]
     try:
-        with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+        with torch.random.fork_rng(devices=devices, device_type=device.type):
             yield
     finally:
         with torch.no_grad():

@@ -354,11 +354,8 @@ class Engine:
         came = loss if isinstance(loss, Tensor) else torch.as_tensor(loss, device="cpu")
         if came.dtype == torch.bool or came.is_complex():
             raise TypeError(f"loss must be a real number or a tensor of one, got {loss!r}")
-        value = came.to(torch.float64).detach().reshape(-1).clone()
-        if value.numel() != 1:
-            raise ValueError(
-                f"loss must have one element, got {value.numel()}: take its mean first"
-            )
+        if came.numel() != 1:
+            raise ValueError(f"loss must have one element, got {came.numel()}: take its mean first")
         group = self._steps.group
         name = "the mean loss"
         if not group.static_membership:
@@ -367,7 +364,7 @@ class Engine:
                 "make the same calls: log the loss of this member"
             )
         with self._steps.with_advice():
-            answers = group.gather_bytes(json.dumps({name: value.item()}).encode(), action=name)
+            answers = group.gather_bytes(json.dumps({name: came.item()}).encode(), action=name)
             rows = [mapping_of(answer) for answer in answers]
             for rank, row in enumerate(rows):
                 if name not in row:

@@ -8,14 +8,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import thinwire as tw
 from tests.api import bucket
+from tests.device import stand_in
 from tests.members.places import met
 from tests.members.training import TIMEOUT_S, wait_for
 from tests.ranks import Pool
-from tests.second_device import Held, There
 from tests.toys import bits, engine_of
 from tests.waiting import until
 
@@ -42,14 +42,6 @@ ELSEWHERE = ("anchors", "outer_momentum", "residuals")
 """Kinds of state that `state_device` moves."""
 
 
-def place(tensor: Tensor, device: str) -> Tensor:
-    return There(tensor) if device == "second" else tensor.to(device)
-
-
-def back(tensor: Tensor) -> Tensor:
-    return tensor.detach().content if isinstance(tensor, There) else tensor.detach().cpu()
-
-
 class Trained:
     """A model on a device, with gradients of its own for every step."""
 
@@ -64,9 +56,9 @@ class Trained:
     ) -> None:
         source = torch.Generator().manual_seed(0)
         tensors = [torch.randn(shape, generator=source).to(dtype) for shape in shapes]
-        self.params = [nn.Parameter(place(tensor, device)) for tensor in tensors]
+        self.params = [nn.Parameter(tensor.to(device)) for tensor in tensors]
         self.model = nn.ParameterList(self.params)
-        self.model.register_buffer("mean", place(torch.full((3,), float(rank)), device))
+        self.model.register_buffer("mean", torch.full((3,), float(rank), device=device))
         self.optimizer = torch.optim.SGD(self.params, 0.1, momentum=0.5, foreach=False)
         self.sync = tw.local_sgd(self.model, self.optimizer, config, **options)
         self.device, self._steps = device, itertools.count(1000 * rank)
@@ -75,11 +67,11 @@ class Trained:
         for param in self.params:
             source = torch.Generator().manual_seed(next(self._steps))
             grad = torch.randn(param.shape, generator=source).to(param.dtype)
-            param.grad = place(grad, self.device)
+            param.grad = grad.to(self.device)
         self.optimizer.step()
 
     def bits(self) -> str:
-        return bits([back(param) for param in self.params])
+        return bits([param.detach().cpu() for param in self.params])
 
 
 def on_one_rank(rank: int, size: int, name: str, options: Any, dtype: Any) -> list[Any]:
@@ -89,14 +81,14 @@ def on_one_rank(rank: int, size: int, name: str, options: Any, dtype: Any) -> li
         config = tw.LocalSGD(
             4, compression=COMPRESSIONS[name], state_device=state_device, **OUTER, **options
         )
-        with Held():
-            trained = Trained("second", config, dtype=dtype)
-            with trained.sync as sync:
-                for _ in range(13):
-                    trained.step()
-                state = sync.state_dict()
-            kinds = {type(t) for kind in ELSEWHERE for t in state[kind].values()}
-            found.append((trained.bits(), kinds))
+        trained = Trained(stand_in.first(), config, dtype=dtype)
+        with trained.sync as sync:
+            for _ in range(13):
+                trained.step()
+            state = sync.state_dict()
+        found.append(
+            (trained.bits(), {str(t.device) for kind in ELSEWHERE for t in state[kind].values()})
+        )
     return found
 
 
@@ -112,22 +104,21 @@ def test_state_on_the_host_gives_the_bits_of_state_on_the_device(
 ) -> None:
     [[there, here]] = ranks.run(on_one_rank, name, OPTIONS[options], dtype, size=0)
     assert there[0] == here[0]
-    assert there[1] == {There} and here[1] == {Tensor}
+    assert there[1] == {stand_in.FIRST} and here[1] == {"cpu"}
 
 
 def trained_alike(rank: int, size: int, name: str, options: Any) -> list[str]:
     """Bits on the second device with state on the host, and on the CPU, where ranks differ."""
     found = []
-    for device, state_device in (("second", "cpu"), ("cpu", "cpu" if rank else None)):
+    for device, state_device in ((stand_in.first(), "cpu"), ("cpu", "cpu" if rank else None)):
         config = tw.LocalSGD(
             4, compression=COMPRESSIONS[name], state_device=state_device, **OUTER, **options
         )
-        with Held():
-            trained = Trained(device, config, rank)
-            with trained.sync:
-                for _ in range(13):
-                    trained.step()
-            found.append(f"{trained.bits()} {back(trained.model.mean).tolist()}")
+        trained = Trained(device, config, rank)
+        with trained.sync:
+            for _ in range(13):
+                trained.step()
+        found.append(f"{trained.bits()} {trained.model.mean.tolist()}")
     return found
 
 
@@ -148,10 +139,11 @@ def members(
     """Bits after averagings of a member, and of one that joins it with state on the host."""
     wait_for(flag if rank else "")
     kind = tw.AdaptiveLocalSGD if engine else tw.LocalSGD
-    own = "cpu" if rank or device == "second" else None
+    own = "cpu" if rank or device == stand_in.FIRST else None
     config = kind(4, 0, compression=COMPRESSIONS[name], state_device=own, **OUTER)
     found: dict[int, str] = {}
-    with Held(), tw.join(address, run="test", timeout=TIMEOUT_S) as joined, ExitStack() as stack:
+    stand_in.library()
+    with tw.join(address, run="test", timeout=TIMEOUT_S) as joined, ExitStack() as stack:
         told: Any = {"members": joined}
         trained = Trained(device, config, rank, **({} if engine else told))
         if engine:
@@ -178,7 +170,7 @@ def members(
 @pytest.mark.parametrize(
     ("name", "device", "engine"),
     [
-        *((name, "second", False) for name in COMPRESSIONS),
+        *((name, stand_in.FIRST, False) for name in COMPRESSIONS),
         ("1 bit", "cpu", False),
         ("1 bit", "cpu", True),
     ],
@@ -203,15 +195,16 @@ def peaks_of_averagings(rank: int, size: int, name: str) -> list[tuple[int, int]
             3, 0, compression=COMPRESSIONS[name], state_device="cpu", delay=delay, **OUTER
         )
         # parts are as small against these tensors as they are against those of a large model
-        with Held() as held, patch.object(bucket, "_PART", 1 << 12):
-            trained = Trained("second", config, rank, LARGE)
+        with patch.object(bucket, "_PART", 1 << 12):
+            trained = Trained(stand_in.first(), config, rank, LARGE)
             with trained.sync:
                 for _ in range(3):  # the optimizer's state, positions for sketches
                     trained.step()
-                held.peak, before = 0, sum(held.live.values())
+                before = stand_in.held_bytes(forget=True)[0]
                 for _ in range(3):
                     trained.step()
-                found.append((held.peak - before, sum(held.live.values()) - before))
+                after, peak = stand_in.held_bytes()
+                found.append((peak - before, after - before))
     return found
 
 
