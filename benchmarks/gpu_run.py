@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire as tw
 from benchmarks.gaps import SIZES
 from benchmarks.law import numel_of
+from thinwire._devices import moved
 from thinwire.core.feedback import commit_list_, propose_list, sum_sparse
-from thinwire.core.tensors import moved
 from thinwire.kernels.rules import Fold
 from thinwire.layout.message import VALUE_BITS, WHOLE_BITS, Layout, Slot, WholeLayout
 from thinwire.tools.run.built_in import VOCABULARY, ByteTransformer, loss_of

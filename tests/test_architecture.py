@@ -15,7 +15,7 @@ from tests.processes import ran, ran_code
 ROOT = Path(thinwire.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
 BASE = {"errors", "_version", "_validate", "_names", "_watchdog", "_wording", "_launched", "_files"}
-BASE |= {"_at_exit"}
+BASE |= {"_at_exit", "_devices"}
 MATHS = BASE | {"layout", "schedules", "kernels", "core"}
 METHODS = MATHS | {"wire", "compress"}
 MAY_IMPORT = {

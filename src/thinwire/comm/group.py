@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire._devices import uploaded
 from thinwire._launched import one_of_several, require_linux
 from thinwire._wording import warn_user
 from thinwire.comm.failures import RESTART, explain_failure
@@ -298,7 +299,7 @@ class Group:
         """Launch an all-gather of equally long byte strings, untouched until `wait`, uint8 (n,)."""
         carried = message.to(self._carrier(message.device))
         gathered = self._gather(carried, action, control=False)
-        return Pending(lambda: _returned(gathered.wait(), message.device))
+        return Pending(lambda: uploaded(gathered.wait(), message.device))
 
     def _gather(self, message: Tensor, action: str, *, control: bool) -> Pending[Tensor]:
         """Gather as `all_gather` does; `control` messages use a process group of their own."""
@@ -360,7 +361,7 @@ class Group:
         def joined() -> Tensor:
             split = [torch.split(out, row) for out, row in zip(outs, came, strict=True)]
             whole = [piece for source in zip(*split, strict=True) for piece in source]
-            return _returned(outs[0] if len(outs) == 1 else torch.cat(whole), device)
+            return uploaded(outs[0] if len(outs) == 1 else torch.cat(whole), device)
 
         wire = parts.numel() - own, sum(taken) - own
         return self._launched(launches, joined, action, [*outs, *pieces], wire=wire)
@@ -420,7 +421,10 @@ class Group:
         wire = (round(2 * (self.size - 1) / self.size * buffer.nbytes),) * 2  # of a ring
         if self.relayed:
             wire = self.copies * buffer.nbytes, (self.size - 1) * buffer.nbytes
-        done = partial(buffer.copy_, carried, buffer.device.type not in _ON_HOST)
+
+        def done() -> Tensor:
+            return buffer.copy_(uploaded(carried, buffer.device))
+
         return self._launched(launches, done, action, [carried], wire=wire)
 
     def _summed(self, buffer: Tensor, action: str) -> Generator[None, None, Tensor]:
@@ -443,7 +447,7 @@ class Group:
             sums = self.swap(own.repeat(self.size), lengths, action=action)
         yield
         whole = sums.wait().reshape(-1)[: flat.numel()]
-        return _returned(whole.view(buffer.dtype).view(buffer.shape), buffer.device)
+        return uploaded(whole.view(buffer.dtype).view(buffer.shape), buffer.device)
 
     def broadcast_(self, buffer: Tensor, *, action: str, source: int = 0) -> Pending[Tensor]:
         """Launch a broadcast of rank `source`'s `buffer`, which gloo's ranks pass on in a tree."""
@@ -651,11 +655,6 @@ class Group:
         )
 
 
-def _returned(carried: Tensor, device: torch.device) -> Tensor:
-    """Return a result on the device of what was sent; only a CPU waits for a device."""
-    return carried.to(device, non_blocking=device.type not in _ON_HOST)
-
-
 def sealed(payload: bytes) -> bytes:
     """Return a string with its checksum; see `Group.unsealed`."""
     return payload + _CHECKSUM.pack(zlib.crc32(payload))
@@ -695,8 +694,6 @@ def require_process_group(value: object) -> None:
     )
 
 
-_ON_HOST = ("cpu", "mps")
-"""Devices whose copies are waited for."""
 _NEAR_S, _FAST_BIT_S, _NEAR_BYTES = 2e-3, 2e8, 32 << 20
 _LARGEST_BYTES, _SMALLEST_BYTES = 4 << 20, 64 << 10
 _WHOLE_BYTES, _OF_STREAM_BYTES = 512 << 10, 128 << 10

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from thinwire._devices import uploaded
 from thinwire.compress.protocol import (
     AllGather,
     AllReduce,
@@ -20,7 +21,7 @@ from thinwire.compress.protocol import (
     salt_of,
 )
 from thinwire.core.checksum import checked_mean_, checked_sum, with_checksum
-from thinwire.core.tensors import state_dtype, uploaded
+from thinwire.core.tensors import state_dtype
 from thinwire.errors import PayloadCorrupt
 from thinwire.layout.traffic import travels_checksummed
 

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from thinwire._devices import moved
 from thinwire.compress.protocol import (
     RESIDUAL,
     AllGather,
@@ -28,7 +29,6 @@ from thinwire.compress.protocol import (
 )
 from thinwire.compress.split import Sums, add_up, joined, shares
 from thinwire.core.feedback import Proposal, rounding_seed, store_, sum_sparse
-from thinwire.core.tensors import moved
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels.reference import divided_
 from thinwire.layout.message import Layout, Slot

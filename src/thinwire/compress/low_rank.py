@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire._devices import uploaded, with_float64
 from thinwire.compress.dense import by_dtype
 from thinwire.compress.protocol import (
     RESIDUAL,
@@ -44,7 +45,6 @@ from thinwire.compress.protocol import (
     buffer_for,
 )
 from thinwire.core.checksum import checked_mean_
-from thinwire.core.tensors import uploaded, with_float64
 from thinwire.layout.message import factor_numels
 from thinwire.layout.traffic import TWO_ROUND_BUCKETS, Messages
 

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire._devices import moved
 from thinwire._wording import warn_user
 from thinwire.core.checksum import opened_rows, with_checksum
 from thinwire.core.feedback import Proposal, top_k
-from thinwire.core.tensors import moved, state_dtype
+from thinwire.core.tensors import state_dtype
 from thinwire.errors import PayloadCorrupt
 from thinwire.layout.message import Layout, WholeLayout
 from thinwire.layout.traffic import BUCKETS, EXCHANGES, GATHER, Messages, messages

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire._devices import uploaded
 from thinwire.compress.protocol import (
     RESIDUAL,
     AllGather,
@@ -21,7 +22,6 @@ from thinwire.compress.protocol import (
     buffer_for,
     check_messages,
 )
-from thinwire.core.tensors import uploaded
 from thinwire.errors import PayloadCorrupt
 from thinwire.kernels.reference import divided_
 from thinwire.layout.message import WHOLE_BITS, WholeLayout

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire._devices import moved
 from thinwire.compress.entries import ArrivedEntries, Proposed, send_entries
 from thinwire.compress.protocol import (
     RESIDUAL,
@@ -19,7 +20,6 @@ from thinwire.compress.protocol import (
     check_messages,
 )
 from thinwire.core.feedback import Proposal, compile_loops
-from thinwire.core.tensors import moved
 from thinwire.layout.message import VALUE_BITS, Layout, count_sent
 
 

@@ -26,7 +26,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.core.tensors import moved
+from thinwire._devices import moved
 from thinwire.kernels import for_device, reference, require_lengths
 from thinwire.kernels.reference import divided_, mixed
 from thinwire.kernels.rules import Fold

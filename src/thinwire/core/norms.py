@@ -13,15 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from thinwire._devices import has_float64, moved, uploaded
 from thinwire.core.sharded import is_sharded, shard_of
-from thinwire.core.tensors import (
-    TensorList,
-    coalesced,
-    has_float64,
-    moved,
-    uploaded,
-    values_of,
-)
+from thinwire.core.tensors import TensorList, coalesced, values_of
 from thinwire.kernels.reference import mixed
 from thinwire.kernels.rules import TrustRule
 from thinwire.layout.message import SKETCH_NUMEL

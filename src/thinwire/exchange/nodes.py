@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from thinwire._devices import uploaded
 from thinwire.comm import Group, Sources, require_agreement
 from thinwire.compress.dense import by_dtype, joined, opened, parted, sum_of
 from thinwire.compress.protocol import Bucket, Context, Sending, combined, damaged_text
 from thinwire.core.checksum import checksum
-from thinwire.core.tensors import uploaded
 from thinwire.errors import PayloadCorrupt
 
 Send = Callable[[Context, Mapping[str, Tensor]], Sequence[Sending]]

@@ -5,10 +5,10 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from thinwire._devices import moved, uploaded
 from thinwire.comm import Group, Pending
 from thinwire.compress.dense import by_dtype, joined, parted
 from thinwire.core.checksum import checked_mean_, checked_sum, with_checksum
-from thinwire.core.tensors import moved, uploaded
 from thinwire.exchange.digest import RollingDigest
 from thinwire.layout.traffic import travels_checksummed
 

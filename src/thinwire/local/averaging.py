@@ -10,6 +10,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from thinwire._devices import copies_pinned, has_float64
 from thinwire.comm import Sources
 from thinwire.comm.replicate import overwrite_
 from thinwire.compress.dense import DenseMeans, not_finite, send_dense
@@ -24,7 +25,6 @@ from thinwire.compress.protocol import (
 )
 from thinwire.core.checksum import bit_sums
 from thinwire.core.norms import sketch_of
-from thinwire.core.tensors import copies_pinned, has_float64
 from thinwire.exchange.nodes import make_common_
 from thinwire.exchange.round import Round
 from thinwire.kernels.rules import OuterRule

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.core.tensors import copies_pinned, uploaded
+from thinwire._devices import copies_pinned, uploaded
 from thinwire.wire.bucket import apart, side_by_side
 
 _READS_AHEAD = 4

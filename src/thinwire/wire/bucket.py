@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from thinwire.core.tensors import uploaded
+from thinwire._devices import uploaded
 
 CHUNK = 1 << 17
 """Entries that stay in a core's cache between two passes; whole bytes at any number of bits."""

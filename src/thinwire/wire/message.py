@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.core.tensors import copies_pinned
+from thinwire._devices import copies_pinned
 from thinwire.errors import PayloadCorrupt
 from thinwire.layout.message import CULPRIT, HEADER, HEADER_BYTES, Layout, WholeLayout, whole_bytes
 from thinwire.wire import codes

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.core.tensors import has_float64, uploaded, with_float64
+from thinwire._devices import has_float64, uploaded, with_float64
 from thinwire.kernels.reference import divided_
 from thinwire.layout.message import SCALE_BYTES, SCALE_COUNT
 from thinwire.wire.bucket import (
