@@ -355,9 +355,7 @@ class Engine:
         if came.dtype == torch.bool or came.is_complex():
             raise TypeError(f"loss must be a real number or a tensor of one, got {loss!r}")
         if came.numel() != 1:
-            raise ValueError(
-                f"loss must have one element, got {came.numel()}: take its mean first"
-            )
+            raise ValueError(f"loss must have one element, got {came.numel()}: take its mean first")
         group = self._steps.group
         name = "the mean loss"
         if not group.static_membership:
