@@ -128,7 +128,7 @@ def cost(rank: int, size: int, name: str) -> tuple[Cost, list[str]]:
 
 
 @pytest.mark.parametrize("name", COSTS)
-def test_exchange_on_a_device_costs_what_its_row_allows(ranks: Pool, name: str) -> None:
+def test_exchange_on_a_device_stays_within_its_row(ranks: Pool, name: str) -> None:
     found, lines = max(ranks.run(cost, name), key=lambda pair: astuple(pair[0]))
     most = COSTS[name][2]
     # what torch itself launches differs from version to version
