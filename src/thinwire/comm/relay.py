@@ -25,10 +25,13 @@ FRAME_BYTES = 16 << 10
 ALL = -1
 GREETING = b"twrelay1"
 NONCE_BYTES = 16
-_CONNECT_S, _RETRY_S, _FLUSH_S = 5.0, 0.2, 1.0
+_CONNECT_S = 5.0
+_RETRY_S = 0.2
+_FLUSH_S = 1.0
 _SILENCE_S = 10.0
 """Seconds of silence after which the relay counts as lost; it sends a heartbeat every 2 s."""
-_BUFFER_BYTES, _MAX_MESSAGE_BYTES = 64 << 20, 1 << 30
+_BUFFER_BYTES = 64 << 20
+_MAX_MESSAGE_BYTES = 1 << 30
 _log = logging.getLogger("thinwire")
 
 
@@ -61,7 +64,10 @@ class Kind(IntEnum):
 class Answer:
     """Answer of the relay to a greeting, and to a client that asks for admission, one byte."""
 
-    OK, TOKEN, FULL, TLS = b"+", b"t", b"f", b"s"
+    OK = b"+"
+    TOKEN = b"t"
+    FULL = b"f"
+    TLS = b"s"
 
 
 class RelayEndpoint(NamedTuple):

@@ -55,7 +55,8 @@ class ElasticGroup(Group):
     def _bind(self, now: Generation) -> None:
         first = self.bound is None
         self.bound = now
-        self.rank, self.size = now.rank, now.size
+        self.rank = now.rank
+        self.size = now.size
         groups: Any = now.groups  # it has the attributes of a Private that Group uses
         self._shared = groups
         self.relayed = groups is not None and groups.relayed
@@ -178,7 +179,8 @@ class SingleRank:
     """Site of one rank, which holds the whole model."""
 
     mesh: DeviceMesh | None = None
-    rank, size = 0, 1
+    rank = 0
+    size = 1
 
     def gather_values(self, action: str, value: Any) -> list[Any]:
         return [value]
@@ -224,7 +226,8 @@ class Site(SingleRank):
         self.mesh = mesh
         self.ranks = Group(mesh.get_group("shard"), _SITE_TIMEOUTS * timeout_s + _CONNECT_S)
         self.ranks.one_site = True
-        self.rank, self.size = self.ranks.rank, self.ranks.size
+        self.rank = self.ranks.rank
+        self.size = self.ranks.size
         self._ended = False
 
     def gather_values(self, action: str, value: Any) -> list[Any]:

@@ -32,7 +32,8 @@ _HELLO_S = 5.0
 _SIGN_S = 2.0
 _RETRY_S = 0.2
 _CHUNK_BYTES = 64 << 10
-_STORE_CLIENT, _TLS_CLIENT = b"\0", b"\x16"
+_STORE_CLIENT = b"\0"
+_TLS_CLIENT = b"\x16"
 """First byte of a client of torch's store (`QueryType::VALIDATE`), and of a TLS handshake."""
 _SLOW_S = 120.0
 """Seconds after which a rank that reads nothing is dropped."""

@@ -424,7 +424,8 @@ class DGCMomentum(CommonOptimizer):
 
     def _exchanged(self, exchange: GradientExchange) -> bool:
         # a GradScaler tells its scale and its verdict by these
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        scale = getattr(self, "grad_scale", None)
+        found = getattr(self, "found_inf", None)
         overflow = None if found is None else bool(found)
         factor = 1.0 if scale is None else 1.0 / float(scale)
         pairs = self._pairs()  # without a sign change: the exchange takes plain gradients

@@ -197,7 +197,7 @@ def _lines_of(name: str, value: Any, tag: str | None, depth: int) -> Iterator[st
     if tag is not None:
         yield f"{indent}{name}:"
         name = tag
-        depth = depth + 1
+        depth += 1
     yield f"{'  ' * depth}{name}:{'' if to_dict(value) else ' {}'}"
     about = attribute_lines(type(value))
     for key, below, its_tag in _entries(value):
