@@ -61,6 +61,11 @@ class Kind(IntEnum):
     """The sender will not connect again."""
 
 
+def signal(to: int, source: int, kind: int, number: int = 0) -> bytes:
+    """Return a frame without content."""
+    return HEAD.pack(0, to, source, kind, number, 0, 0)
+
+
 class Answer:
     """Answer of the relay to a greeting, and to a client that asks for admission, one byte."""
 
@@ -113,8 +118,12 @@ async def _connect(
                     "it: pass it, or the CA that signed it, as ca="
                 )
             nonce = await reader.readexactly(NONCE_BYTES)
-            fields = {"room": room, "rank": rank, "direct": sorted(direct)}
-            fields |= {"patience_s": endpoint.patience_s}
+            fields = {
+                "room": room,
+                "rank": rank,
+                "direct": sorted(direct),
+                "patience_s": endpoint.patience_s,
+            }
             hello = json.dumps(fields, separators=(",", ":")).encode()
             mac = hello_mac(endpoint.key, nonce, hello)
             writer.write(len(hello).to_bytes(2, "little") + hello + mac)
@@ -336,7 +345,7 @@ class RelayClient:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             if self._closing.is_set():
-                writer.write(HEAD.pack(0, ALL, 0, Kind.GOODBYE, 0, 0, 0))
+                writer.write(signal(ALL, 0, Kind.GOODBYE))
             writer.close()
             try:
                 async with asyncio.timeout(_FLUSH_S):
@@ -395,7 +404,7 @@ class RelayClient:
                 self._add_part(Kind(kind), source, number, offset, full_length, part)
                 if offset + length == full_length:
                     done = self._next_in[kind, source]
-                    writer.write(HEAD.pack(0, source, 0, kind + Kind.DATA_DONE, done, 0, 0))
+                    writer.write(signal(source, 0, kind + Kind.DATA_DONE, done))
             elif kind in (Kind.DATA_DONE, Kind.CONTROL_DONE):
                 self._acknowledge(source, kind - Kind.DATA_DONE, number)
             elif kind in (Kind.CONNECTED, Kind.DISCONNECTED):

@@ -313,19 +313,20 @@ class SiteGroup(Group):
     ) -> Pending[list[bytes]]:
         with self._announcing_end():
             gathered = self._shard_group.launch_bytes(payload, action=action)
-        return Pending(lambda: self._common_answers(gathered, action))
 
-    def _common_answers(self, gathered: Pending[list[bytes]], action: str) -> list[bytes]:
-        with self._announcing_end():
-            answers = gathered.wait()
-        ids = self._shard_group.membership.shared.voters
-        all_equal = len(set(answers)) == 1
-        report = {"ids": ids, "answers": packed(answers[:1] if all_equal else answers)}
-        reports = self.site.gather_values(action, report)
-        received = [dict(zip(r["ids"], _answers_of(r), strict=True)) for r in reports]
-        # a site counts only if the ranks of every shard have received its answer
-        self._received_ids = [site for site in received[0] if all(site in r for r in received)]
-        return [by_site[site] for site in self._received_ids for by_site in received]
+        def common_answers() -> list[bytes]:
+            with self._announcing_end():
+                answers = gathered.wait()
+            ids = self._shard_group.membership.shared.voters
+            all_equal = len(set(answers)) == 1
+            report = {"ids": ids, "answers": packed(answers[:1] if all_equal else answers)}
+            reports = self.site.gather_values(action, report)
+            received = [dict(zip(r["ids"], _answers_of(r), strict=True)) for r in reports]
+            # a site counts only if the ranks of every shard have received its answer
+            self._received_ids = [site for site in received[0] if all(site in r for r in received)]
+            return [by_site[site] for site in self._received_ids for by_site in received]
+
+        return Pending(common_answers)
 
 
 def _answers_of(report: dict[str, Any]) -> list[bytes]:
