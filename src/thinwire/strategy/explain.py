@@ -22,7 +22,7 @@ from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from thinwire.layout.shares import contiguous
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig
 from thinwire.local.model import require_own_params
-from thinwire.pipeline.split import Pipeline, split_model
+from thinwire.pipeline.split import split_model
 from thinwire.step.recompute import matches
 from thinwire.strategy.clipping import require_one_clip
 from thinwire.strategy.documents import attribute_lines
@@ -91,19 +91,16 @@ class _Texts:
     def __init__(self, strategy: Fields) -> None:
         self.of_gradients = strategy.gradient_compression
         self.advice: list[str] = []
-        if strategy.pipeline is not None:
-            self._of_stages(strategy.pipeline)
+        if (pipeline := strategy.pipeline) is not None:
+            self.stages = pipeline.stages
+            self.ranks = "the replicas of a stage"
+            self.passes = f", in {pipeline.micro_batches} parts through {pipeline.stages} stages"
+            self.early = ""
+            self.clipped = " over all stages"
         if strategy.local is None:
             self._of_exchange(strategy)
         else:
             self._of_averaging(strategy.local, strategy)
-
-    def _of_stages(self, config: Pipeline) -> None:
-        self.stages = config.stages
-        self.ranks = "the replicas of a stage"
-        self.passes = f", in {config.micro_batches} parts through {config.stages} stages"
-        self.early = ""
-        self.clipped = " over all stages"
 
     def _of_exchange(self, strategy: Fields) -> None:
         config = self.of_gradients
