@@ -25,7 +25,14 @@ def before_exit(owner: object, hook: Callable[[bool], None]) -> None:
     if _watched != [os.getpid()]:
         _watched[:] = [os.getpid()]
         _hooks.clear()
-        _note_status()
+        leave = sys.exit
+
+        def noted(status: Any = None, /) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                _status[0] = status
+            leave(status)
+
+        sys.exit = noted
         # handlers of `atexit` run after executors have ended
         threading._register_atexit(_run_hooks, os.getpid())  # type: ignore[attr-defined]
     _hooks[owner] = hook
@@ -41,17 +48,6 @@ def fail_at_exit(owner: object, text: str | None) -> None:
     _failures.pop(owner, None)
     if text is not None:
         _failures[owner] = text
-
-
-def _note_status() -> None:
-    leave = sys.exit
-
-    def noted(status: Any = None, /) -> Any:
-        if threading.current_thread() is threading.main_thread():
-            _status[0] = status
-        leave(status)
-
-    sys.exit = noted
 
 
 def _run_hooks(pid: int) -> None:

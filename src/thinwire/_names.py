@@ -41,14 +41,14 @@ def require_shapes(model: nn.Module) -> None:
 
 def named_parameters(model: nn.Module) -> list[tuple[str, Parameter]]:
     """Return `model.named_parameters()` as a list, with plain names."""
-    pairs = list(model.named_parameters())
-    return list(zip(plain_names(name for name, _ in pairs), (p for _, p in pairs), strict=True))
+    named = dict(model.named_parameters())
+    return list(zip(plain_names(named), named.values(), strict=True))
 
 
 def named_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return `model.named_buffers()` as a list, with plain names."""
-    pairs = list(model.named_buffers())
-    return list(zip(plain_names(name for name, _ in pairs), (b for _, b in pairs), strict=True))
+    named = dict(model.named_buffers())
+    return list(zip(plain_names(named), named.values(), strict=True))
 
 
 def non_persistent_buffers(model: nn.Module) -> frozenset[str]:

@@ -72,7 +72,9 @@ def real(
         and (below is None or number < below)
     )
     if not inside:
-        bounds = _bounds(at_least, above, at_most, below)
+        signs = {">=": at_least, ">": above, "<=": at_most, "<": below}
+        limits = [f"{sign} {bound:g}" for sign, bound in signs.items() if bound is not None]
+        bounds = f" {' and '.join(limits)}" if limits else ""
         raise ValueError(
             f"{name} must be a {'finite ' if finite else ''}number{bounds}, got {shown(value)}"
         )
@@ -82,7 +84,9 @@ def real(
 def integer(name: str, value: Any, *, at_least: int | None = None) -> int:
     """Return `value` as an int; raise `TypeError` or `ValueError` unless it is in the range."""
     try:
-        if isinstance(value, bool) or _is_unfit_tensor(value):
+        # of tensors Python takes one of one element or of bool too
+        of_tensor = isinstance(value, torch.Tensor) and (value.ndim or value.dtype == torch.bool)
+        if isinstance(value, bool) or of_tensor:
             raise TypeError
         number = operator.index(value)
     except TypeError:
@@ -196,20 +200,3 @@ def same_shapes(
                 f"state does not fit: {kind}, {name} has shape {before} in it and {now} here. "
                 f"{advice}"
             )
-
-
-def _is_unfit_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and (
-        value.ndim > 0
-        or value.is_floating_point()
-        or value.is_complex()
-        or value.dtype == torch.bool
-    )
-
-
-def _bounds(
-    at_least: float | None, above: float | None, at_most: float | None, below: float | None
-) -> str:
-    signs = {">=": at_least, ">": above, "<=": at_most, "<": below}
-    limits = [f"{sign} {bound:g}" for sign, bound in signs.items() if bound is not None]
-    return f" {' and '.join(limits)}" if limits else ""

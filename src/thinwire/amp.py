@@ -174,9 +174,8 @@ class LossScaler:
             return overflow
         if self._group is None:
             self._group = Group(self._process_group)
-        own = b"1" if overflow else b"0"
         purpose = "agreeing on an overflow of scaled gradients"
-        answers = self._group.gather_bytes(own, action=purpose)
+        answers = self._group.gather_bytes(b"1" if overflow else b"0", action=purpose)
         for rank, answer in enumerate(answers):
             if answer not in (b"0", b"1"):
                 raise wrong_call_site(purpose, rank, answer)

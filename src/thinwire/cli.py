@@ -25,7 +25,10 @@ _EXTRAS = ("cyclopts", "rich")
 _ON_LINUX = ("run", "compare", "host", "doctor", "probe")
 _LONGEST_LINE = 2000
 _SUGGESTION = re.compile(r' Did you mean "?([^"? ]+)"?\?')
-_FAILED, _BAD_INPUT, _INTERRUPTED, _TERMINATED = 1, 2, 130, 143
+_FAILED = 1
+_BAD_INPUT = 2
+_INTERRUPTED = 130
+_TERMINATED = 143
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

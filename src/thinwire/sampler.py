@@ -146,14 +146,6 @@ class ShardedSampler(Sampler[int]):
         """Return this rank's progress, for the other ranks."""
         return self._epoch, self._taken
 
-    def _go_on(self, epoch: int, left: list[int]) -> None:
-        # an epoch of which nothing is left is over
-        self._lefts = {epoch: left} if left else {}
-        self._epoch = self._start = epoch if left else epoch + 1
-        self._taken = 0
-        if self._member is not None:
-            self._rank, self._ranks = self._member.sharing_rank_and_size
-
     def _remaining(self, taken: Sequence[Taken | None]) -> tuple[int, list[int]]:
         """Return the latest epoch of any rank, and the samples left of all epochs until then."""
         known = [report or (self._start, 0) for report in taken]
@@ -211,4 +203,9 @@ class ShardedSampler(Sampler[int]):
         self._shuffle = check.boolean("shuffle", state["shuffle"])
         self._seed = seed
         self._orders = {}
-        self._go_on(epoch, left)
+        # an epoch of which nothing is left is over
+        self._lefts = {epoch: left} if left else {}
+        self._epoch = self._start = epoch if left else epoch + 1
+        self._taken = 0
+        if self._member is not None:
+            self._rank, self._ranks = self._member.sharing_rank_and_size

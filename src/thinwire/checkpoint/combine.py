@@ -88,7 +88,10 @@ class _Combiner:
         inner = joined(self.node, path, nodes)
         if inner is not None:
             return inner
-        if rule == "strict" and not all(map(_is_mean, nodes)):
+        if rule == "strict" and not all(
+            isinstance(node, float) or (isinstance(node, STORED) and _has_mean(node.dtype))
+            for node in nodes
+        ):
             first, *others = map(self._own, nodes)
             if not all(equal(first, other) for other in others):
                 raise CheckpointError(
@@ -164,10 +167,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _has_mean(dtype: torch.dtype) -> bool:
     """Return True if the tensor stands for numbers by itself. Scales and packed pairs do not."""
     return (dtype.is_floating_point or dtype.is_complex) and dtype not in _ONLY_STORAGE
-
-
-def _is_mean(value: Any) -> bool:
-    return isinstance(value, float) or (isinstance(value, STORED) and _has_mean(value.dtype))
 
 
 def _codes(node: Any) -> list[Any]:

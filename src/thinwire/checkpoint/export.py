@@ -94,7 +94,8 @@ def export(
             newer format, or holds a dtype that some versions of safetensors cannot read.
         OSError: Writing failed.
     """
-    source, target = Path(folder), Path(file)
+    source = Path(folder)
+    target = Path(file)
     _require_writable(target, force=force)
     stages = _verified(source)
     first = stages[0]
@@ -176,7 +177,9 @@ def _joined(stages: list[CheckpointReader]) -> tuple[dict[str, Tensor], set[str]
     values: dict[str, Tensor] = {}
     averaged: set[str] = set()
     shards: dict[str, list[Tensor]] = {}
-    sharded = _are_shards(stages)
+    strategy = stages[0].manifest.plain_facts.get("strategy")
+    pipeline = strategy.get("pipeline") if isinstance(strategy, Mapping) else None
+    sharded = len(stages) > 1 and pipeline is None
     for rank, stage in enumerate(stages):
         with TensorReader(stage.path) as reader:
             for kind in _KINDS:
@@ -195,12 +198,6 @@ def _joined(stages: list[CheckpointReader]) -> tuple[dict[str, Tensor], set[str]
                 }
     values |= {name: torch.cat(rows) for name, rows in shards.items()}
     return values, averaged
-
-
-def _are_shards(stages: list[CheckpointReader]) -> bool:
-    strategy = stages[0].manifest.plain_facts.get("strategy")
-    pipeline = strategy.get("pipeline") if isinstance(strategy, Mapping) else None
-    return len(stages) > 1 and pipeline is None
 
 
 def _kept(tree: Any, kind: str, path: Path) -> Mapping[str, Any]:

@@ -49,7 +49,8 @@ def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> int:
             for start in range(0, len(piece), _CHUNK_BYTES):
                 chunk = piece[start : start + _CHUNK_BYTES]
                 file.write(chunk)
-                size, waiting = size + len(chunk), waiting + len(chunk)
+                size += len(chunk)
+                waiting += len(chunk)
                 note_progress()
                 if waiting >= _SYNC_BYTES:
                     file.flush()

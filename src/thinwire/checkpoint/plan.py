@@ -38,7 +38,7 @@ from thinwire.checkpoint.manifest import (
     tensor_file,
     token_name,
 )
-from thinwire.checkpoint.tensor_file import Hash, hashes_of, synchronize, write_tensors
+from thinwire.checkpoint.tensor_file import Hash, by_name, hash_of, synchronize, write_tensors
 from thinwire.checkpoint.tree import encoded, table_entry
 from thinwire.errors import CheckpointError
 
@@ -69,7 +69,7 @@ class RankWriter:
         self.facts = encoded(dict(facts), None)
         self._tree = encoded(state, self._tensors)
         synchronize(self._tensors.values())
-        self._hashes = hashes_of(self._tensors)
+        self._hashes = by_name(hash_of, self._tensors)
         self._digests = {
             name: f"{tensor.dtype} {tuple(tensor.shape)} {self._hashes[name][0].hex()}"
             for name, tensor in self._tensors.items()
@@ -202,9 +202,9 @@ class SaveLayout:
         free = shutil.disk_usage(self.root).free
         if free < self._needed_bytes + _SPARE_BYTES:
             raise CheckpointError(
-                f"no space left: a checkpoint of {_mib(self._needed_bytes)} does not fit into the "
-                f"{_mib(free)} free in {self.root}. Delete files there, save to another "
-                "directory, or keep fewer checkpoints"
+                f"no space left: a checkpoint of {self._needed_bytes / 2**20:.1f} MiB does not fit "
+                f"into the {free / 2**20:.1f} MiB free in {self.root}. Delete files there, save to "
+                "another directory, or keep fewer checkpoints"
             )
         self.staging.mkdir()
         return failed_deletions
@@ -255,7 +255,3 @@ class SaveLayout:
             # the first failure is being raised; the next save cleans up
             with contextlib.suppress(OSError):
                 discard(self.path if self._committed else self.staging, self.staging)
-
-
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.1f} MiB"

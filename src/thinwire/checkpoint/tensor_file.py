@@ -98,24 +98,20 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def pieces_of(
-    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> Iterator[bytes | memoryview]:
     """Yield the content of a safetensors file: its header, then each tensor in turn."""
     yield _header(tensors, metadata)
     yield from (bytes_of(tensor).numpy().data for tensor in tensors.values())
 
 
-def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """Return the SHA-256 of each tensor, by name."""
-    return dict(zip(tensors, by_threads(digest, tensors.values()), strict=True))
+def by_name(act: Callable[[Tensor], _R], tensors: Mapping[str, Tensor]) -> dict[str, _R]:
+    """Return the digest or the hash of each tensor, by its name."""
+    return dict(zip(tensors, by_threads(act, tensors.values()), strict=True))
 
 
-def hashes_of(tensors: Mapping[str, Tensor]) -> dict[str, Hash]:
-    """Return the hash of each tensor, by name."""
-    return dict(zip(tensors, by_threads(_hash_of, tensors.values()), strict=True))
-
-
-def _hash_of(tensor: Tensor) -> Hash:
+def hash_of(tensor: Tensor) -> Hash:
+    """Return the hash of a tensor."""
     content = bytes_of(tensor)  # once: a device copies it
     # sums first: what changes between both differs from them when it is written
     sums = [checksum_of([piece]) for piece in _pieces(content)]
@@ -167,7 +163,8 @@ def by_threads(act: Callable[[_T], _R], items: Iterable[_T], threads: int = _REA
 
 def _digest_of_range(path: Path, ends: Sequence[int]) -> bytes:
     """Return the SHA-256 of a part of a file."""
-    hasher, (at, end) = hashlib.sha256(), ends
+    hasher = hashlib.sha256()
+    at, end = ends
     with path.open("rb") as file:
         file.seek(at)
         while at < end and (chunk := file.read(min(_PIECE_BYTES, end - at))):
@@ -274,7 +271,7 @@ def write_rank_file(path: Path, state: Any) -> str:
     aside.unlink(missing_ok=True)
     try:
         metadata = {"tree": json.dumps(tree), "tensors": json.dumps(table)}
-        _, sha256 = write_tensors(aside, tensors, metadata, hashes_of(tensors))
+        _, sha256 = write_tensors(aside, tensors, metadata, by_name(hash_of, tensors))
         aside.replace(path)
     except (OSError, CheckpointError):
         aside.unlink(missing_ok=True)

@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -91,13 +90,13 @@ def tap_buckets(
             "first"
         )
     tap.on_bucket = on_bucket
-    vars(ddp)["join_hook"] = partial(_refuse_join, instead)
+
+    def refuse_join(**_: Any) -> NoReturn:
+        raise RuntimeError(
+            "DistributedDataParallel.join() does not work with an attached optimizer, whose ranks "
+            "meet in step(), which a rank without batches does not call: give all ranks equally "
+            f"many batches, or {instead}"
+        )
+
+    vars(ddp)["join_hook"] = refuse_join
     return tap
-
-
-def _refuse_join(instead: str, **_: Any) -> NoReturn:
-    raise RuntimeError(
-        "DistributedDataParallel.join() does not work with an attached optimizer, whose ranks meet "
-        "in step(), which a rank without batches does not call: give all ranks equally many "
-        f"batches, or {instead}"
-    )

@@ -28,7 +28,8 @@ from thinwire.errors import Mismatch, PayloadCorrupt, PeerLost, PeerStalled, Thi
 
 _KEY_PREFIX = "thinwire/alive"
 _MISMATCH = "mismatch: "
-_SHORTEST_S, _LONGEST_S = 0.5, 5.0
+_SHORTEST_S = 0.5
+_LONGEST_S = 5.0
 _QUICK_S = 0.2
 """Time limit for a quick answer, beside the slack in `ask`."""
 _connecting = threading.Lock()
@@ -173,7 +174,8 @@ class HeartbeatThread:
 
     def _own_heartbeat(self) -> str:
         # counts are read last: then a message that they lack was not there when the wait was
-        (action, awaited, since, call), now = activity(), time.monotonic()
+        action, awaited, since, call = activity()
+        now = time.monotonic()
         fields = now - self._began_s, action, awaited, now - since, call, dict(launches)
         return json.dumps((*fields, self._failed, idle_s()))
 
@@ -249,7 +251,8 @@ def explain_failure(
 ) -> ThinwireError:
     """Return the error to raise on this rank for a failed collective; keep `error` as its cause."""
     text = str(error).partition("\n")[0]  # torch's own trace follows
-    stalled, lost = _STALLED.search(text), _LOST.search(text)
+    stalled = _STALLED.search(text)
+    lost = _LOST.search(text)
     where = f"rank {rank} of {size}, {action}"
     if "Too many open files" in text:
         return ThinwireError(

@@ -16,7 +16,8 @@ from thinwire.comm.waiting import own_deadlines
 from thinwire.errors import Mismatch, ThinwireError
 
 _SAME_SCRIPT = "All ranks must run the same script with the same settings"
-_CALL, _VERSIONS = "call", "versions"
+_CALL = "call"
+_VERSIONS = "versions"
 
 
 def require_agreement(
@@ -47,7 +48,8 @@ def require_agreement(
         clear = [path for path, both in differ.items() if not {"{}", "[]"} & {*both}]
         clear = clear or list(differ)
         if clear:
-            path, (ours, theirs) = clear[0], differ[clear[0]]
+            path = clear[0]
+            ours, theirs = differ[clear[0]]
             cure = (cures or {}).get(path.split(".")[0], _SAME_SCRIPT)
             raise Mismatch(
                 f"{action}: {path} differs: rank 0 has {ours}, rank {rank} has {theirs}. {cure}"

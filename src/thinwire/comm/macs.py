@@ -49,7 +49,8 @@ class MessageMacs:
         """Return the messages of all ranks without their MACs, and the ranks whose MAC is wrong."""
         # zeros for messages that did not verify, so that forged bytes are never used
         on_cpu = rows.cpu()
-        messages, macs = on_cpu[:, :-MAC_BYTES], on_cpu[:, -MAC_BYTES:]
+        messages = on_cpu[:, :-MAC_BYTES]
+        macs = on_cpu[:, -MAC_BYTES:]
         wrong = [
             source
             for source, (message, mac) in enumerate(zip(messages, macs, strict=True))

@@ -165,7 +165,8 @@ _HEAD = struct.Struct("<QQ")
 """Bytes of the content, and of the second message after this one."""
 _AHEAD = 2
 _COPYING = "copying the state of a member"
-_LEAST_BYTES, _MOST_BYTES = 512, 8 << 20
+_LEAST_BYTES = 512
+_MOST_BYTES = 8 << 20
 
 
 class Channel:

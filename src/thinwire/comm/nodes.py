@@ -148,7 +148,8 @@ def node_size_of(ranks: Sequence[int], node_size: int | None) -> tuple[int, str]
     size = f"LOCAL_WORLD_SIZE={local}"
     if len(ranks) < 2 * local:
         return 1, f"the {len(ranks)} ranks do not fill two machines of {size} ranks"
-    agents, job = os.environ.get("GROUP_WORLD_SIZE", ""), os.environ.get("WORLD_SIZE", "")
+    agents = os.environ.get("GROUP_WORLD_SIZE", "")
+    job = os.environ.get("WORLD_SIZE", "")
     if agents.isdigit() and job.isdigit() and int(agents) * local != int(job):
         return 1, f"the {agents} machines of this job do not all have {size} ranks"
     machines = [rank // local for rank in ranks]

@@ -131,7 +131,8 @@ class Private:
             # a store whose host is stopped never answers, whatever its time-out
             return made_within(limit_s, partial(make, limit_s)) if own_thread else make(limit_s)
         except RuntimeError as error:
-            within, (rank, size) = f"{limit_s:g} s", self._here
+            within = f"{limit_s:g} s"
+            rank, size = self._here
             raise explain_failure(
                 error, action="making a process group", rank=rank, size=size, within=within
             ) from error.__context__
@@ -144,7 +145,8 @@ class Private:
         parent = self.group
         assert parent is not None, "an exchange has just succeeded"
         new.group = new.control = self._gloo(f"detached/{next_identity(parent)}", timeout_s)
-        new.name, new.launched = "", [0, 0]  # heartbeats tell what the other threads wait for
+        new.name = ""
+        new.launched = [0, 0]  # heartbeats tell what the other threads wait for
         new.more = []
         new.abandoned = None
         new.watched = True

@@ -25,10 +25,13 @@ FRAME_BYTES = 16 << 10
 ALL = -1
 GREETING = b"twrelay1"
 NONCE_BYTES = 16
-_CONNECT_S, _RETRY_S, _FLUSH_S = 5.0, 0.2, 1.0
+_CONNECT_S = 5.0
+_RETRY_S = 0.2
+_FLUSH_S = 1.0
 _SILENCE_S = 10.0
 """Seconds of silence after which the relay counts as lost; it sends a heartbeat every 2 s."""
-_BUFFER_BYTES, _MAX_MESSAGE_BYTES = 64 << 20, 1 << 30
+_BUFFER_BYTES = 64 << 20
+_MAX_MESSAGE_BYTES = 1 << 30
 _log = logging.getLogger("thinwire")
 
 
@@ -58,10 +61,18 @@ class Kind(IntEnum):
     """The sender will not connect again."""
 
 
+def signal(to: int, source: int, kind: int, number: int = 0) -> bytes:
+    """Return a frame without content."""
+    return HEAD.pack(0, to, source, kind, number, 0, 0)
+
+
 class Answer:
     """Answer of the relay to a greeting, and to a client that asks for admission, one byte."""
 
-    OK, TOKEN, FULL, TLS = b"+", b"t", b"f", b"s"
+    OK = b"+"
+    TOKEN = b"t"
+    FULL = b"f"
+    TLS = b"s"
 
 
 class RelayEndpoint(NamedTuple):
@@ -107,8 +118,12 @@ async def _connect(
                     "it: pass it, or the CA that signed it, as ca="
                 )
             nonce = await reader.readexactly(NONCE_BYTES)
-            fields = {"room": room, "rank": rank, "direct": sorted(direct)}
-            fields |= {"patience_s": endpoint.patience_s}
+            fields = {
+                "room": room,
+                "rank": rank,
+                "direct": sorted(direct),
+                "patience_s": endpoint.patience_s,
+            }
             hello = json.dumps(fields, separators=(",", ":")).encode()
             mac = hello_mac(endpoint.key, nonce, hello)
             writer.write(len(hello).to_bytes(2, "little") + hello + mac)
@@ -330,7 +345,7 @@ class RelayClient:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             if self._closing.is_set():
-                writer.write(HEAD.pack(0, ALL, 0, Kind.GOODBYE, 0, 0, 0))
+                writer.write(signal(ALL, 0, Kind.GOODBYE))
             writer.close()
             try:
                 async with asyncio.timeout(_FLUSH_S):
@@ -389,7 +404,7 @@ class RelayClient:
                 self._add_part(Kind(kind), source, number, offset, full_length, part)
                 if offset + length == full_length:
                     done = self._next_in[kind, source]
-                    writer.write(HEAD.pack(0, source, 0, kind + Kind.DATA_DONE, done, 0, 0))
+                    writer.write(signal(source, 0, kind + Kind.DATA_DONE, done))
             elif kind in (Kind.DATA_DONE, Kind.CONTROL_DONE):
                 self._acknowledge(source, kind - Kind.DATA_DONE, number)
             elif kind in (Kind.CONNECTED, Kind.DISCONNECTED):

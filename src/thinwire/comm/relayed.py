@@ -149,7 +149,8 @@ class RelayedGroup(ProcessGroup):
         return self._gathered(total, rows, add)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
-        source, (tensor,) = opts.rootRank, tensors
+        source = opts.rootRank
+        (tensor,) = tensors
         direct = []
         if source in self._reached:
             index = self._reached.index(source)
@@ -166,7 +167,8 @@ class RelayedGroup(ProcessGroup):
         input_sizes: list[int],
         opts: Any = None,
     ) -> Work:
-        rows, parts = torch.split(output, output_sizes), torch.split(input, input_sizes)
+        rows = torch.split(output, output_sizes)
+        parts = torch.split(input, input_sizes)
         rows[self._own_rank].copy_(parts[self._own_rank])
         direct = []
         taken = [output_sizes[r] for r in self._reached]

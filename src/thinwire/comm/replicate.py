@@ -14,7 +14,9 @@ from thinwire.comm.waiting import Progress, own_deadlines, state_after_failure
 from thinwire.errors import PayloadCorrupt
 
 _DIGEST_BYTES = 16
-_FIRST_BYTES, _SMALLEST_BYTES, _LARGEST_BYTES = 256 << 10, 16 << 10, 16 << 20
+_FIRST_BYTES = 256 << 10
+_SMALLEST_BYTES = 16 << 10
+_LARGEST_BYTES = 16 << 20
 _PIECE_S = 2.0
 _SECONDS = struct.Struct("<d")
 
@@ -30,7 +32,8 @@ def copy_from_first_(tensors: Iterable[Tensor], group: Group, *, action: str) ->
     checksum = torch.frombuffer(bytearray(_digest(content)), dtype=torch.uint8)
     message = torch.cat([content, checksum.to(content.device)])
     group.broadcast_(message, action=action).wait()
-    content, checksum = message[:-_DIGEST_BYTES], message[-_DIGEST_BYTES:]
+    content = message[:-_DIGEST_BYTES]
+    checksum = message[-_DIGEST_BYTES:]
     if _digest(content) != checksum.cpu().numpy().tobytes():
         raise PayloadCorrupt(
             f"{action}: they arrived damaged on rank {group.rank}. {state_after_failure()}"
@@ -55,7 +58,8 @@ def make_equal_(
         cuts = [slice(at, at + _DIGEST_BYTES) for at in range(0, len(rows[source]), _DIGEST_BYTES)]
         expected_digests = [rows[source][cut] for cut in cuts]
         moved = [i for i, cut in enumerate(cuts) if len({row[cut] for row in rows}) > 1]
-        names, own = list(nonempty), list(nonempty.values())
+        names = list(nonempty)
+        own = list(nonempty.values())
         copies = [_bytes_of(own[i]).to(group.device) for i in moved]
         if group.rank != source:
             copies = [torch.empty_like(copy) for copy in copies]

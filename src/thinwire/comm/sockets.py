@@ -32,7 +32,8 @@ def connections() -> list[Connection]:
     """Return all internet connections of this process; none on systems other than Linux."""
     found = []
     for descriptor, inode, held in _streams():
-        local, remote = _address_of("getsockname", held), _address_of("getpeername", held)
+        local = _address_of("getsockname", held)
+        remote = _address_of("getpeername", held)
         if local is not None and remote is not None:  # a listening socket has no peer
             found.append(Connection(descriptor, inode, local, remote))
     return found

@@ -34,7 +34,8 @@ def numbers(**found: float) -> dict[str, float]:
 _ROUNDS = 20
 _KEPT = 1 - 1 / _ROUNDS
 """Weight of an old mean, which covers about the last 20 rounds or exchanges."""
-_LEAST_BYTES, _SEEN_S = 2**16, 1e-4
+_LEAST_BYTES = 2**16
+_SEEN_S = 1e-4
 
 
 class Rate:

@@ -55,7 +55,8 @@ class ElasticGroup(Group):
     def _bind(self, now: Generation) -> None:
         first = self.bound is None
         self.bound = now
-        self.rank, self.size = now.rank, now.size
+        self.rank = now.rank
+        self.size = now.size
         groups: Any = now.groups  # it has the attributes of a Private that Group uses
         self._shared = groups
         self.relayed = groups is not None and groups.relayed
@@ -178,7 +179,8 @@ class SingleRank:
     """Site of one rank, which holds the whole model."""
 
     mesh: DeviceMesh | None = None
-    rank, size = 0, 1
+    rank = 0
+    size = 1
 
     def gather_values(self, action: str, value: Any) -> list[Any]:
         return [value]
@@ -224,7 +226,8 @@ class Site(SingleRank):
         self.mesh = mesh
         self.ranks = Group(mesh.get_group("shard"), _SITE_TIMEOUTS * timeout_s + _CONNECT_S)
         self.ranks.one_site = True
-        self.rank, self.size = self.ranks.rank, self.ranks.size
+        self.rank = self.ranks.rank
+        self.size = self.ranks.size
         self._ended = False
 
     def gather_values(self, action: str, value: Any) -> list[Any]:
@@ -310,19 +313,20 @@ class SiteGroup(Group):
     ) -> Pending[list[bytes]]:
         with self._announcing_end():
             gathered = self._shard_group.launch_bytes(payload, action=action)
-        return Pending(lambda: self._common_answers(gathered, action))
 
-    def _common_answers(self, gathered: Pending[list[bytes]], action: str) -> list[bytes]:
-        with self._announcing_end():
-            answers = gathered.wait()
-        ids = self._shard_group.membership.shared.voters
-        all_equal = len(set(answers)) == 1
-        report = {"ids": ids, "answers": packed(answers[:1] if all_equal else answers)}
-        reports = self.site.gather_values(action, report)
-        received = [dict(zip(r["ids"], _answers_of(r), strict=True)) for r in reports]
-        # a site counts only if the ranks of every shard have received its answer
-        self._received_ids = [site for site in received[0] if all(site in r for r in received)]
-        return [by_site[site] for site in self._received_ids for by_site in received]
+        def common_answers() -> list[bytes]:
+            with self._announcing_end():
+                answers = gathered.wait()
+            ids = self._shard_group.membership.shared.voters
+            all_equal = len(set(answers)) == 1
+            report = {"ids": ids, "answers": packed(answers[:1] if all_equal else answers)}
+            reports = self.site.gather_values(action, report)
+            received = [dict(zip(r["ids"], _answers_of(r), strict=True)) for r in reports]
+            # a site counts only if the ranks of every shard have received its answer
+            self._received_ids = [site for site in received[0] if all(site in r for r in received)]
+            return [by_site[site] for site in self._received_ids for by_site in received]
+
+        return Pending(common_answers)
 
 
 def _answers_of(report: dict[str, Any]) -> list[bytes]:

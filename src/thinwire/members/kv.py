@@ -201,19 +201,20 @@ class KeyValueView:
 
     def call(self, request: Callable[[], _T]) -> _T:
         """Run a request that waits for the host, and return its result. It may run twice."""
-        return self._with_limit(lambda: self._with_reconnect(request))
 
-    def _with_reconnect(self, request: Callable[[], _T]) -> _T:
-        while True:
-            # a call that meets a closed connection prints some fifteen lines of torch's own
-            if self._lost_connection is None and any(map(has_ended, self._connections)):
-                self._lost_connection = DistNetworkError("the connection was closed")
-            if self._lost_connection is not None:
-                self._reconnect(self._lost_connection)
-            try:
-                return request()
-            except DistNetworkError as error:
-                self._lost_connection = error
+        def with_reconnect() -> _T:
+            while True:
+                # a call that meets a closed connection prints some fifteen lines of torch's own
+                if self._lost_connection is None and any(map(has_ended, self._connections)):
+                    self._lost_connection = DistNetworkError("the connection was closed")
+                if self._lost_connection is not None:
+                    self._reconnect(self._lost_connection)
+                try:
+                    return request()
+                except DistNetworkError as error:
+                    self._lost_connection = error
+
+        return self._with_limit(with_reconnect)
 
     def _reconnect(self, lost: DistNetworkError) -> None:
         while self._connect is not None and not self._closed.is_set():

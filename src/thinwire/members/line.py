@@ -18,14 +18,17 @@ from thinwire.errors import PayloadCorrupt
 CHECKSUM_BYTES = 16
 LENGTH = struct.Struct("<Q")
 """Number of bytes before each byte string."""
-_POSITION, _NEED = struct.Struct("<QQQ"), struct.Struct("<d")
+_POSITION = struct.Struct("<QQQ")
+_NEED = struct.Struct("<d")
 _OVERHEAD_BYTES = CHECKSUM_BYTES + _NEED.size
-_LEAST_BYTES, _MOST_BYTES = 4 << 10, 4 << 20
+_LEAST_BYTES = 4 << 10
+_MOST_BYTES = 4 << 20
 """Bytes of the shortest piece that is measured, and of the longest."""
 _PIECE_S = 0.1
 """Time that a piece takes on the line; an exchange waits for two of them at most."""
 _IN_FLIGHT = 2
-_PAUSE, _POLL_S = 20, 0.01
+_PAUSE = 20
+_POLL_S = 0.01
 """Longest pause beside an exchange, in times of a piece: 5 % of the line are left to the stream."""
 
 
@@ -59,7 +62,8 @@ class Line:
         self._second_bytes = 0.0
         self._piece_bytes = _LEAST_BYTES
         self._rest = memoryview(b"")
-        self.nbytes, self.needed = 0, 0.0
+        self.nbytes = 0
+        self.needed = 0.0
         """Bytes that the other end has, or that were received; bytes a second of the rounds."""
 
     def _send(self, content: Any = b"", then_bytes: int = 0) -> None:
@@ -120,10 +124,11 @@ class Line:
         """Wait until the other end has acknowledged all pieces but so many."""
         while len(self._unacknowledged) > left:
             self._receive()
-            now, (sent_s, nbytes) = time.monotonic(), self._unacknowledged.popleft()
+            now = time.monotonic()
+            sent_s, nbytes = self._unacknowledged.popleft()
             taken_s = max(now - max(sent_s, self._acknowledged_s), 1e-6)
             self._acknowledged_s = now
-            self.nbytes = self.nbytes + nbytes
+            self.nbytes += nbytes
             self._latency_s = min(self._latency_s, now - sent_s)
             if nbytes < self._piece_bytes // 2:  # it says nothing about the line
                 continue

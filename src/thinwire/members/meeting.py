@@ -25,11 +25,15 @@ from thinwire.page import RunView
 MEETING_VERSION = 1
 """Version of the protocol between members and the store; other versions are refused."""
 
-_PREFIX, _GREETING, _THREAD = "thinwire/", "host", "thinwire-meeting"
+_PREFIX = "thinwire/"
+_GREETING = "host"
+_THREAD = "thinwire-meeting"
 _RUNS = "thinwire/runs"
 """Names of runs, each with a space behind it. torch lists no keys before 2.13."""
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_GREETING_S, _SLACK_S, _SHORTEST_S = 5.0, 1.0, 0.1
+_GREETING_S = 5.0
+_SLACK_S = 1.0
+_SHORTEST_S = 0.1
 
 
 def connect(
@@ -84,7 +88,8 @@ def require_same(store: AuthenticatedStore, facts: Mapping[str, Any]) -> None:
     own: dict[str, Any] = json.loads(json.dumps(facts))
     theirs = json.loads(store.compare_set("facts", "", json.dumps(own)))
     for name in [*own, *theirs]:
-        own_value, run_value = own.get(name, "nothing"), theirs.get(name, "nothing")
+        own_value = own.get(name, "nothing")
+        run_value = theirs.get(name, "nothing")
         if own_value != run_value:
             raise Mismatch(
                 f"this member does not fit the run: {name} is {own_value} here and {run_value} "
@@ -137,7 +142,9 @@ def _checked_session(
     plain = store.get(_PREFIX + _GREETING)
     try:
         reported = json.loads(_host_store(store, token).get(_GREETING))
-        version, release, session = reported["meeting"], reported["thinwire"], reported["session"]
+        version = reported["meeting"]
+        release = reported["thinwire"]
+        session = reported["session"]
     except PayloadCorrupt:
         other = "no token" if plain.startswith(b"{") else "another token"
         raise Mismatch(
@@ -166,7 +173,8 @@ def _host_store(store: Store, token: bytes | None) -> AuthenticatedStore:
 
 
 _TIMEOUT = timedelta(seconds=5)
-_LOOK_S, _MOST_RUNS = 1.0, 64
+_LOOK_S = 1.0
+_MOST_RUNS = 64
 _LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 

@@ -40,7 +40,9 @@ from thinwire.members.transfer import (
 )
 from thinwire.page import report_of, shown_name
 
-_TIMEOUT_S, _POLL_S, _NEWS_S = 60.0, 0.1, 10.0
+_TIMEOUT_S = 60.0
+_POLL_S = 0.1
+_NEWS_S = 10.0
 _MOST_KEPT = 0.1
 _LEAVE_S = 2.0
 """Longest time in seconds for the announcement of a member that leaves."""
@@ -265,7 +267,8 @@ class Member:
             raise
         self.group.pending_after = -1
 
-    def _attempt(self, state: SharedState) -> ThinwireError | None:
+    def _attempt(self, state: SharedState) -> str | None:
+        """Try to get the state; return the error of a rank of this site, if one has any."""
         problem: ThinwireError | None = None
         try:
             self._fetch_from_donor(state)
@@ -274,26 +277,22 @@ class Member:
                 raise  # the meeting place is stalled: no other member can be asked either
             self._membership.require_heartbeat()
             problem = error
-        ready, problem = self._outcome(problem)
-        if problem is not None and ready:
-            # the others may have admitted this member, which has no state: join as a new one
-            self._membership.close()
-            self._membership = self.group.membership = self._join_run()
-            self._has_state = False
-        return problem
-
-    def _outcome(self, problem: ThinwireError | None) -> tuple[bool, ThinwireError | None]:
-        """Return True if a rank of this site is ready, and the error of one not admitted."""
-        own_text = None if problem is None else str(problem)
         indices = [] if self.download is None else self.download.refused
+        own_text = None if problem is None else str(problem)
         report = [self._has_state, own_text, self.step(), [self._donor_ids[n] for n in indices]]
         answers = self.site.gather_values("waiting for admission", report)
         self._refused_donors.update(*(refused for *_, refused in answers))
         texts = [text for _, text, *_ in answers if text is not None]
         if not texts and len({step for _, _, step, _ in answers}) > 1:
             texts = ["the ranks of this site were admitted after different rounds"]
-        ready = any(is_ready for is_ready, *_ in answers)
-        return ready, PeerLost(texts[0]) if texts else None
+        if not texts:
+            return None
+        if any(ready for ready, *_ in answers):
+            # the others may have admitted this member, which has no state: join as a new one
+            self._membership.close()
+            self._membership = self.group.membership = self._join_run()
+            self._has_state = False
+        return str(texts[0])
 
     def _fetch_from_donor(self, state: SharedState) -> None:
         site = self.site

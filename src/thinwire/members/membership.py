@@ -17,14 +17,17 @@ from thinwire.errors import Evicted, PayloadCorrupt, PeerStalled, QuorumLost, Th
 from thinwire.members.generation import Decision, Generation, next_decision, packed
 from thinwire.members.kv import KeyValueView, no_answer_message
 
-_POLL_S, _STEP_S = 0.2, 0.02
+_POLL_S = 0.2
+_STEP_S = 0.02
 _ANNOUNCE_S = 2.0
 """Time for members to announce themselves after a break; each does so within `_POLL_S`."""
 _ALIVE_S = 3.0
 """Age in seconds from which a process without a new heartbeat counts as gone."""
 BUSY_BEAT_S = 1.2
 """Longest time in seconds between two heartbeats of a busy member."""
-_SCAN_S, _CONNECT_S, _EXIT_S = 1.0, 10.0, 2.0
+_SCAN_S = 1.0
+_CONNECT_S = 10.0
+_EXIT_S = 2.0
 _MAX_ATTEMPTS = 3
 _HELLOS = "hellos"
 """Key of the next free request number; a hint where to begin to search."""
@@ -201,7 +204,7 @@ class Membership:
             # `frozen` is set before this member announces its last agreement: an agreement that
             # was accepted after that would be missing from the announcement
             shared = self.shared
-            now = self.shared.generation
+            now = shared.generation
             if shared.frozen or now is None or now.number != number:
                 return False
             shared.votes = vote

@@ -23,6 +23,7 @@ from thinwire.comm.relay import (
     Answer,
     Kind,
     hello_mac,
+    signal,
 )
 from thinwire.members.credentials import derived_key
 
@@ -32,7 +33,8 @@ _HELLO_S = 5.0
 _SIGN_S = 2.0
 _RETRY_S = 0.2
 _CHUNK_BYTES = 64 << 10
-_STORE_CLIENT, _TLS_CLIENT = b"\0", b"\x16"
+_STORE_CLIENT = b"\0"
+_TLS_CLIENT = b"\x16"
 """First byte of a client of torch's store (`QueryType::VALIDATE`), and of a TLS handshake."""
 _SLOW_S = 120.0
 """Seconds after which a rank that reads nothing is dropped."""
@@ -85,7 +87,7 @@ class _Relay:
         accepting = asyncio.create_task(self._accept(listener))
         while not self._stop.is_set():
             for writer in self._members():
-                writer.write(HEAD.pack(0, ALL, 0, Kind.ALIVE, 0, 0, 0))
+                writer.write(signal(ALL, 0, Kind.ALIVE))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), _SIGN_S)
         accepting.cancel()
@@ -197,8 +199,8 @@ class _Relay:
         if previous := room.pop(rank, None):  # its connection broke, and it is back
             previous.transport.abort()
         for other, there in room.items():
-            there.write(HEAD.pack(0, other, rank, Kind.CONNECTED, 0, 0, 0))
-            writer.write(HEAD.pack(0, rank, other, Kind.CONNECTED, 0, 0, 0))
+            there.write(signal(other, rank, Kind.CONNECTED))
+            writer.write(signal(rank, other, Kind.CONNECTED))
         room[rank] = writer
         return room
 
@@ -208,7 +210,7 @@ class _Relay:
             return
         del room[rank]
         for other, there in room.items():
-            there.write(HEAD.pack(0, other, rank, Kind.DISCONNECTED, 0, 0, 0))
+            there.write(signal(other, rank, Kind.DISCONNECTED))
         if not room:
             del self._rooms[name]
 

@@ -26,12 +26,17 @@ from thinwire.members.line import CHECKSUM_BYTES, LENGTH, Line
 
 MOST_DONORS = 4
 """Most members that send one joiner a part of the state each."""
-_ALIVE, _BEATS_PER_TIMEOUT = "alive", 4
+_ALIVE = "alive"
+_BEATS_PER_TIMEOUT = 4
 """Kind of the message that says that nothing waits, and the number of them within one time-out."""
-_ROUNDS, _JUDGED_S = 3, 10.0
+_ROUNDS = 3
+_JUDGED_S = 10.0
 """Rounds and seconds after which the line is compared with what the rounds need."""
-_MAX_PLAIN_BYTES, _BATCH_BYTES, _BLOCK_BYTES = 64 << 20, 4 << 20, 64 << 10
-_POLL_S, _JOIN_S = 0.1, 2.0
+_MAX_PLAIN_BYTES = 64 << 20
+_BATCH_BYTES = 4 << 20
+_BLOCK_BYTES = 64 << 10
+_POLL_S = 0.1
+_JOIN_S = 2.0
 _log = logging.getLogger("thinwire")
 _Tensors = Mapping[str, Tensor]
 
@@ -146,7 +151,8 @@ class Donor:
         """Send a message after the waiting ones."""
         with self._changed:
             self._messages.append(message)
-            self._rounds, self._round_bytes = self._rounds + 1, self._round_bytes + message.nbytes
+            self._rounds += 1
+            self._round_bytes += message.nbytes
             if self._rounds > _ROUNDS:
                 self._needed = self._round_bytes / (time.monotonic() - self._began_s)
             self._changed.notify()
@@ -189,7 +195,8 @@ class Donor:
         line.stream((copies.pop().numpy().data for _ in missing), nbytes, self._busy)
 
     def _send_messages(self, line: Line) -> None:
-        idle, ended = True, False
+        idle = True
+        ended = False
         while not ended:
             batch = list[StateMessage]()
             at_state = False
@@ -258,7 +265,8 @@ class Recipient:
         """Receive the next message, and skip those that say that there is none."""
         while True:
             plain = json.loads(self.line.receive(_MAX_PLAIN_BYTES))
-            kind, last = plain.pop("kind"), plain.pop("last")
+            kind = plain.pop("kind")
+            last = plain.pop("last")
             self.idle = kind == _ALIVE
             content = self.line.receive(max_bytes)
             if kind != _ALIVE:

@@ -183,8 +183,11 @@ class CommonOptimizer(torch.optim.Optimizer):
         self._check_hyperparameters({**self.defaults, **group})
         entries = grouping.listed(group)
         named = [record.name for record in common.records.values() if record.name is not None]
-        if named and "param_names" in self.param_groups[0]:
-            grouping.require_names(entries, type(self).__name__, named[0])
+        if named and "param_names" in self.param_groups[0] and None in dict(entries):
+            raise ValueError(
+                f"{type(self).__name__} has names for its parameters ({named[0]!r}; a strategy "
+                "takes those of the model): write {'params': module.named_parameters()}"
+            )
         if not self._takes_complex:
             grouping.require_real(entries, type(self).__name__)
         flags = grouping.excluded_flags(common.exclude, entries)

@@ -424,14 +424,25 @@ class DGCMomentum(CommonOptimizer):
 
     def _exchanged(self, exchange: GradientExchange) -> bool:
         # a GradScaler tells its scale and its verdict by these
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        scale = getattr(self, "grad_scale", None)
+        found = getattr(self, "found_inf", None)
         overflow = None if found is None else bool(found)
         factor = 1.0 if scale is None else 1.0 / float(scale)
         pairs = self._pairs()  # without a sign change: the exchange takes plain gradients
         given = {self._names[p]: shard_of(g) for p, g in pairs}
         if factor != 1.0:
             given = {name: grad.to(state_dtype(grad)) * factor for name, grad in given.items()}
-        given = self._limited(given)
+        group = self._ranks.group
+        params = self._params_by_name
+        if group.shards is not None:  # one norm over all shards
+            given = locally_clipped(
+                given,
+                Shards(params),
+                lambda name: self._config_of(self._facts(params[name]).group, clips=True),
+                step=self.position,
+                sources=self.num_trainers or group.replica_count,
+                gather=group.shards.gather_now,
+            )
         unchanged = None
         if self._attached is not None:
             unchanged = self._attached._unchanged(given, scaled=found is not None)
@@ -442,21 +453,6 @@ class DGCMomentum(CommonOptimizer):
         if applied:
             exchange.pace.round(1, time.perf_counter(), exchange.waited_s)
         return applied
-
-    def _limited(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Clip gradients of shards to the local norm limit, with one norm over all shards."""
-        group = self._ranks.group
-        params = self._params_by_name
-        if group.shards is None:
-            return grads
-        return locally_clipped(
-            grads,
-            Shards(params),
-            lambda name: self._config_of(self._facts(params[name]).group, clips=True),
-            step=self.position,
-            sources=self.num_trainers or group.replica_count,
-            gather=group.shards.gather_now,
-        )
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_dgc", "num_trainers", "digest_every", "timeout_s")

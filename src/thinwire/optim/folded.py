@@ -147,7 +147,8 @@ class FoldedSGD(Residuals):
 
     def _enter_(self, name: str, arrived: Arrived, *, clip: bool) -> None:
         """Make one step of SGD with momentum from a mean that travelled densely."""
-        param, (m, nesterov) = shard_of(self.params[name]).detach(), self.factors(name)
+        param = shard_of(self.params[name]).detach()
+        m, nesterov = self.factors(name)
         assert isinstance(arrived, DenseMeans), "no entries"
         stored = self.kept(name)["momentum_buffer"]
         buffer = stored.to(state_dtype(param))

@@ -89,15 +89,6 @@ def require_real(entries: Sequence[tuple[str | None, Tensor]], method: str) -> N
             )
 
 
-def require_names(entries: Sequence[tuple[str | None, Tensor]], method: str, first: str) -> None:
-    """Raise `ValueError` for a parameter without a name, beside others that have one."""
-    if None in dict(entries):
-        raise ValueError(
-            f"{method} has names for its parameters ({first!r}; a strategy takes those of the "
-            "model): write {'params': module.named_parameters()}"
-        )
-
-
 def require_layout(grad: Tensor, method: str, name: str, *, rows: bool) -> None:
     """Raise `RuntimeError` unless a gradient is dense or, with `rows`, row-sparse."""
     if grad.layout is torch.strided:

@@ -291,8 +291,13 @@ class Lamb(CommonOptimizer):
         trust_clip: tuple[float, float] | None = None,
         **common: Unpack[CommonOwn],
     ) -> None:
-        values = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
-        self._construct(params, lr, {**values, "trust_clip": trust_clip}, common)
+        values = {
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "trust_clip": trust_clip,
+        }
+        self._construct(params, lr, values, common)
 
     def compile_loops(self) -> None:
         """Compile the loop of an update."""

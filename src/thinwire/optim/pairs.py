@@ -100,21 +100,16 @@ def _resolved(argument: str, entries: object, records: Mapping[Tensor, ParamReco
             found.add(entry)
         else:
             check.instance(f"an entry of {argument}", entry, (Tensor, str))
-            found.add(_of_name(argument, entry, by_name))
+            if not by_name:
+                raise ValueError(
+                    f"{argument}: {entry!r} is a name, but the parameters have none; give "
+                    "model.named_parameters() to the optimizer"
+                )
+            matches = by_name.get(entry, [])
+            if len(matches) != 1:
+                raise ValueError(
+                    f"{argument}: {len(matches)} parameters have the name {entry!r}, but exactly "
+                    f"one is required{check.closest(entry, by_name)}"
+                )
+            found.add(matches[0])
     return found
-
-
-def _of_name(argument: str, name: str, by_name: Mapping[str, list[Tensor]]) -> Tensor:
-    if not by_name:
-        raise ValueError(
-            f"{argument}: {name!r} is a name, but the parameters have none; give "
-            "model.named_parameters() to the optimizer"
-        )
-    matches = by_name.get(name, [])
-    if len(matches) != 1:
-        hint = check.closest(name, by_name)
-        raise ValueError(
-            f"{argument}: {len(matches)} parameters have the name {name!r}, but exactly one is "
-            f"required{hint}"
-        )
-    return matches[0]

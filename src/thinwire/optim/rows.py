@@ -217,9 +217,14 @@ class Ftrl(RowOptimizer):
         weight_decay: float = 0.0,
         **common: Unpack[CommonOwn],
     ) -> None:
-        values = {"lr_power": lr_power, "l1": l1, "l2": l2}
-        start = {"initial_accumulator": initial_accumulator, "weight_decay": weight_decay}
-        self._construct(params, lr, {**values, **start}, common)
+        values = {
+            "lr_power": lr_power,
+            "l1": l1,
+            "l2": l2,
+            "initial_accumulator": initial_accumulator,
+            "weight_decay": weight_decay,
+        }
+        self._construct(params, lr, values, common)
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         check.real("lr_power", values["lr_power"], at_most=0)
@@ -304,8 +309,13 @@ class ProximalAdagrad(RowOptimizer):
         weight_decay: float = 0.0,
         **common: Unpack[CommonOwn],
     ) -> None:
-        values = {"l1": l1, "l2": l2, "initial_accumulator": initial_accumulator}
-        self._construct(params, lr, {**values, "weight_decay": weight_decay}, common)
+        values = {
+            "l1": l1,
+            "l2": l2,
+            "initial_accumulator": initial_accumulator,
+            "weight_decay": weight_decay,
+        }
+        self._construct(params, lr, values, common)
 
     def _check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         for key in ("l1", "l2", "initial_accumulator"):

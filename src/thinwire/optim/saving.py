@@ -55,7 +55,13 @@ def restoring(optimizer: Any) -> Iterator[None]:
     positions: list[int] = []
 
     def before(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        positions.append(_position(state_dict, optimizer.has_schedule))
+        if "position" not in state_dict and optimizer.has_schedule:
+            raise ValueError(
+                "the state_dict has no 'position', and a schedule drives the rate; set "
+                "state_dict['position'] to the number of updates that were made"
+            )
+        position = state_dict.get("position", 0)
+        positions.append(check.integer("state_dict['position']", position, at_least=0))
         saved = state_dict["param_groups"]
         here = optimizer.param_groups
         groups = in_order(saved, names_of(saved), names_of(here))
@@ -80,15 +86,6 @@ def restoring(optimizer: Any) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _position(saved: Mapping[str, Any], has_schedule: bool) -> int:
-    if "position" not in saved and has_schedule:
-        raise ValueError(
-            "the state_dict has no 'position', and a schedule drives the rate; set "
-            "state_dict['position'] to the number of updates that were made"
-        )
-    return check.integer("state_dict['position']", saved.get("position", 0), at_least=0)
 
 
 def _require_shapes(groups: list[dict[str, Any]], state: Mapping[Any, Any], optimizer: Any) -> None:

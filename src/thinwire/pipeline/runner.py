@@ -101,7 +101,7 @@ class PipelineRunner:
         self._broken = False
         if not agreed and any(failed for failed, *_ in conclusions):
             self._raise_on_all()
-        self._worker.begin([], None, None, 1.0)  # frees the mini-batch
+        self._worker.begin()  # frees the mini-batch
         if not agreed and (damage := _damage(conclusions)):
             raise PayloadCorrupt(f"{damage}. No stage of this replica has made the update")
         _, kind, value, *_ = conclusions[-1]
@@ -142,7 +142,13 @@ class PipelineRunner:
         parts, key, known = self._agreed(inputs, targets, problem, backward=backward)
         self._broken = True  # until all stages have finished
         if not known:
-            self._parcels[key] = self._rehearsed(parts[0][0])
+            try:
+                learned = rehearse(worker, parts[0][0], self._grid.peers)
+            except Exception:
+                self._broken = False  # raised on all stages; no message is in flight
+                raise
+            before, after = [None, *learned, None][self._grid.stage : self._grid.stage + 2]
+            self._parcels[key] = before, after
         source, result = self._parcels[key]
         worker.begin(parts, source, result, self._scale() / count if backward else 1.0)
         bits = [0] * 4
@@ -204,15 +210,6 @@ class PipelineRunner:
         _require_equal([answer["facts"] for answer in answers])
         return parts, key, all(answer["known"] for answer in answers)
 
-    def _rehearsed(self, inputs: Any) -> _Parcels:
-        try:
-            learned = rehearse(self._worker, inputs, self._grid.peers)
-        except Exception:
-            self._broken = False  # raised on all stages; no message is in flight
-            raise
-        source, result = [None, *learned, None][self._grid.stage : self._grid.stage + 2]
-        return source, result
-
     def _gather_outcomes(self, bits: list[int]) -> Pending[Tensor]:
         """Start the gather of the stages' outcomes."""
         peers = self._grid.peers
@@ -229,7 +226,7 @@ class PipelineRunner:
     def _raise_on_all(self) -> None:
         """Raise this stage's own error, or one of the same type that names the failing stage."""
         error = self._worker.error
-        self._worker.begin([], None, None, 1.0)
+        self._worker.begin()
         report = [] if error is None else [type(error).__name__, str(error)]
         payload = json.dumps(report).encode()
         answers = self._grid.peers.gather_bytes(payload, action="reporting a failure")
@@ -253,7 +250,8 @@ def _damage(conclusions: list[tuple[Any, ...]]) -> str:
 def _require_equal(facts: list[dict[str, Any]]) -> None:
     for stage, other in enumerate(facts[1:], start=2):
         for name in [*facts[0], *other]:
-            ours, theirs = facts[0].get(name), other.get(name)
+            ours = facts[0].get(name)
+            theirs = other.get(name)
             if ours != theirs:
                 raise Mismatch(
                     f"{name} of the mini-batch: stage 1 has {ours}, but stage {stage} has "
@@ -274,7 +272,7 @@ def rehearse(worker: StageWorker, inputs: Any, peers: Group) -> list[Parcel]:
             try:
                 with _restoring_buffers(worker.stage, worker.device):
                     source = parcels[-1] if parcels else None
-                    worker.begin([(inputs, None)], source, None, 1.0)
+                    worker.begin([(inputs, None)], source)
                     value = worker.output(inputs, source.blanks(worker.device) if source else ())
                     parcel, _ = Parcel.of(value, name="the output of a stage")
                     answer = {"layout": parcel.layout, "tensors": parcel.tensors}

@@ -125,8 +125,7 @@ def split_model(model: nn.Module, config: Pipeline) -> list[nn.Module]:
     points = config.split_points
     begins = _starts(model, links, points) if points else _balanced(links, config.stages)
     pieces = [links[begin:end] for begin, end in pairwise([*begins, len(links)])]
-    _require_parameters(pieces)
-    _require_one_owner(pieces)
+    _check_stages(pieces)
     return [assemble(model, piece) for piece in pieces]
 
 
@@ -190,7 +189,9 @@ def _index_of(model: nn.Module, links: Sequence[ChainModule], point: str) -> int
     )
 
 
-def _require_parameters(pieces: Sequence[Sequence[ChainModule]]) -> None:
+def _check_stages(pieces: Sequence[Sequence[ChainModule]]) -> None:
+    """Refuse a stage without parameters, and a tensor on two stages."""
+    owners: dict[int, tuple[int, str]] = {}
     for i, piece in enumerate(pieces, start=1):
         if not any(True for link in piece for _ in link.module.parameters()):
             raise StrategyError(
@@ -198,13 +199,9 @@ def _require_parameters(pieces: Sequence[Sequence[ChainModule]]) -> None:
                 "parameters, so its rank has nothing to train. Move a split point or use fewer "
                 "stages"
             )
-
-
-def _require_one_owner(pieces: Sequence[Sequence[ChainModule]]) -> None:
-    owners: dict[int, tuple[int, str]] = {}
-    for i, piece in enumerate(pieces, start=1):
         for link in piece:
-            module, own = link.module, link.name
+            module = link.module
+            own = link.name
             for name, tensor in [*module.named_parameters(own), *module.named_buffers(own)]:
                 stage, first = owners.setdefault(id(tensor), (i, plain_name(name)))
                 if stage != i:

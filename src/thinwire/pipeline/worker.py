@@ -84,8 +84,8 @@ def micro_batches(inputs: Any, targets: Any, count: int) -> list[tuple[Any, Any]
     """Cut a mini-batch along the first dimension of its tensors."""
     sizes = sorted({tensor.shape[0] for tensor in leaves(inputs) if tensor.ndim})
     if len(sizes) != 1:
-        found = f"of first dimensions {sizes}"
-        found = found if sizes else "without a tensor that has a first dimension"
+        missing = "without a tensor that has a first dimension"
+        found = f"of first dimensions {sizes}" if sizes else missing
         raise ValueError(
             "inputs must be tensors with the same first dimension (the batch size), got inputs "
             f"{found}"
@@ -158,14 +158,14 @@ class StageWorker(nn.Module):
         self.loss_fn = loss_fn
         self.device = device
         self._dtype = dtype
-        self.begin([], None, None, 1.0)
+        self.begin()
 
     def begin(
         self,
-        parts: Sequence[tuple[Any, Any]],
-        source: Parcel | None,
-        result: Parcel | None,
-        factor: float,
+        parts: Sequence[tuple[Any, Any]] = (),
+        source: Parcel | None = None,
+        result: Parcel | None = None,
+        factor: float = 1.0,
     ) -> None:
         """Prepare for a step: (inputs, targets) of the micro-batches, the parcels before and after
         this stage, and the factor of the loss before the backward pass.
@@ -249,7 +249,7 @@ class Schedule:
         self._inputs = worker.source.blanks(meta) if worker.source else ()
         outputs = worker.result.blanks(meta) if worker.result else ()
         self._gradients = tuple(blank for blank in outputs if blank.requires_grad)
-        count, ahead = config.micro_batches, config.micro_batches
+        count = ahead = config.micro_batches
         if config.schedule == "1f1b":
             ahead = min(count, config.stages - grid.stage)
         self._passes: list[tuple[int, bool]] = []

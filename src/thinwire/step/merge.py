@@ -41,9 +41,7 @@ class GradientSum:
         self.microsteps += 1
 
     @torch.no_grad()
-    def preview(
-        self, name: str, grad: Tensor | None, factor: float = 1.0, avg: bool = True
-    ) -> Tensor | None:
+    def preview(self, name: str, grad: Tensor | None, factor: float, avg: bool) -> Tensor | None:
         """Return the result of `take` for one parameter if `grad`, or None, were added last."""
         # nothing changes; without a gradient it may be the tensor of the sum itself
         total = self._sums.get(name)
@@ -73,7 +71,8 @@ class GradientSum:
         count = self.microsteps + 1
         done = {}
         for name in dict.fromkeys([*self._sums, *grads]):
-            total, grad = self._sums.get(name), grads.get(name)
+            total = self._sums.get(name)
+            grad = grads.get(name)
             if grad is None:
                 assert total is not None, "of one of them"
                 done[name] = total / count if avg and count > 1 else total

@@ -175,19 +175,12 @@ class _Recompute(ForwardLayer):
 
     def _once(self, keys: tuple[str, ...], *values: Any) -> Any:
         count = len(values) - len(keys)
-        with _marked():
+        before = getattr(_here, "inside", False)
+        _here.inside = True  # of nested matches only the outer recomputes
+        try:
             return self._inside(*values[:count], **dict(zip(keys, values[count:], strict=True)))
-
-
-@contextmanager
-def _marked() -> Iterator[None]:
-    """Run matched modules plainly in the block: of nested matches only the outer recomputes."""
-    before = getattr(_here, "inside", False)
-    _here.inside = True
-    try:
-        yield
-    finally:
-        _here.inside = before
+        finally:
+            _here.inside = before
 
 
 def _has_forward(module: nn.Module) -> bool:

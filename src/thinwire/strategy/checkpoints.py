@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from thinwire.checkpoint.random_state import derived
 from thinwire.checkpoint.shards import Sharding, words
 from thinwire.comm import Group
 from thinwire.compress import kinds_of_state
+from thinwire.core.several import params_in
 from thinwire.core.sharded import is_sharded
 from thinwire.errors import CheckpointMismatch
 from thinwire.strategy.saving import (
@@ -59,8 +61,10 @@ def save(
             content = saved_model(steps, frozen=frozen, to_save=to_save)
     except Exception as error:  # reported to the others, which wait for this rank
         content = error
-    options: dict[str, Any] = {"step": steps.position(), "part": steps.part, "keep": keep}
-    return lambda group: save_checkpoint(directory, content, group=group, facts=facts, **options)
+    step = steps.position()
+    return lambda group: save_checkpoint(
+        directory, content, group=group, step=step, part=steps.part, keep=keep, facts=facts
+    )
 
 
 def load(directory: str | Path, steps: Steps, step: int | None) -> tuple[Path, dict[str, Any]]:
@@ -141,9 +145,7 @@ def _shapes(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _mismatch(loaded: Loaded, problem: str) -> CheckpointMismatch:
-    advice = "engine.load_parameters(directory)"
-    if _in_stages(loaded.facts):
-        advice = EXPORTED
+    advice = EXPORTED if _in_stages(loaded.facts) else "engine.load_parameters(directory)"
     return CheckpointMismatch(
         f"{loaded.path} does not fit this engine: {problem}. Prepare the engine as it was when it "
         f"saved, or load only the parameters: {advice}"
@@ -179,14 +181,10 @@ def _sharding(steps: Steps, facts: Mapping[str, Any]) -> Sharding | None:
 def _owners(tree: Mapping[str, Any]) -> dict[Any, str]:
     """Return the parameters that the keys of an optimizer's saved state stand for."""
     names = tree["optimizer_names"]
-    groups = tree["optimizer"]["param_groups"]
     if names is None:
         return {}
-    return {
-        key: name
-        for group, own_names in zip(groups, names, strict=True)
-        for key, name in zip(group["params"], own_names, strict=True)
-    }
+    keys = params_in(tree["optimizer"]["param_groups"])
+    return dict(zip(keys, chain(*names), strict=True))
 
 
 def _complete(state: Mapping[str, Any], steps: Steps) -> None:

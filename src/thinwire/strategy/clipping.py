@@ -63,8 +63,8 @@ class Clipping:
             norm = torch.tensor(total, dtype=torch.float64, device="cpu")
         # read later, so that a device is not waited for
         self._last = norm
-        self._updates = self._updates + 1
-        self._clipped = self._clipped + (norm > self.clip.c)
+        self._updates += 1
+        self._clipped += norm > self.clip.c
         # exactly 1 below the limit, so that the product changes no bit
         return _scaled_(summed, self.clip.c / norm.clamp(min=self.clip.c))
 
@@ -75,7 +75,8 @@ def require_one_clip(
     """Raise `StrategyError` if the optimizer clips already, or a compression that keeps its
     momentum cannot have this clipping, as where tensors are `sharded`.
     """
-    optimizer, folding = selected.optimizer, selected.folding
+    optimizer = selected.optimizer
+    folding = selected.folding
     own = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
     why = None
     if grad_clip is not None and own is not None:
@@ -104,8 +105,8 @@ def take_clip_(
     grad_clip: Clip | None,
     undo: ExitStack,
     *,
-    stages: Group | None = None,
-    shards: Group | None = None,
+    stages: Group | None,
+    shards: Group | None,
 ) -> Clipping:
     """Remove from `optimizer` a clipping by norm that would see one stage or shard only."""
     over_parts = (ClipByGlobalNorm, ClipByNorm) if shards is not None else (ClipByGlobalNorm,)

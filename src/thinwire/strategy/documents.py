@@ -96,25 +96,23 @@ def _config(path: str, kind: type, document: Any, where: Callable[[str], str]) -
 
 
 def _value(kind: type, path: str, name: str, value: Any, where: Callable[[str], str]) -> Any:
-    if value is not None and (tags := _TAGGED.get((kind, name))) is not None:
-        return _tagged(f"{path}.{name}", tags, value, where)
-    return _config(f"{path}.{name}", CONFIGS[name], value, where) if kind is Fields else value
-
-
-def _tagged(path: str, tags: Mapping[str, type], document: Any, where: Callable[[str], str]) -> Any:
-    if isinstance(document, Mapping) and "sparse" in tags and "sparsity" in document:
+    tags = _TAGGED.get((kind, name))
+    path = f"{path}.{name}"
+    if value is None or tags is None:
+        return _config(path, CONFIGS[name], value, where) if kind is Fields else value
+    if isinstance(value, Mapping) and "sparse" in tags and "sparsity" in value:
         raise StrategyError(
             f"{where(path)}{path} without the name of its method left thinwire in 0.4: write "
             "sparse: above its keys"
         )
-    _require_keys(path, document, tags, where)
-    if len(document) != 1:
+    _require_keys(path, value, tags, where)
+    if len(value) != 1:
         raise StrategyError(
             f"{where(path)}{path} must have one key of {' and '.join(tags)}, got "
-            f"{shown(dict(document))}"
+            f"{shown(dict(value))}"
         )
-    ((tag, value),) = document.items()
-    return _config(f"{path}.{tag}", tags[tag], value, where)
+    ((tag, config),) = value.items()
+    return _config(f"{path}.{tag}", tags[tag], config, where)
 
 
 def _require_keys(
@@ -197,7 +195,7 @@ def _lines_of(name: str, value: Any, tag: str | None, depth: int) -> Iterator[st
     if tag is not None:
         yield f"{indent}{name}:"
         name = tag
-        depth = depth + 1
+        depth += 1
     yield f"{'  ' * depth}{name}:{'' if to_dict(value) else ' {}'}"
     about = attribute_lines(type(value))
     for key, below, its_tag in _entries(value):

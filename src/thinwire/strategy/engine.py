@@ -309,24 +309,25 @@ class Engine:
             ThinwireError: The exchange failed.
         """
         self._require_open()
-        if self._steps.left:
-            self._steps.merge.clear()
+        steps = self._steps
+        merge = steps.merge
+        if steps.left:
+            merge.clear()
             return
         following = self._following
-        steps = self._steps
-        merge = self._steps.merge
         if following is not None and following.active and (why := following.unfinished()):
             steps.refuse(why)
         with steps.with_advice(), steps.group.one_deadline():
             if steps.flush_compares_steps:
-                position = {"step": steps.position()}
-                position["microsteps of the unfinished update"] = merge.microsteps
+                position = {
+                    "step": steps.position(),
+                    "microsteps of the unfinished update": merge.microsteps,
+                }
                 require_agreement(steps.group, position, action="engine.flush()")
             if merge.microsteps:
                 steps.clear_grads()  # before a second set is made
                 left = merge.take(avg=steps.merge_avg)
-                overflow = merge.overflowed
-                steps.update(left, overflow=overflow, complete=True)
+                steps.update(left, overflow=merge.overflowed, complete=True)
             steps.end()
         steps.replica.record_gradients()
 
@@ -408,7 +409,8 @@ class Engine:
         Returns:
             The counters by name.
         """
-        steps, publisher = self._steps, self._publisher
+        steps = self._steps
+        publisher = self._publisher
         return numbers(
             microsteps=steps.merge.microsteps,
             k_steps=steps.k_steps,
@@ -540,10 +542,10 @@ class Engine:
         write = checkpoints.save(
             directory, steps, extra, keep, frozen=frozen, copy=not wait, only=only
         )
-        path = next_folder(Path(directory), step)
         if wait:
             path = write(steps.savers)
         else:
+            path = next_folder(Path(directory), step)
             self._background_save.begin(steps.savers, write)
         steps.exchange.pace.exclude(time.perf_counter() - begun_s)
         return path

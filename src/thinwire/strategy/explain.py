@@ -22,7 +22,7 @@ from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from thinwire.layout.shares import contiguous
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig
 from thinwire.local.model import require_own_params
-from thinwire.pipeline.split import Pipeline, split_model
+from thinwire.pipeline.split import split_model
 from thinwire.step.recompute import matches
 from thinwire.strategy.clipping import require_one_clip
 from thinwire.strategy.documents import attribute_lines
@@ -39,9 +39,9 @@ _NEARLY_ALL = 0.8
 
 def explanation(
     strategy: Fields,
-    model: nn.Module | None = None,
-    optimizer: Optimizer | None = None,
-    grad_clip: Clip | None = None,
+    model: nn.Module | None,
+    optimizer: Optimizer | None,
+    grad_clip: Clip | None,
 ) -> str:
     """Return the text of `DistributedStrategy.explain`, at most 100 columns wide."""
     check.instance("model", model, (nn.Module, NoneType))
@@ -91,19 +91,16 @@ class _Texts:
     def __init__(self, strategy: Fields) -> None:
         self.of_gradients = strategy.gradient_compression
         self.advice: list[str] = []
-        if strategy.pipeline is not None:
-            self._of_stages(strategy.pipeline)
+        if (pipeline := strategy.pipeline) is not None:
+            self.stages = pipeline.stages
+            self.ranks = "the replicas of a stage"
+            self.passes = f", in {pipeline.micro_batches} parts through {pipeline.stages} stages"
+            self.early = ""
+            self.clipped = " over all stages"
         if strategy.local is None:
             self._of_exchange(strategy)
         else:
             self._of_averaging(strategy.local, strategy)
-
-    def _of_stages(self, config: Pipeline) -> None:
-        self.stages = config.stages
-        self.ranks = "the replicas of a stage"
-        self.passes = f", in {config.micro_batches} parts through {config.stages} stages"
-        self.early = ""
-        self.clipped = " over all stages"
 
     def _of_exchange(self, strategy: Fields) -> None:
         config = self.of_gradients
@@ -129,7 +126,8 @@ class _Texts:
             self.message = partial(config.message_text, config.settled_step)
 
     def _of_averaging(self, config: LocalConfig, strategy: Fields) -> None:
-        self.subject, self.owner = "the change", "this rank's own gradient"
+        self.subject = "the change"
+        self.owner = "this rank's own gradient"
         self.overflow = "An overflow drops the local step, which still counts"
         self.exchange = "No exchange of gradients: each rank updates on its own"
         self.pending = ["the last averaging"]
@@ -165,7 +163,9 @@ def _is_unchecked(scale: LossScale | None) -> bool:
 
 
 def _order(strategy: Fields, texts: _Texts, grad_clip: Clip | None) -> Iterator[str]:
-    amp, merge, recompute = strategy.amp, strategy.gradient_merge, strategy.recompute
+    amp = strategy.amp
+    merge = strategy.gradient_merge
+    recompute = strategy.recompute
     scale = strategy._loss_scale
     text = f"Forward pass of this rank's mini-batch{texts.passes}"
     text += f", in {amp.dtype} where autocast allows it" if amp is not None else ""
@@ -207,7 +207,8 @@ def _interval(config: LocalConfig) -> str:
 
 
 def _advice(strategy: Fields, texts: _Texts) -> Iterator[str]:
-    amp, merge = strategy.amp, strategy.gradient_merge
+    amp = strategy.amp
+    merge = strategy.gradient_merge
     if amp is not None and amp.dtype == "float16" and amp.loss_scale is None:
         yield (
             "amp: float16 without a loss scale: gradients below 6e-8 become 0 and large ones "

@@ -90,9 +90,11 @@ def mismatches(
     ]
     if before.get("optimizer") != now["optimizer"]:
         found.append(_difference_text("optimizer", before.get("optimizer"), now["optimizer"]))
-    theirs, ours = set(before.get("parameters", ())), set(now["parameters"])
+    theirs = set(before.get("parameters", ()))
+    ours = set(now["parameters"])
     if theirs != ours:
-        gone, new = sorted(theirs - ours), sorted(ours - theirs)
+        gone = sorted(theirs - ours)
+        new = sorted(ours - theirs)
         subject = f"parameters ({len(gone)} and {len(new)} of them differ)"
         names = [", ".join(some[:3]) or _NOTHING for some in (gone, new)]
         found.append(_difference_text(subject, *names))

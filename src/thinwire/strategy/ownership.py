@@ -265,7 +265,8 @@ def gather_stages_(model: nn.Module, split: StageSplit, group: Group) -> None:
             f"of its own stage only, but there are {group.size} ranks now. Load a checkpoint, or a "
             "file made by `thinwire export`, into a new model"
         )
-    params, buffers = dict(named_parameters(model)), dict(named_buffers(model))
+    params = dict(named_parameters(model))
+    buffers = dict(named_buffers(model))
     for rank, names in enumerate(split):
         make_models_equal_(
             {f"parameter {name}": p.detach() for name, p in params.items() if name in names},

@@ -46,7 +46,6 @@ from thinwire.strategy.clipping import require_clip_of_one, require_one_clip, ta
 from thinwire.strategy.engine import Engine
 from thinwire.strategy.engine_checks import Batches, Joining, MovingBuffers
 from thinwire.strategy.facts import checkpoint_facts, compared_settings, model_facts
-from thinwire.strategy.fields import Fields
 from thinwire.strategy.ownership import (
     OwnershipGuard,
     convert_,
@@ -77,7 +76,9 @@ _log = logging.getLogger("thinwire")
 
 def prepare(setup: Setup) -> Engine:
     """See `DistributedStrategy.prepare`."""
-    strategy, model, mesh = setup.strategy, setup.model, setup.mesh
+    strategy = setup.strategy
+    model = setup.model
+    mesh = setup.mesh
     setup.member = member = member_of(setup.members)
     if member is not None:
         require_members_work(strategy, member)
@@ -103,7 +104,8 @@ def prepare(setup: Setup) -> Engine:
 
 def _prepared(setup: Setup) -> Engine:
     begin_s = time.perf_counter()
-    model, group = setup.model, setup.group
+    model = setup.model
+    group = setup.group
     _form_groups_(setup)
     with ExitStack() as undo:
         undo.push(_agreed(setup))
@@ -131,7 +133,9 @@ def _prepared(setup: Setup) -> Engine:
 
 def _form_groups_(setup: Setup) -> None:
     """Compare strategies, and make the groups of ranks. Changes `setup`."""
-    strategy, group, member = setup.strategy, setup.group, setup.member
+    strategy = setup.strategy
+    group = setup.group
+    member = setup.member
     facts = {
         "wire version": WIRE_VERSION,
         "strategy": compared_settings(strategy),
@@ -139,7 +143,7 @@ def _form_groups_(setup: Setup) -> None:
         "digest_every": setup.digest_every,
         "verify": setup.verify,
         **setup.ranks.facts,
-        **_rounding_facts(strategy, setup.model, setup.optimizer),
+        **_rounding_facts(setup),
     }
     if member is not None:
         member.require_same_setup("strategy", facts)
@@ -174,7 +178,8 @@ def _compile_loops(setup: Setup) -> None:
 
 def _agreed(setup: Setup) -> ExitStack:
     """Run `_planned` on all ranks, or raise on all at once."""
-    model, optimizer = setup.model, setup.optimizer
+    model = setup.model
+    optimizer = setup.optimizer
     alike = setup.strategy.local is None and setup.sites is None
     facts = model_facts(model, optimizer, digest=alike)
     names = {p: name for name, p in named_parameters(model)}
@@ -213,7 +218,9 @@ def _agree(setup: Setup, facts: dict[str, Any], of_stage: dict[str, Any]) -> Non
 
 def _planned(setup: Setup) -> ExitStack:
     """Make what needs no change of the model; changes `setup`. Return what undoes the rest."""
-    strategy, model, optimizer = setup.strategy, setup.model, setup.optimizer
+    strategy = setup.strategy
+    model = setup.model
+    optimizer = setup.optimizer
     require_unowned(model, optimizer)
     names = {p: name for name, p in named_parameters(model)}
     require_own_params(model, optimizer)
@@ -282,7 +289,9 @@ def _plan_local(setup: Setup, config: LocalConfig, stages: list[nn.Module]) -> N
 
 def _assembled(setup: Setup, undo: ExitStack) -> Steps:
     """Make the other parts, and the steps. Changes the model from here on; `undo` undoes it."""
-    strategy, model, optimizer = setup.strategy, setup.model, setup.optimizer
+    strategy = setup.strategy
+    model = setup.model
+    optimizer = setup.optimizer
     for single in all_of(optimizer):
         undo.callback(OwnershipGuard(model, single).remove)
     if strategy.recompute is not None:
@@ -415,24 +424,25 @@ def _every_step(setup: Setup, undo: ExitStack) -> EveryStep:
 def _limit(setup: Setup) -> Limit | None:
     """Return the local clip before compression."""
     config: Any = setup.strategy.gradient_compression
-    params = Shards(setup.params)
     if config is None or config.local_grad_clip_norm is None:
         return None
-    shards, sources = setup.division.shards, setup.division.replicas
+    params = Shards(setup.params)
+    shards = setup.division.shards
+    sources = setup.division.replicas
     gather = None if shards is None else shards.gather_now
     return lambda step, grads: locally_clipped(
         grads, params, lambda _: config, step=step, sources=sources, gather=gather
     )
 
 
-def _rounding_facts(
-    strategy: Fields, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, str]:
+def _rounding_facts(setup: Setup) -> dict[str, str]:
     """Return the facts that determine the rounding of replicas, if all of them update alike."""
+    strategy = setup.strategy
+    optimizers = all_of(setup.optimizer)
     if strategy.local is not None:  # it compares what its averagings need
         return {}
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = next((p.device for p in setup.model.parameters()), torch.device("cpu"))
     layerwise = bool(strategy.lamb or strategy.lars)
-    layerwise |= any(isinstance(single, Lamb | Lars) for single in all_of(optimizer))
-    products = any(isinstance(single, Muon) for single in all_of(optimizer))
+    layerwise |= any(isinstance(single, Lamb | Lars) for single in optimizers)
+    products = any(isinstance(single, Muon) for single in optimizers)
     return arithmetic(device, kernels=layerwise, products=products)

@@ -71,7 +71,8 @@ class EnginePublisher:
 
     def _is_first(self) -> bool:
         """Return True on the rank, or on the ranks of the site, that publishes now."""
-        group, member = self._ranks, self._member
+        group = self._ranks
+        member = self._member
         if member is not None:
             return member.rank == 0
         return (group.replicas or group).rank == 0
@@ -160,7 +161,8 @@ class EnginePublisher:
         Raises:
             StreamError: The last version could not be written.
         """
-        publisher, member = self._publisher, self._member
+        publisher = self._publisher
+        member = self._member
         if not self.closed and publisher is not None:
             if member is not None and (member.left or member.leaving):
                 publisher.abandon()

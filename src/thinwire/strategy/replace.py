@@ -125,7 +125,8 @@ def select_optimizer(
     prefix = f"the strategy does not work with the optimizer {type(optimizer).__name__}: "
     conversion = (lars, lamb)
     if converted_by(optimizer) == conversion:  # by an earlier engine, now closed
-        lars, lamb = None, None
+        lars = None
+        lamb = None
     alone = is_only and not local and lars is None and type(optimizer) in _SGDS
     folding = compression if compression and compression.accumulates and alone else None
     problems = [*_mismatches(optimizer, lars, lamb), *_unfolded(optimizer, folding)]
@@ -136,7 +137,17 @@ def select_optimizer(
     if (config := lars or lamb) is not None:
         every = keep or (lambda _: True)
         new, notes = _converted(optimizer, config, names, every, is_only=is_only, prefix=prefix)
-    notes += _compression(new, compression, local=local, folds=folding is not None)
+    if compression is not None:
+        method = tag_of(compression)
+        kind = type(new).__name__
+        subject = "changes of the parameters" if local else "gradients"
+        notes.append(
+            f"{method} compresses {subject}, without momentum of its own; momentum, "
+            f"clipping and decay are {kind}'s"
+            if folding is None
+            else f"{method} compresses gradients with the momentum, Nesterov and weight decay of "
+            f"{kind}, which keeps those of all tensors that are always dense"
+        )
     restore = ExitStack().close  # nothing
     if new is optimizer and keep is not None and not all(map(keep, params_of(optimizer))):
         restore = _restrict_(optimizer, keep)
@@ -224,7 +235,8 @@ def _exclusion(
     those whose name matches. Decided for all stages of a pipeline; refuses an idle pattern.
     """
     require_matches(patterns, names.values())
-    before, records = settings.common.exclude, settings.common.records
+    before = settings.common.exclude
+    records = settings.common.records
     if not patterns and not before:
         return None
     flags = excluded_flags(patterns, [(names[param], param) for param in records])
@@ -418,26 +430,6 @@ def _notes(
     unused = [key for key in _SPEED if key in replacement.unused]
     if speed := [key for key in unused if any(group.get(key) for group in settings.groups)]:
         yield f"{kind} has no {' and '.join(speed)}, which affect speed only"
-
-
-def _compression(
-    optimizer: torch.optim.Optimizer, compressor: Compression | None, *, local: bool, folds: bool
-) -> Iterator[str]:
-    if compressor is None:
-        return
-    field = tag_of(compressor)
-    kind = type(optimizer).__name__
-    if folds:
-        yield (
-            f"{field} compresses gradients with the momentum, Nesterov and weight decay of {kind}, "
-            "which keeps those of all tensors that are always dense"
-        )
-        return
-    subject = "changes of the parameters" if local else "gradients"
-    yield (
-        f"{field} compresses {subject}, without momentum of its own; momentum, "
-        f"clipping and decay are {kind}'s"
-    )
 
 
 def _settings_of(optimizer: torch.optim.Optimizer) -> _Settings:

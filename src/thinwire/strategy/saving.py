@@ -79,7 +79,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def saved_model(
-    steps: Steps, *, frozen: bool = True, to_save: Callable[[Tensor], Tensor] = torch.clone
+    steps: Steps, *, frozen: bool, to_save: Callable[[Tensor], Tensor]
 ) -> dict[str, Any]:
     """Return parameters and buffers, with tensors as `to_save` returns them."""
     names = sorted(non_persistent_buffers(steps.model))
@@ -109,8 +109,15 @@ def saved(
     of_modules = _held(saved_modules(steps.model), of_user, sharded=True)
     optimizer = without_provenance(steps.optimizer.state_dict())
     exchange = steps.saved_exchange()
+    kept = set(map(id, leaves(exchange)))  # tensors that the exchange saves
+    state = {
+        key: {kind: value for kind, value in entries.items() if id(value) not in kept}
+        if isinstance(entries, Mapping)
+        else entries
+        for key, entries in optimizer["state"].items()
+    }
     rest = {
-        "optimizer": {**optimizer, "state": _without_kept(optimizer["state"], exchange)},
+        "optimizer": {**optimizer, "state": state},
         "exchange": exchange,
         "merge": steps.merge.state_dict(),
     }
@@ -124,17 +131,6 @@ def saved(
         "random": random_state(),
         "extra": _held(plain(extra), of_user, sharded=True),
         **({_OF_MODULES: of_modules} if of_modules else {}),
-    }
-
-
-def _without_kept(state: Mapping[Any, Any], exchange: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return an optimizer's state without the tensors that the exchange saves."""
-    kept = set(map(id, leaves(exchange)))
-    return {
-        key: {kind: value for kind, value in entries.items() if id(value) not in kept}
-        if isinstance(entries, Mapping)
-        else entries
-        for key, entries in state.items()
     }
 
 
@@ -263,8 +259,21 @@ def _checked(state: Mapping[str, Any], steps: Steps) -> tuple[dict[str, float], 
 def require_shapes(state: Mapping[str, Any], steps: Steps, advice: str) -> frozenset[str]:
     """Raise unless names and shapes are equal. Return the buffers that are `_left`."""
     params = _parameters(steps)
-    out = _require_frozen(state.get(_FROZEN), params, steps.part)
-    here = {name: param for name, param in params.items() if name not in out}
+    frozen = state.get(_FROZEN, {"part": steps.part, "digests": {}})
+    for name, (shape, checksum) in frozen["digests"].items():
+        if name not in params:
+            raise ValueError(
+                f"the state was saved without frozen parameters, but {name} is not in this model: "
+                "prepare the model with the base weights of the training"
+            )
+        # of other shards only names are compared
+        alike = frozen["part"] == steps.part and list(params[name].shape) == shape
+        if alike and checksum_of(params[name]) != checksum:
+            raise ValueError(
+                f"the state was saved without frozen parameters (frozen=False), but {name} has "
+                "different values now: first load the base weights of the training into the model"
+            )
+    here = {name: param for name, param in params.items() if name not in frozen["digests"]}
     check.same_shapes("parameters", state["parameters"], here, advice=advice)
     left = _left(state, steps)
     theirs, ours = (
@@ -279,26 +288,6 @@ def _digests(params: Mapping[str, Tensor], part: int) -> dict[str, Any]:
     """Return digests of parameters that are left out, and the part of the model."""
     digests = {name: [list(p.shape), checksum_of(p)] for name, p in params.items()}
     return {"part": part, "digests": digests}
-
-
-def _require_frozen(
-    record: Mapping[str, Any] | None, params: Mapping[str, Tensor], part: int
-) -> frozenset[str]:
-    """Raise unless left-out parameters are unchanged; of other shards only names are compared."""
-    digests = {} if record is None else record["digests"]
-    for name, (shape, checksum) in digests.items():
-        if name not in params:
-            raise ValueError(
-                f"the state was saved without frozen parameters, but {name} is not in this model: "
-                "prepare the model with the base weights of the training"
-            )
-        alike = record is not None and record["part"] == part and list(params[name].shape) == shape
-        if alike and checksum_of(params[name]) != checksum:
-            raise ValueError(
-                f"the state was saved without frozen parameters (frozen=False), but {name} has "
-                "different values now: first load the base weights of the training into the model"
-            )
-    return frozenset(digests)
 
 
 def _left(state: Mapping[str, Any], steps: Steps) -> frozenset[str]:
@@ -326,7 +315,8 @@ def _without(
     def rest(values: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in values.items() if key not in names}
 
-    local, pending = exchange.get("local"), exchange.get("pending")
+    local = exchange.get("local")
+    pending = exchange.get("pending")
     if isinstance(local, Mapping):
         own = {key: here[name] for key, name in names.items() if name in here}
         averaged = {key: b for key, b in own.items() if b.is_floating_point() and b.numel()}
@@ -343,7 +333,7 @@ def copy_values_(state: Mapping[str, Any], steps: Steps, left: frozenset[str]) -
         ("buffers", dict(named_buffers(steps.model))),
     ):
         for name, tensor in tensors.items():
-            if name in state[kind] and name not in (left if kind == "buffers" else ()):
+            if name in state[kind] and name not in left:
                 tensor.copy_(state[kind][name])
     kept = sorted(left & {*state["buffers"], *dict(named_buffers(steps.model))})
     if kept:

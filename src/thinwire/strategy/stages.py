@@ -206,7 +206,9 @@ class Stages:
         except (TypeError, ValueError, RuntimeError) as error:  # reported to other stages
             problem = error
         with steps.group.one_deadline():
-            loss = self._runner.step(inputs, targets, problem, concludes=steps.concludes)
+            # an exchange at the end tells the stages of errors
+            concludes = steps.merging or steps.local is not None
+            loss = self._runner.step(inputs, targets, problem, concludes=concludes)
             steps.add_or_update(*steps.gathered(loss))
             loss = self._runner.conclude() if loss is None else loss
         steps.after_step()

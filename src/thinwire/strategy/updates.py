@@ -73,11 +73,6 @@ class EveryStep(Microsteps):
         return self.merge.microsteps + 1 < self.merge_steps
 
     @property
-    def concludes(self) -> bool:
-        """True if a step of a pipeline ends without an exchange that tells stages of errors."""
-        return self.merging
-
-    @property
     def rides(self) -> bool:
         """True if ranks compare the sums of an update in the next one."""
         return self.exchange.rides
@@ -135,21 +130,16 @@ class EveryStep(Microsteps):
     def idle(self) -> None:
         """Take part in the steps of the others as a rank without batches, until none has any."""
         self.joining.has_batch = False
-        while self._idle() is not StepDecision.END:
-            pass
-
-    def _idle(self) -> StepDecision:
-        """Take part in the next update without a batch, with the gradients merged so far."""
-        merge, batches = self.merge, self.joining
-        self._require_unchanged(early=True)
-        self.clear_grads()
-        batches.merged = merge.microsteps
-        merge.microsteps = self.merge_steps - 1
-        with self._exchanging(early=True):  # no backward pass, so no hook launches
-            verdict = self.add_or_update({}, 1.0, False)
-        if verdict is StepDecision.END:
-            merge.microsteps = batches.merged
-        return verdict
+        merge = self.merge
+        verdict = None
+        while verdict is not StepDecision.END:  # an update of the others, with what is merged here
+            self._require_unchanged(early=True)
+            self.clear_grads()
+            self.joining.merged = merge.microsteps
+            merge.microsteps = self.merge_steps - 1
+            with self._exchanging(early=True):  # no backward pass, so no hook launches
+                verdict = self.add_or_update({}, 1.0, False)
+        merge.microsteps = self.joining.merged
 
     def end(self) -> None:
         """Make what must be equal on all ranks equal, at the end of a flush."""
@@ -190,7 +180,8 @@ class EveryStep(Microsteps):
 
         Where they cannot be told they see this rank as lost, or stalled.
         """
-        gradients, overlap = self.exchange, self.overlap
+        gradients = self.exchange
+        overlap = self.overlap
         text = f"its forward or backward pass ended with {type(error).__name__}: {error}"
         launching = overlap is not None and overlap.launching
         if launching or isinstance(error, ThinwireError) or not isinstance(error, Exception):
@@ -229,7 +220,8 @@ class EveryStep(Microsteps):
         user_error: str | None = None,
     ) -> StepDecision:
         """See `Microsteps`."""
-        scaler, overlap = self.scaler, self.overlap
+        scaler = self.scaler
+        overlap = self.overlap
         how: dict[str, Any] = {
             "overflow": overflow if scaler is not None and scaler.checks else None,
             "complete": complete or self.find_unused or not self.joining.has_batch,
@@ -249,7 +241,7 @@ class EveryStep(Microsteps):
             _log.info("step %d was dropped for an overflow", self.step)
         if scaler is not None:
             scaler.update(verdict is StepDecision.OVERFLOW)
-        self.forget_merged()
+        self.merge.clear()
         with state_in_errors(_UPDATE_MADE):
             self.buffers.copy_()
         self._end_round()
@@ -259,7 +251,7 @@ class EveryStep(Microsteps):
         self, means: dict[str, Tensor], own: Grads, norms: Sequence[float]
     ) -> torch.optim.Optimizer | None:
         """See `thinwire.exchange.gradients.Apply`."""
-        self.forget_merged()  # other ranks may have made the update
+        self.merge.clear()  # other ranks may have made the update
         with state_in_errors(_AFTER_EXCHANGE):
             clipped = self.clip(means, norms)
         exchanging = self._step_optimizers(clipped)
@@ -289,7 +281,6 @@ class LocalStep(Microsteps):
     joining: Joining
     local: LocalUpdates
     rides = False
-    concludes = True
     _tokens: int | None = None
     """Tokens of the present microstep."""
 
@@ -416,7 +407,8 @@ class LocalStep(Microsteps):
         self, grads: dict[str, Tensor], *, overflow: bool, complete: bool = False
     ) -> StepDecision:
         """Run a local step, or skip it for an overflow of the ranks that share the loss scale."""
-        local, scaler = self.local, self.scaler
+        local = self.local
+        scaler = self.scaler
         if grads and scaler is not None:
             overflow = scaler.checks and scaler.agree(overflow)
             # first, since local updates may send the new scale to other ranks in this step
@@ -425,7 +417,7 @@ class LocalStep(Microsteps):
             _log.info("step %d was dropped for an overflow", self.step)
             self._uncounted["dropped_steps"] += 1
         if not grads or overflow or self._drops(grads):
-            self.forget_merged()
+            self.merge.clear()
             local.skip_step()  # it counts towards the next averaging
         else:
             make_step(local, partial(self._step_here, self._limited(local.step, grads)))
@@ -448,7 +440,7 @@ class LocalStep(Microsteps):
         """Make a local step. An averaging that follows, and may fail, does not undo it."""
         self._step_optimizers(self.clip(grads, []))
         self.step += 1
-        self.forget_merged()
+        self.merge.clear()
 
 
 Steps = EveryStep | LocalStep

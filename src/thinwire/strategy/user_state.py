@@ -53,7 +53,16 @@ def plain(value: Any, path: str = "extra", *, objects: bool = True) -> Any:
 
 def saved_modules(model: nn.Module) -> dict[str, Any]:
     """Return the extra state of each module that has both methods, by its key in `state_dict`."""
-    return {key: _state_of_module(key, module) for key, module in _modules(model).items()}
+    states = {}
+    for key, module in _modules(model).items():
+        try:
+            states[key] = plain(module.get_extra_state(), key, objects=False)
+        except TypeError as error:
+            raise TypeError(
+                f"the extra state of a {type(module).__name__} cannot be saved: {error}. Let its "
+                "get_extra_state return such values, and set_extra_state accept them"
+            ) from error.__cause__
+    return states
 
 
 def unmatched_modules(model: nn.Module, states: Mapping[str, Any]) -> tuple[list[str], list[str]]:
@@ -91,16 +100,6 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
         if all(getattr(type(module), own) is not getattr(nn.Module, own) for own in both)
     }
     return dict(zip(plain_names(found), found.values(), strict=True))
-
-
-def _state_of_module(key: str, module: nn.Module) -> Any:
-    try:
-        return plain(module.get_extra_state(), key, objects=False)
-    except TypeError as error:
-        raise TypeError(
-            f"the extra state of a {type(module).__name__} cannot be saved: {error}. Let its "
-            "get_extra_state return such values, and set_extra_state accept them"
-        ) from error.__cause__
 
 
 def _placed(value: Any, like: Any) -> Any:
@@ -175,9 +174,14 @@ def restore_schedulers_(
 
 
 def _outermost(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
-    found = schedulers_of(optimizer)
+    # torch keeps no list of schedulers and not all leave a mark: they are found among the objects
+    # that refer to the optimizer
+    found = _living(optimizer)
+    if found:
+        gc.collect()  # unreachable schedulers may not be collected yet
+        found = _living(optimizer)
     inner = {id(one) for scheduler in found for one in _inside(scheduler)}
-    # torch keeps no list of schedulers, so that their order means nothing
+    # their order means nothing
     return sorted(
         (one for one in found if id(one) not in inner), key=lambda one: type(one).__name__
     )
@@ -204,16 +208,6 @@ def _equal_settings(state: Mapping[str, Any], scheduler: LRScheduler) -> int:
     """Return the number of equal settings."""
     now = scheduler.state_dict()
     return sum(key in now and equal(value, now[key]) for key, value in state.items())
-
-
-def schedulers_of(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
-    """Return the living schedulers of torch that drive `optimizer`, in no certain order."""
-    # torch keeps no list of them and not all leave a mark: they are found among the objects that
-    # refer to the optimizer
-    if not _living(optimizer):
-        return []
-    gc.collect()  # unreachable schedulers may not be collected yet
-    return _living(optimizer)
 
 
 def _living(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:

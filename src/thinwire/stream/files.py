@@ -38,7 +38,8 @@ PART = 16
 """Digits of a version's digest in the names of its files, and in lists."""
 _CHUNK_BYTES = 1 << 20
 """Bytes of a write, after which it is known to move."""
-_FIRST_BYTES, _SHORT_S = 1 << 16, 1.0
+_FIRST_BYTES = 1 << 16
+_SHORT_S = 1.0
 """Of a first read; one that takes less time is followed by one of twice its size."""
 _NAME = re.compile(r"(?:^|/)\.?(\d{9,})-[0-9a-f]{16}\.(safetensors|step)(\.[0-9a-f]{32})?$")
 """A base or a step, or what a killed publisher has left of one."""
@@ -164,7 +165,8 @@ class Storage:
         with self.reading(name):
             text, tag = json.loads(sealed)
             record: dict[str, Any] = json.loads(text)
-            form, key_name = record["format"], record["token"]
+            form = record["format"]
+            key_name = record["token"]
             valid = hmac.compare_digest(tag, self._tag(text))
         if form != _FORMAT:
             raise Refused(

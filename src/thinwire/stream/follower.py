@@ -21,7 +21,6 @@ from thinwire.stream.coder import decode
 from thinwire.stream.files import NEWEST, PART, Storage, file_name
 from thinwire.stream.state import Held, Model, Receiver, Refused, plain_copy, tensors_of
 
-_POLL_S, _PATIENCE_S = 1.0, 60.0
 _THREADS = min(4, os.cpu_count() or 1)
 
 
@@ -30,8 +29,8 @@ def follow(
     model: nn.Module | Mapping[str, Tensor] | None = None,
     *,
     token: str | bytes | None = None,
-    poll: float = _POLL_S,
-    patience: float = _PATIENCE_S,
+    poll: float = 1.0,
+    patience: float = 60.0,
 ) -> "Follower":
     """Follow the versions of a model that `publish` writes, bit for bit.
 
@@ -275,7 +274,17 @@ class Follower:
         """Read a version from a base, or from what is held for 0; the model changes at the end."""
         values: dict[str, Tensor] = {}
         if base:
-            held = self._base(newest, base, values)
+            held, name, begin, size = self.base_head(newest, base)
+            self._receiver(held)  # refuses before the content is fetched
+            content = self._storage.fetch(name, size)
+            with self._storage.reading(name):
+                for key, ref in held.refs.items():
+                    end = begin + _nbytes(ref)
+                    values[key] = _tensor_of(content[begin:end], ref)
+                    held.digests[key] = digest(values[key])
+                    begin = end
+                if held.whole_digest() != held.digest:
+                    raise ValueError("its digest differs")
         else:
             assert self.held is not None, "else there is no such way"
             held = replace(self.held, digests=dict(self.held.digests))
@@ -334,21 +343,6 @@ class Follower:
                 raise ValueError("its tensors have another size than the file")
         return held, name, begin, size
 
-    def _base(self, newest: Mapping[str, Any], number: int, values: dict[str, Tensor]) -> Held:
-        """Return a whole version, and put its tensors into `values`."""
-        held, name, begin, size = self.base_head(newest, number)
-        self._receiver(held)  # refuses before the content is fetched
-        content = self._storage.fetch(name, size)
-        with self._storage.reading(name):
-            for key, ref in held.refs.items():
-                end = begin + _nbytes(ref)
-                values[key] = _tensor_of(content[begin:end], ref)
-                held.digests[key] = digest(values[key])
-                begin = end
-            if held.whole_digest() != held.digest:
-                raise ValueError("its digest differs")
-        return held
-
     def _step(
         self, held: Held, number: int, values: dict[str, Tensor], receiver: Receiver | None
     ) -> None:
@@ -384,7 +378,8 @@ class Follower:
         storage.drop(name)  # a long chain would fill the memory
         held.number = number
         held.step = record["step"]
-        held.digest, held.written = record["digest"], record["written"]
+        held.digest = record["digest"]
+        held.written = record["written"]
 
     def _link(self, number: int) -> tuple[str, int]:
         """Return a part of a version's digest, and the bytes of its difference."""

@@ -47,10 +47,6 @@ class Held:
         """The table as dtypes and shapes; `ValueError` for one that was not written so."""
         return parsed_table(self.table, 1)
 
-    def is_like(self, table: Mapping[str, Any], tied: Mapping[str, str]) -> bool:
-        """Return True for the same names in the same order, dtypes, shapes and ties."""
-        return [*self.table.items()] == [*table.items()] and self.tied == tied
-
     def whole_digest(self) -> str:
         """Return the digest of a version: SHA-256 of its table and of that of each tensor."""
         rows = [[*entry, self.digests[name].hex()] for name, entry in self.table.items()]
@@ -198,7 +194,11 @@ class Receiver:
             if self._live:
                 self._copy_(values)
             else:
-                self._load(values)
+                model: Any = self._model
+                state = model.state_dict()
+                names = zip(plain_names(state), state, strict=True)
+                first_names = self._first
+                model.load_state_dict({name: values[first_names[plain]] for plain, name in names})
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:
             problem = error
         found, _ = tensors_of(self._model)
@@ -220,12 +220,6 @@ class Receiver:
         for name, value in values.items():
             for target in self.targets[name]:
                 _copy_(target, value)
-
-    def _load(self, values: Mapping[str, Tensor]) -> None:
-        model: Any = self._model
-        state = model.state_dict()
-        names = zip(plain_names(state), state, strict=True)
-        model.load_state_dict({name: values[self._first[plain]] for plain, name in names})
 
 
 def _are_apart(tensors: Iterable[Tensor]) -> bool:

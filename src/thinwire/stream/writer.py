@@ -19,7 +19,7 @@ from torch import Tensor
 from thinwire import _validate as check
 from thinwire._at_exit import before_exit, fail_at_exit, forget_hook
 from thinwire._wording import warn_user
-from thinwire.checkpoint.tensor_file import by_threads, digest, digests_of
+from thinwire.checkpoint.tensor_file import by_name, by_threads, digest
 from thinwire.errors import StreamError
 from thinwire.stream.coder import encode
 from thinwire.stream.files import PART, Storage, file_name
@@ -268,7 +268,8 @@ class Writer:
 
     def _look(self, table: Mapping[str, Any]) -> None:
         """Choose number and term, and raise if what is there is of another model."""
-        storage, settings = self._storage, self._settings
+        storage = self._storage
+        settings = self._settings
         follower = self._follower()
         found = None
         number = 0
@@ -380,7 +381,8 @@ class Writer:
         self._require_newest()
         record = dict(self._record)
         held = self._held
-        if held is not None and not held.is_like(table, tied):
+        # names in the same order, dtypes, shapes and ties
+        if held and ([*held.table.items()], held.tied) != ([*table.items()], tied):
             held = None
         number = record["number"] + 1
         bases = list(record["bases"])
@@ -391,7 +393,7 @@ class Writer:
                 payload.append(message)
                 digests[name] = sha256
         else:
-            digests = digests_of(tensors)
+            digests = by_name(digest, tensors)
             bases = []
         written = record["written"] + sum(map(len, payload))
         new = Held(number, step, record["stream"], "", written, table, tied, digests, tensors)
@@ -407,8 +409,11 @@ class Writer:
         }
         size = 0
         if held is not None:
-            chain = {"previous": held.digest, "recent": record["recent"]}
-            chain["lengths"] = [*map(len, payload)]
+            chain = {
+                "previous": held.digest,
+                "recent": record["recent"],
+                "lengths": [*map(len, payload)],
+            }
             content = torch.from_numpy(np.frombuffer(bytearray().join(payload), np.uint8))
             size = self._storage.write_version("step", {**about, **chain}, {"payload": content})
         if due := self._base_due(bases, number, written):
@@ -457,7 +462,8 @@ class Writer:
         bases = {
             file_name(number, whole, "safetensors") for number, *_, whole in self._record["bases"]
         }
-        oldest, newest = self._record["oldest"], self._record["number"]
+        oldest = self._record["oldest"]
+        newest = self._record["number"]
         try:
             outdated = [
                 name
