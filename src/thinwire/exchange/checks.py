@@ -239,8 +239,10 @@ class DuplicateBatchCheck:
         if self._done or self._equal_in_a_row < _ENOUGH:
             return
         self._done = True
-        ranks = "all ranks" if len(alike) == len(digests) else f"ranks {_listed(alike)}"
-        self.averaged_before = len(counts) == 1 and _in_ddp(set(self._params))
+        listed = f"ranks {', '.join(map(str, alike[:-1]))} and {alike[-1]}"
+        ranks = "all ranks" if len(alike) == len(digests) else listed
+        of_ddp = (p for ddp in living(DistributedDataParallel) for p in ddp.parameters())
+        self.averaged_before = len(counts) == 1 and not set(self._params).isdisjoint(of_ddp)
         message = _advice(f"{self._kind} of {ranks}", self._kind, ddp=self.averaged_before)
         warn_user(message)
 
@@ -269,10 +271,6 @@ def _digest(tensors: Iterable[Tensor]) -> str | None:
     return hashlib.blake2b(joined.numpy().tobytes(), digest_size=6).hexdigest()
 
 
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"
-
-
 def _advice(subject: str, kind: str, *, ddp: bool) -> str:
     advice = f"the {subject} are equal bit for bit: "
     if not ddp:
@@ -291,11 +289,6 @@ def _advice(subject: str, kind: str, *, ddp: bool) -> str:
         "Call optimizer.attach(ddp) after wrapping the model if the optimizer has attach, or "
         "train without the wrapper. stats() counts DDP's bytes from now on"
     )
-
-
-def _in_ddp(params: set[Tensor]) -> bool:
-    """Return True if any of them is a parameter of a living DDP model."""
-    return any(p in params for ddp in living(DistributedDataParallel) for p in ddp.parameters())
 
 
 def _sample(tensor: Tensor) -> Tensor:

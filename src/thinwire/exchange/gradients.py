@@ -513,7 +513,10 @@ class GradientExchange(Synchronizer):
         updated, means = self.compressed.commit_(grads, received, done.row_sparse)
         # row-sparse on all ranks: an optimizer may update the present rows only. A gradient that is
         # dense on any rank is dense on all, as in torch's sum of a dense and a row-sparse one
-        means = {n: _rows(mean) if n in done.rows_only else mean for n, mean in means.items()}
+        for name in done.rows_only & means.keys():
+            dense = means[name]
+            present = dense.reshape(dense.shape[0], -1).any(dim=1).nonzero().view(-1)
+            means[name] = sparse_rows(present.unsqueeze(0), dense[present], dense.shape)
         return means, {name: grads[name] for name in updated}
 
     def forget(self) -> None:
@@ -679,13 +682,6 @@ def _failure_text(step: int, error: Exception, *, alone: bool) -> str:
         f"{type(error).__name__}: {error}. {state}: restart {'' if alone else 'all ranks '}"
         "from the last checkpoint"
     )
-
-
-def _rows(dense: Tensor) -> Tensor:
-    present = dense.reshape(dense.shape[0], -1).any(dim=1).nonzero().view(-1)
-    where = present.unsqueeze(0)
-    rows = dense[present]
-    return sparse_rows(where, rows, dense.shape)
 
 
 def _not_launched(launched: Collection[str], grads: Iterable[str]) -> str | None:

@@ -43,8 +43,12 @@ class DenseUpdate:
     def launch_last(self, slot: bytes) -> None:
         """Launch the last bucket. `slot`, of equal length on all ranks, rides on it."""
         groups = by_dtype(self._last)
-        slots = self._slots(slot, next(iter(groups[-1].values())))
-        self._launch(self._last_number, groups, [slots])
+        like = next(iter(groups[-1].values()))
+        # a number for each byte, since a sum with zeros is exact; typed as `joined` has it
+        dtype = torch.float32 if like.dtype == torch.float16 else like.dtype
+        slots = torch.zeros(self._ranks.size, len(slot), dtype=dtype, device="cpu")
+        slots[self._ranks.rank] = torch.frombuffer(bytearray(slot), dtype=torch.uint8)
+        self._launch(self._last_number, groups, [uploaded(slots, like.device)])
         self._last = {}
 
     def _launch(
@@ -119,10 +123,3 @@ class DenseUpdate:
             return found
 
         return Pending(total)
-
-    def _slots(self, slot: bytes, like: Tensor) -> Tensor:
-        """Return the slots of all ranks, a number for each byte: a sum with zeros is exact."""
-        dtype = torch.float32 if like.dtype == torch.float16 else like.dtype  # as `joined` has it
-        slots = torch.zeros(self._ranks.size, len(slot), dtype=dtype, device="cpu")
-        slots[self._ranks.rank] = torch.frombuffer(bytearray(slot), dtype=torch.uint8)
-        return uploaded(slots, like.device)

@@ -392,7 +392,10 @@ class OtherBuffers:
         now = self._compared()
         self._changed = {name: now[name].clone() for name in changed_since(self._common, now)}
         self._constant -= self._changed.keys()
-        digests = {name: _digest(buffer) for name, buffer in self._changed.items()}
+        digests = {}
+        for name, buffer in self._changed.items():
+            content = flat_bytes(buffer).cpu().numpy().data
+            digests[name] = hashlib.blake2b(content, digest_size=8).hexdigest()
         return {"other_buffers": digests} if digests else {}
 
     def judge(self, vote: Vote, answers: Answers) -> None:
@@ -408,10 +411,6 @@ class OtherBuffers:
             )
             return
         self._common.update(self._changed)
-
-
-def _digest(tensor: Tensor) -> str:
-    return hashlib.blake2b(flat_bytes(tensor).cpu().numpy().data, digest_size=8).hexdigest()
 
 
 _HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__

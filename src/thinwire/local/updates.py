@@ -322,11 +322,7 @@ class LocalUpdates:
         if warning := pace.round(steps, now, averager.waited_s, rate, compare=compare):
             warn_user(warning)
         if self._member is not None:
-            self._member.show({"step": self.step, **counts(self)}, self._last_loss)
-
-    @property
-    def _last_loss(self) -> float | Tensor | None:  # for a page of the run
-        return self._when.interval.last
+            self._member.show({"step": self.step, **counts(self)}, self._when.interval.last)
 
     def close(self) -> None:
         """Remove the hooks without an averaging; may be called twice."""
