@@ -285,7 +285,7 @@ class Averaging:
             now = side_by_side(_of(self._params, part))
             anchor = self.staging.read(_of(self.anchors, part), now.device)
             flags.append(differs(now, anchor.to(now.dtype)))
-        if not flags or not bool(torch.stack(flags).any()):
+        if not flags or not bool(torch.stack([f.to(flags[0].device) for f in flags]).any()):
             return None
         sums = [int(total) for p in self._params.values() for total in bit_sums([widened(p)])]
         return hashlib.blake2b(repr(sums).encode(), digest_size=8).hexdigest()
