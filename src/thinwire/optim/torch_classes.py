@@ -134,9 +134,10 @@ class TorchOptimizer(CommonOptimizer):
             facts = self._facts(param)
             left_to_torch = 0.0 if self._coupled_decay(facts) else facts.weight_decay
             members.setdefault((facts.group_index, left_to_torch), []).append(param)
-        plus = {"maximize": False}  # the signs of gradients have been changed already
+        # the signs of gradients have been changed already
         return [
-            self.param_groups[i] | plus | {"params": params, "weight_decay": decay, "lr": rates[i]}
+            self.param_groups[i]
+            | {"params": params, "weight_decay": decay, "lr": rates[i], "maximize": False}
             for (i, decay), params in members.items()
         ]
 

@@ -38,8 +38,10 @@ class Clipping:
         """Return the norm of the last gradient, and the share of updates that were clipped."""
         if self._last is None:
             return {"grad_norm": grad_norm(params)}
-        share = float(self._clipped) / self._updates
-        return {"grad_norm": float(self._last), "clipped_share": share}
+        return {
+            "grad_norm": float(self._last),
+            "clipped_share": float(self._clipped) / self._updates,
+        }
 
     def __call__(self, grads: dict[str, Tensor], norms: Sequence[float]) -> dict[str, Tensor]:
         """Return clipped gradients; they may be the same tensors, changed."""
