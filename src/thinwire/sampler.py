@@ -146,32 +146,28 @@ class ShardedSampler(Sampler[int]):
         """Return this rank's progress, for the other ranks."""
         return self._epoch, self._taken
 
-    def _remaining(self, taken: Sequence[Taken | None]) -> tuple[int, list[int]]:
-        """Return the latest epoch of any rank, and the samples left of all epochs until then."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the progress of all ranks together, if they have taken equally many samples: plain
+        values. Members may have taken any number; their progress is that at the last averaging.
+        """
+        same: list[Taken | None] = [self._progress()] * self._ranks
+        taken = same if self._member is None else self._member.taken_of(self)
         known = [report or (self._start, 0) for report in taken]
         top = max(epoch for epoch, _ in known)
-        left: list[int] = []
+        left: list[int] = []  # of all epochs until the latest of any rank
         for epoch in range(min(epoch for epoch, _ in known), top + 1):
             for at, position in enumerate(self._left(epoch)):
                 # position `at` belongs to rank `at % n`, as its sample number `at // n`
                 own, count = known[at % len(known)]
                 if own < epoch or (own == epoch and at // len(taken) >= count):
                     left.append(position if epoch == top else ~self._sample(epoch, position))
-        return top, left
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the progress of all ranks together, if they have taken equally many samples: plain
-        values. Members may have taken any number; their progress is that at the last averaging.
-        """
-        same: list[Taken | None] = [self._progress()] * self._ranks
-        epoch, left = self._remaining(same if self._member is None else self._member.taken_of(self))
         positions = [position for position in left if position >= 0]
         first = min(positions, default=self._length)
         return {
             "length": self._length,
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "epoch": epoch,
+            "epoch": top,
             "dealt": first,
             "dealt_beyond": sorted(set(range(first, self._length)).difference(positions)),
             "left_before": [~position for position in left if position < 0],

@@ -151,8 +151,9 @@ def _require_one(path: str, values: list[Any], kinds: set[str]) -> None:
 def _number(rule: str, values: list[int | float], zeros: int) -> int | float:
     if rule not in _MEANS:
         return min(values) if rule == "min" else max(values)
-    equal = len({repr(float(value)) for value in values}) == 1
-    if all(isinstance(value, int) for value in values) or (not zeros and equal):
+    if all(isinstance(value, int) for value in values) or (
+        not zeros and len({repr(float(value)) for value in values}) == 1
+    ):
         return values[0]
     total = 0.0
     for value in values:

@@ -67,8 +67,8 @@ class CheckpointReader:
         self.path = path
         self.manifest = manifest
         peers = [r for r, part in enumerate(parts) if part == parts[rank]]
-        every = range(len(manifest.parts))
-        old = [r for r in every if self._sharding is not None or manifest.parts[r] == parts[rank]]
+        resharded = self._sharding is not None
+        old = [r for r, part in enumerate(manifest.parts) if resharded or part == parts[rank]]
         self._position = peers.index(rank)
         self._rank = rank
         self._is_own = self._sharding is None and len(old) == len(peers) and not combined

@@ -107,8 +107,8 @@ class Manifest:
                 f"its directories list the ranks {self.directories}, but it has "
                 f"{len(self.parts)} ranks"
             )
-        wanted = files_of(range(len(self.parts)))
-        if not isinstance(self.files, dict) or set(self.files) != set(wanted):
+        wanted = set(files_of(range(len(self.parts))))
+        if not isinstance(self.files, dict) or self.files.keys() != wanted:
             raise CheckpointCorrupt(
                 f"it names other files than the two of each of its {len(self.parts)} ranks"
             )

@@ -66,11 +66,10 @@ def derived(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     hasher.update(bytes(state["torch"].tolist()))
     words = [int.from_bytes(hasher.digest()[i : i + 4]) for i in range(0, 32, 4)]
     seed = int.from_bytes(hasher.digest()[:8]) >> 1
-    state_tuple = np.random.RandomState(words).get_state(legacy=False)
     return {
         "kind": _KIND,
         "python": random.Random(seed).getstate(),
-        "numpy": _from_numpy(state_tuple),
+        "numpy": _from_numpy(np.random.RandomState(words).get_state(legacy=False)),
         "torch": torch.Generator().manual_seed(seed).get_state(),
         "cuda": [
             _cuda_state(seed + 1 + device, entry) for device, entry in enumerate(state["cuda"])

@@ -128,8 +128,7 @@ def prune(group: Group, plan: SaveLayout, keep: int | None) -> list[str]:
         elif key in older:
             text = "%s is damaged (%s) and does not count towards keep"
             _log.warning(text, older[key].path, problem)
-    superfluous = [entry for key, entry in older.items() if key in gone]
-    delete = partial(_delete, plan, superfluous)
+    delete = partial(_delete, plan, [entry for key, entry in older.items() if key in gone])
     return failed_deletions + on_all_ranks(group, "deleting older checkpoints", delete)[group.rank]
 
 

@@ -406,7 +406,13 @@ class RelayClient:
                     done = self._next_in[kind, source]
                     writer.write(signal(source, 0, kind + Kind.DATA_DONE, done))
             elif kind in (Kind.DATA_DONE, Kind.CONTROL_DONE):
-                self._acknowledge(source, kind - Kind.DATA_DONE, number)
+                with self.changed:
+                    for message in self._sent:
+                        if message.channel == kind - Kind.DATA_DONE and message.number < number:
+                            message.unacknowledged.discard(source)
+                    self.changed.notify_all()
+                while self._sent and not self._sent[0].unacknowledged:
+                    self._sent.popleft()
             elif kind in (Kind.CONNECTED, Kind.DISCONNECTED):
                 self._update_presence(source, here=kind == Kind.CONNECTED)
 
@@ -426,15 +432,6 @@ class RelayClient:
             self._next_in[key] += 1
             self._buffered_bytes += len(parts) if number >= self._claimed[key] else 0
             self.changed.notify_all()
-
-    def _acknowledge(self, source: int, channel: int, number: int) -> None:
-        with self.changed:
-            for message in self._sent:
-                if message.channel == channel and message.number < number:
-                    message.unacknowledged.discard(source)
-            self.changed.notify_all()
-        while self._sent and not self._sent[0].unacknowledged:
-            self._sent.popleft()
 
     def _update_presence(self, source: int, *, here: bool) -> None:
         was_complete = self._present | self.departed >= self.others

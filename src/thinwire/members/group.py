@@ -287,8 +287,8 @@ class SiteGroup(Group):
 
     @property
     def answer_index(self) -> int:
-        own_id = self._shard_group.membership.shared.own_id
-        return self._received_ids.index(own_id) * self.site.size + self.site.rank
+        site = self._received_ids.index(self._shard_group.membership.shared.own_id)
+        return site * self.site.size + self.site.rank
 
     @property
     def size(self) -> int:  # type: ignore[override]
@@ -320,8 +320,10 @@ class SiteGroup(Group):
             ids = self._shard_group.membership.shared.voters
             all_equal = len(set(answers)) == 1
             report = {"ids": ids, "answers": packed(answers[:1] if all_equal else answers)}
-            reports = self.site.gather_values(action, report)
-            received = [dict(zip(r["ids"], _answers_of(r), strict=True)) for r in reports]
+            received = [
+                dict(zip(r["ids"], _answers_of(r), strict=True))
+                for r in self.site.gather_values(action, report)
+            ]
             # a site counts only if the ranks of every shard have received its answer
             self._received_ids = [site for site in received[0] if all(site in r for r in received)]
             return [by_site[site] for site in self._received_ids for by_site in received]

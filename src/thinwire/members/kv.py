@@ -93,8 +93,7 @@ class AuthenticatedStore(Store):
         """Write a value if `expected_value` is there (empty: none); return what is there then."""
         expected = self._with_mac(key, expected_value) if expected_value else b""
         desired = self._with_mac(key, desired_value)
-        found = self._store.compare_set(self._prefix + key, expected, desired)
-        return self._verified(key, found)
+        return self._verified(key, self._store.compare_set(self._prefix + key, expected, desired))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Return several values, as `get` does."""

@@ -246,8 +246,11 @@ class Member:
     def taken_of(self, sampler: Any) -> list[tuple[int, int] | None]:
         """Return what each rank had taken at the last averaging; None if nothing since it began."""
         index = [*self._samplers].index(sampler)
-        ranks = range(self.site.size)
-        reports = [self._taken.get((one, rank)) for one in self._sharing_ids for rank in ranks]
+        reports = [
+            self._taken.get((one, rank))
+            for one in self._sharing_ids
+            for rank in range(self.site.size)
+        ]
         return [None if report is None else tuple(report[index]) for report in reports]
 
     def require_same_setup(self, occasion: str, facts: Facts) -> None:
@@ -515,8 +518,7 @@ def _meet(membership: Membership, site: SingleRank) -> None:
     with site.raising_together("meeting the other sites"):
         if site.rank == 0:
             membership.meet()
-    joins = site.rank > 0 or membership.shared.joiner
-    own_ids = () if joins else membership.current().ids
+    own_ids = () if site.rank or membership.shared.joiner else membership.current().ids
     ids = tuple(site.broadcast_value("sharing the list of sites", own_ids))
     with site.raising_together("meeting the ranks with the same shard"):
         if site.rank > 0:
@@ -599,8 +601,7 @@ def join(
     site = SingleRank() if mesh is None else Site(mesh, timeout_s)
     kv = KeyValueView.open(partial(connect, address, run, token, limit), host.port, timeout_s)
     own_address = None if relay else reached_from(host, timeout_s)
-    where = host.host, host.port, relay_key(token), tls, own_address
-    endpoint = RelayEndpoint(*where, patience_s=timeout_s / 4)
+    endpoint = RelayEndpoint(*host, relay_key(token), tls, own_address, timeout_s / 4)
     if relay:
         require_relay(endpoint, timeout_s)
     streams = None if streams is None else check.integer("streams", streams, at_least=1)

@@ -143,8 +143,9 @@ class Membership:
         self.timeout_s = terms.timeout_s
         self.shared = Shared(own_id, terms.timeout_s)
         self.watcher = Watcher(kv, self.shared, terms)
-        name = "thinwire-members"
-        self._thread = threading.Thread(target=self.watcher.run, name=name, daemon=True)
+        self._thread = threading.Thread(
+            target=self.watcher.run, name="thinwire-members", daemon=True
+        )
 
     def meet(self, founders: tuple[str, ...] | None = None) -> None:
         """Announce this member and wait for the first generation, or for one to join."""
@@ -183,8 +184,9 @@ class Membership:
         with self.shared.changed:
             # a joiner that is not admitted now has missed a round, and must come back as a new one
             self.shared.past_members.update(ids)
-        change = self.watcher.change_generation
-        self.watcher.commands.put(lambda: change(number, tuple(ids), tuple(continuing)))
+        self.watcher.commands.put(
+            lambda: self.watcher.change_generation(number, tuple(ids), tuple(continuing))
+        )
 
     def wait_for_next(self, number: int) -> Generation:
         """Wait for a generation after this one."""

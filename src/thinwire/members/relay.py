@@ -125,9 +125,19 @@ class _Relay:
                     name, rank, direct, patience_s = await self._admitted(reader, writer)
             self._strangers.pop(sock, None)
             if of_store:
-                await self._pass_on(reader, writer)
+                # else the connections of machines that vanished stay open for ever
+                accepted = writer.get_extra_info("socket")
+                accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                answers, store = await asyncio.open_connection("127.0.0.1", self._store_port)
+                await asyncio.gather(_copy(reader, store), _copy(answers, writer))
                 return
-            room = self._enter(name, rank, writer)
+            room = self._rooms[name]
+            if previous := room.pop(rank, None):  # its connection broke, and it is back
+                previous.transport.abort()
+            for other, there in room.items():
+                there.write(signal(other, rank, Kind.CONNECTED))
+                writer.write(signal(rank, other, Kind.CONNECTED))
+            room[rank] = writer
             leave = partial(self._leave, name, rank, writer)
             # a broken connection is no departure yet
             ends.callback(asyncio.get_running_loop().call_later, patience_s, leave)
@@ -141,25 +151,25 @@ class _Relay:
     ) -> tuple[bool, asyncio.StreamReader, asyncio.StreamWriter]:
         with contextlib.ExitStack() as failed:
             failed.callback(sock.close)
-            first = await _first_byte(sock)
+            loop = asyncio.get_running_loop()
+            readable = asyncio.Event()
+            loop.add_reader(sock, readable.set)
+            try:
+                await readable.wait()
+            finally:
+                loop.remove_reader(sock)
+            first = sock.recv(1, socket.MSG_PEEK)
             tls = self._tls if first == _TLS_CLIENT else None
             if not first or (first == _TLS_CLIENT and tls is None):
                 raise ValueError("no client")
             # asyncio sets it only if the listener was made with IPPROTO_TCP
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             failed.pop_all()
-        loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(reader)
         transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock, ssl=tls)
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         return first == _STORE_CLIENT, reader, writer
-
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # else the connections of machines that vanished stay open for ever
-        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        answers, store = await asyncio.open_connection("127.0.0.1", self._store_port)
-        await asyncio.gather(_copy(reader, store), _copy(answers, writer))
 
     async def _admitted(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -193,16 +203,6 @@ class _Relay:
             raise ValueError("full")
         writer.write(Answer.OK)
         return name, rank, direct, patience_s
-
-    def _enter(self, name: str, rank: int, writer: asyncio.StreamWriter) -> _Room:
-        room = self._rooms[name]
-        if previous := room.pop(rank, None):  # its connection broke, and it is back
-            previous.transport.abort()
-        for other, there in room.items():
-            there.write(signal(other, rank, Kind.CONNECTED))
-            writer.write(signal(rank, other, Kind.CONNECTED))
-        room[rank] = writer
-        return room
 
     def _leave(self, name: str, rank: int, writer: asyncio.StreamWriter) -> None:
         room = self._rooms.get(name, {})
@@ -239,17 +239,6 @@ class _Relay:
                 recipient.transport.abort()
             except OSError:
                 pass  # it has disconnected, and its own task cleans up
-
-
-async def _first_byte(sock: socket.socket) -> bytes:
-    loop = asyncio.get_running_loop()
-    readable = asyncio.Event()
-    loop.add_reader(sock, readable.set)
-    try:
-        await readable.wait()
-    finally:
-        loop.remove_reader(sock)
-    return sock.recv(1, socket.MSG_PEEK)
 
 
 async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:

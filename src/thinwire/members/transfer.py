@@ -298,11 +298,10 @@ class Download:
         names = "joining_bytes", "joining_total_bytes", "joining_bit_s", "joining_left_s"
         self.stats: dict[str, float] = dict.fromkeys(names, 0.0)
         """Bytes of the state received, and of all that differed here; rate; seconds left."""
-        name = "thinwire-recipient"
-        parts = [Part(n, count, "") for n in range(count)]
-        where = [(context, number, part) for part in parts]
+        where = [(context, number, Part(n, count, "")) for n in range(count)]
         self._threads = [
-            threading.Thread(target=self._run, args=args, name=name, daemon=True) for args in where
+            threading.Thread(target=self._run, args=args, name="thinwire-recipient", daemon=True)
+            for args in where
         ]
         for thread in self._threads:
             thread.start()

@@ -368,9 +368,12 @@ class CommonOptimizer(torch.optim.Optimizer):
         """Apply coupled decay, regularizer and centralization; `grad` itself is not changed."""
         facts = self._facts(param)
         here = param if is_sharded(grad) else shard_of(param)
-        decay = self._coupled_decay(facts)
-        regularizer = facts.group["regularizer"]
-        grad = decayed(grad, here, weight_decay=decay, regularizer=regularizer)
+        grad = decayed(
+            grad,
+            here,
+            weight_decay=self._coupled_decay(facts),
+            regularizer=facts.group["regularizer"],
+        )
         return centralized(grad) if facts.group["grad_centralization"] else grad
 
     def _coupled_decay(self, facts: ParamFacts) -> float:

@@ -28,8 +28,8 @@ class RowOptimizer(CommonOptimizer):
     """Changes a parameter and its state in place, from gradient and number of the update."""
 
     def _update_group(self, group: dict[str, Any], pairs: Sequence[ParamGrad], rate: float) -> None:
-        numbers = {"lr": rate, **{key: group[key] for key in self._numbers}}
-        update_ = partial(type(self)._formula, **numbers)
+        numbers = {key: group[key] for key in self._numbers}
+        update_ = partial(type(self)._formula, lr=rate, **numbers)
         for param, grad in pairs:
             buffers = {
                 key: self._buffer_of(param, key, group.get(start, 0.0))

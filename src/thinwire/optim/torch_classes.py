@@ -1,6 +1,6 @@
 """Optimizers of torch with the common part; bit-identical to torch if no common option is set."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
@@ -99,7 +99,18 @@ class TorchOptimizer(CommonOptimizer):
             processed = self._processed(unscaled)
             groups = self.param_groups
             own_grads = [(p, p.grad) for p, _ in processed]
-            self.param_groups = self._groups_for(processed, rates)
+            # excluded parameters get groups of their own
+            members: dict[tuple[int, float], list[Tensor]] = {}
+            for param, _ in processed:
+                facts = self._facts(param)
+                left_to_torch = 0.0 if self._coupled_decay(facts) else facts.weight_decay
+                members.setdefault((facts.group_index, left_to_torch), []).append(param)
+            # the signs of gradients have been changed already
+            self.param_groups = [
+                groups[i]
+                | {"params": params, "weight_decay": decay, "lr": rates[i], "maximize": False}
+                for (i, decay), params in members.items()
+            ]
             try:
                 for param, grad in processed:
                     param.grad = grad.to(param.device, param.dtype)
@@ -124,21 +135,6 @@ class TorchOptimizer(CommonOptimizer):
             yield [(p, g / scale.to(g.device, g.dtype)) for p, g in wide]
         finally:
             self.grad_scale = scale
-
-    def _groups_for(
-        self, pairs: Sequence[ParamGrad], rates: Sequence[float]
-    ) -> list[dict[str, Any]]:
-        """Return the groups of this update; excluded parameters get groups of their own."""
-        members: dict[tuple[int, float], list[Tensor]] = {}
-        for param, _ in pairs:
-            facts = self._facts(param)
-            left_to_torch = 0.0 if self._coupled_decay(facts) else facts.weight_decay
-            members.setdefault((facts.group_index, left_to_torch), []).append(param)
-        plus = {"maximize": False}  # the signs of gradients have been changed already
-        return [
-            self.param_groups[i] | plus | {"params": params, "weight_decay": decay, "lr": rates[i]}
-            for (i, decay), params in members.items()
-        ]
 
 
 def unhooked_step(torch_class: type[torch.optim.Optimizer]) -> Any:

@@ -228,8 +228,9 @@ class PipelineRunner:
         error = self._worker.error
         self._worker.begin()
         report = [] if error is None else [type(error).__name__, str(error)]
-        payload = json.dumps(report).encode()
-        answers = self._grid.peers.gather_bytes(payload, action="reporting a failure")
+        answers = self._grid.peers.gather_bytes(
+            json.dumps(report).encode(), action="reporting a failure"
+        )
         if error is not None:
             raise error
         stage = next(i for i, answer in enumerate(answers) if json.loads(answer))
@@ -284,8 +285,9 @@ def rehearse(worker: StageWorker, inputs: Any, peers: Group) -> list[Parcel]:
                     )
                 error = problem
                 answer = {"error": [type(problem).__name__, str(problem)]}
-        payload = json.dumps(answer).encode()
-        answers = peers.gather_bytes(payload, action="describing the outputs of stages")
+        answers = peers.gather_bytes(
+            json.dumps(answer).encode(), action="describing the outputs of stages"
+        )
         if error is not None:
             raise error
         description = json.loads(answers[stage])

@@ -2,7 +2,7 @@
 
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -38,8 +38,10 @@ class Clipping:
         """Return the norm of the last gradient, and the share of updates that were clipped."""
         if self._last is None:
             return {"grad_norm": grad_norm(params)}
-        share = float(self._clipped) / self._updates
-        return {"grad_norm": float(self._last), "clipped_share": share}
+        return {
+            "grad_norm": float(self._last),
+            "clipped_share": float(self._clipped) / self._updates,
+        }
 
     def __call__(self, grads: dict[str, Tensor], norms: Sequence[float]) -> dict[str, Tensor]:
         """Return clipped gradients; they may be the same tensors, changed."""
@@ -66,7 +68,15 @@ class Clipping:
         self._updates += 1
         self._clipped += norm > self.clip.c
         # exactly 1 below the limit, so that the product changes no bit
-        return _scaled_(summed, self.clip.c / norm.clamp(min=self.clip.c))
+        factor = self.clip.c / norm.clamp(min=self.clip.c)
+        owned = with_own_storage(summed)
+        for name, grad in summed.items():
+            narrow = torch.promote_types(grad.dtype, torch.float32) != grad.dtype
+            if narrow or name not in owned:
+                summed[name] = with_values(grad, scaled(values_of(grad), factor))
+            else:
+                grad.mul_(factor.to(grad.device, grad.dtype))
+        return summed
 
 
 def require_one_clip(
@@ -127,16 +137,3 @@ def _norms_over(others: Group, norm: float) -> list[float]:
         if len(answer) != 8:
             raise wrong_call_site(action, rank, answer)
     return [float(struct.unpack("<d", answer)[0]) for answer in answers]
-
-
-def _scaled_(grads: Mapping[str, Tensor], factor: Tensor) -> dict[str, Tensor]:
-    """Scale gradients, in place if they are dense and share no storage."""
-    owned = with_own_storage(grads)
-    new = {}
-    for name, grad in grads.items():
-        narrow = torch.promote_types(grad.dtype, torch.float32) != grad.dtype
-        if narrow or name not in owned:
-            new[name] = with_values(grad, scaled(values_of(grad), factor))
-        else:
-            new[name] = grad.mul_(factor.to(grad.device, grad.dtype))
-    return new

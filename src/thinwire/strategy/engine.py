@@ -370,8 +370,8 @@ class Engine:
             for rank, row in enumerate(rows):
                 if name not in row:
                     raise wrong_call_site(name, rank, row)
-        total = sum(row[name] for row in rows)
-        return torch.tensor(total / group.size, dtype=torch.float64, device="cpu")
+        mean = sum(row[name] for row in rows) / group.size
+        return torch.tensor(mean, dtype=torch.float64, device="cpu")
 
     def stats(self) -> dict[str, float]:
         """Return statistics of this rank, as a flat dict of numbers. Steps, averagings, bytes and

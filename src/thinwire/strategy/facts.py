@@ -133,11 +133,10 @@ def checkpoint_facts(
 
 def _names_by_key(model: nn.Module) -> dict[str, str | None]:
     """Map the keys of the model's `state_dict` to parameters and buffers; other keys to None."""
-    tensors = [*named_parameters(model), *named_buffers(model)]
-    names = {id(tensor): name for name, tensor in tensors}
+    named = [*named_parameters(model), *named_buffers(model)]
+    names = {id(tensor): name for name, tensor in named}
     values = model.state_dict(keep_vars=True)
-    keys = plain_names(values)
-    return {key: names.get(id(value)) for key, value in zip(keys, values.values(), strict=True)}
+    return dict(zip(plain_names(values), map(names.get, map(id, values.values())), strict=True))
 
 
 def model_facts(

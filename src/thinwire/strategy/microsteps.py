@@ -236,10 +236,18 @@ class Microsteps(ABC):
                     assert param.grad is not None
                     param.grad = param.grad * factor
             return StepDecision.APPLY
+        grads = held
         if merge.microsteps:
             grads = merge.completed_(held, factor, self.merge_avg)
-        else:
-            grads = _unscaled(self.params, held, factor)
+        elif factor != 1.0:  # narrow ones in float32, so that nothing underflows
+            grads = {}
+            owned = with_own_storage(held)
+            for name, grad in held.items():
+                param = self.params[name]
+                wide = grad.to(state_dtype(grad))
+                new = wide.mul_(factor) if wide is grad and name in owned else wide * factor
+                grads[name] = new
+                param.grad = sharded_like(new.to(grad.dtype), param)
         return self.update(grads, overflow=overflow or merge.overflowed)
 
     def _limited(self, step: int, grads: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -289,21 +297,6 @@ class Microsteps(ABC):
 
 _WATCHED = 8
 """Updates in which an optimizer of another library is watched."""
-
-
-def _unscaled(
-    params: Mapping[str, Parameter], grads: Mapping[str, Tensor], factor: float
-) -> dict[str, Tensor]:
-    """Return the gradients times `factor`; narrow ones in float32, so that nothing underflows."""
-    if factor == 1.0:
-        return dict(grads)
-    new = {}
-    owned = with_own_storage(grads)
-    for name, grad in grads.items():
-        wide = grad.to(state_dtype(grad))
-        new[name] = wide.mul_(factor) if wide is grad and name in owned else wide * factor
-        params[name].grad = sharded_like(new[name].to(grad.dtype), params[name])
-    return new
 
 
 def set_grad(param: Tensor, grad: Tensor) -> None:

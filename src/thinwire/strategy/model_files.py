@@ -113,8 +113,7 @@ def _indexed(stored: Mapping[str, Any], part: int, wanted: _Tensors) -> _Tensors
 
 
 def _folder(path: Path, known: Collection[str], part: int) -> _Opened:
-    reader = FileSystemReader(path)
-    entries = reader.read_metadata().state_dict_metadata
+    entries = FileSystemReader(path).read_metadata().state_dict_metadata
     sizes = {key: tuple(entry.size) for key, entry in entries.items() if hasattr(entry, "size")}
     stored = _by_plain_name(sizes)
     prefix = max(_PREFIXES, key=lambda start: sum(start + name in stored for name in known))

@@ -120,8 +120,7 @@ def params_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 def remove_scaler_marks_(optimizer: torch.optim.Optimizer) -> bool:
     """Remove the marks of a `GradScaler` that is refused. Return True if there were any."""
-    own = vars(optimizer)
-    marks = [own.pop(name, None) for name in ("grad_scale", "found_inf")]
+    marks = [vars(optimizer).pop(name, None) for name in ("grad_scale", "found_inf")]
     return any(mark is not None for mark in marks)
 
 

@@ -94,9 +94,11 @@ def prepare(setup: Setup) -> Engine:
     reshard_(model)
     require_shards(dict(named_parameters(model)), None if mesh is None else mesh["shard"])
     setup.digest_every = check.integer("digest_every", setup.digest_every, at_least=0)
-    local = mesh is not None or strategy.local is not None
     setup.ranks = Ranks(
-        timeout=setup.timeout, member=member, streams=setup.streams, between_sites=local
+        timeout=setup.timeout,
+        member=member,
+        streams=setup.streams,
+        between_sites=mesh is not None or strategy.local is not None,
     )
     with setup.ranks.deadline():
         return _prepared(setup)

@@ -109,12 +109,11 @@ class EnginePublisher:
         return shards is None or shards.rank == 0
 
     def _made(self, run: str | None = None, generation: int = 0) -> Publisher:
-        shards = self._ranks.shards
         return Publisher(
             self._where,
             self._state,
             self._settings,
-            group=shards,
+            group=self._ranks.shards,
             writes=self._writes,
             run=run,
             generation=generation,

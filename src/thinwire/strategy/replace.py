@@ -338,8 +338,7 @@ def _unfolded(optimizer: torch.optim.Optimizer, compression: Compression | None)
     """Yield settings of an SGD that cannot act before its gradients are accumulated."""
     if compression is None:
         return
-    field = tag_of(compression)
-    yield from _refused_settings(field, optimizer.param_groups)
+    yield from _refused_settings(tag_of(compression), optimizer.param_groups)
     yield from conversion_obstacles(optimizer)
     clip = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
     if clip is not None and (why := why_no_local_clip(compression, clip)) is not None:
@@ -394,7 +393,7 @@ def _decide_decay_(
 def _lost_state(optimizer: torch.optim.Optimizer, replacement: _Replacement) -> Iterator[str]:
     kept = [entries.items() for entries in optimizer.state.values()]
     keys = {key for items in kept for key, value in items if value is not None}
-    lost = sorted(keys - set(replacement.state))
+    lost = sorted(keys.difference(replacement.state))
     if lost:
         yield (
             f"it has made updates, and its state {', '.join(lost)} has another meaning in "
@@ -406,8 +405,7 @@ def _notes(
     optimizer: torch.optim.Optimizer, replacement: _Replacement, settings: _Settings
 ) -> Iterator[str]:
     kind = replacement.kind.__name__
-    before = type(optimizer).__name__
-    yield f"{before} becomes {kind}"
+    yield f"{type(optimizer).__name__} becomes {kind}"
     common = settings.common
     rates = [group.get("lr", common.lr) for group in settings.groups]
     yield "learning rate " + ", ".join(dict.fromkeys(map(str, rates)))

@@ -360,22 +360,18 @@ def _load_optimizer(state: Mapping[str, Any], steps: Steps, keep: Collection[str
     params = _parameters(steps)
     same = all(value.dtype == params[name].dtype for name, value in state["parameters"].items())
     for optimizer in all_of(steps.optimizer):
-        if same and not isinstance(optimizer, CommonOptimizer):  # these take their state unchanged
-            _put_back_types(optimizer, entries, owners)
+        if not same or isinstance(optimizer, CommonOptimizer):  # these take their state unchanged
+            continue
+        for key, owner in owners.items():  # undo torch's cast to the parameter's type
+            here = optimizer.state.get(owner, {})
+            for name, value in entries.get(key, {}).items():
+                now = here.get(name)
+                if isinstance(value, Tensor) and isinstance(now, Tensor):
+                    here[name] = (
+                        now if now.dtype == value.dtype else value.to(now.device, copy=True)
+                    )
     for group, values in zip(steps.optimizer.param_groups, kept, strict=True):
         group.update(values)
-
-
-def _put_back_types(
-    optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any], owners: Mapping[Any, Tensor]
-) -> None:
-    """Undo torch's cast of all floating-point state to the parameter's type."""
-    for key, owner in owners.items():
-        here = optimizer.state.get(owner, {})
-        for name, value in saved.get(key, {}).items():
-            now = here.get(name)
-            if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
-                here[name] = value.to(now.device, copy=True)
 
 
 def _as_sharded(entries: Mapping[str, Any], param: Tensor) -> dict[str, Any]:

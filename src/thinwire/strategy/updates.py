@@ -115,8 +115,11 @@ class EveryStep(Microsteps):
     def counts(self) -> dict[str, Any]:
         """Return what this rank counts and measures, by names of `stats`."""
         counters = self.counters()
-        unsent = self.compression.unsent_share(self.ramp_step())
-        found = {"sparsity": unsent, "merge_steps": self.merge_steps} | counters
+        found = {
+            "sparsity": self.compression.unsent_share(self.ramp_step()),
+            "merge_steps": self.merge_steps,
+            **counters,
+        }
         found |= self.exchange.pace.goodput(self.step, int(counters["dropped_steps"]))
         return self.exchange.traffic() | found | self.clip.counts(self.params.values())
 
@@ -360,8 +363,7 @@ class LocalStep(Microsteps):
 
     def counts(self) -> dict[str, Any]:
         """See `EveryStep`."""
-        clipped = self.clip.counts(self.params.values())
-        return counts(self.local) | self.counters() | clipped
+        return counts(self.local) | self.counters() | self.clip.counts(self.params.values())
 
     def refuse(self, problem: str, *, early: bool = False) -> NoReturn:
         """See `Microsteps`."""

@@ -95,7 +95,20 @@ def _value(loader: _Loader, node: yaml.Node, path: str, lines: dict[str, int]) -
     if node.tag not in (natural, _STR):
         raise StrategyError(f"{line}: {path} has the tag {shown(node.tag)}: write plain values")
     if isinstance(node, yaml.MappingNode):
-        return _mapping(loader, node, path, lines)
+        values: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            key = key_node.value
+            if key_node.tag != _STR or not str(key).isprintable():
+                raise StrategyError(f"{line}: a key of {path} must be a word, got {shown(key)}")
+            below = f"{path}.{key}"
+            if key in values:
+                raise StrategyError(
+                    f"{line}: {below} is given twice; the first time on line {lines[below]}"
+                )
+            lines[below] = line
+            values[key] = _value(loader, value_node, below, lines)
+        return values
     if isinstance(node, yaml.SequenceNode):
         return [_value(loader, item, f"{path}[{i}]", lines) for i, item in enumerate(node.value)]
     if node.value == "" and node.tag == f"{_TAG}null":
@@ -107,22 +120,3 @@ def _value(loader: _Loader, node: yaml.Node, path: str, lines: dict[str, int]) -
         return loader.construct_object(node)
     except ValueError as error:  # an integer with thousands of digits
         raise StrategyError(f"{line}: {path}: {error}") from None
-
-
-def _mapping(
-    loader: _Loader, node: yaml.MappingNode, path: str, lines: dict[str, int]
-) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        line = key_node.start_mark.line + 1
-        key = key_node.value
-        if key_node.tag != _STR or not str(key).isprintable():
-            raise StrategyError(f"{line}: a key of {path} must be a word, got {shown(key)}")
-        below = f"{path}.{key}"
-        if key in values:
-            raise StrategyError(
-                f"{line}: {below} is given twice; the first time on line {lines[below]}"
-            )
-        lines[below] = line
-        values[key] = _value(loader, value_node, below, lines)
-    return values

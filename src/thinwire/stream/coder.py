@@ -184,8 +184,7 @@ def _grouped(counts: Array) -> tuple[list[int], Array]:
     shares = counts * _TOTAL // counts.sum(1, keepdims=True)
     shares = np.maximum(shares, counts > 0)
     bits = shares.astype(np.float64).view(np.int64) + (1 << 48) >> 49
-    codes = np.where(shares < 8, shares, bits - (1025 << 3))
-    return starts, codes.astype(np.uint8)
+    return starts, np.where(shares < 8, shares, bits - (1025 << 3)).astype(np.uint8)
 
 
 def _tables(starts: list[int], codes: Array) -> tuple[Array, Array]:
@@ -201,8 +200,7 @@ def _tables(starts: list[int], codes: Array) -> tuple[Array, Array]:
     ends = shares.cumsum(1)
     bounds = np.pad(ends, ((0, 0), (1, 0))).astype(np.uint64)
     slots = np.arange(0, _TOTAL, 1 << int(_loops().RUN_BITS))
-    rows = [np.searchsorted(row, slots) for row in ends]
-    firsts = np.array(rows, np.uint8)
+    firsts = np.array([np.searchsorted(row, slots) for row in ends], np.uint8)
     exponents = np.diff([*starts, 256])  # negative in damaged bytes, which `repeat` refuses
     return bounds.repeat(exponents, 0), firsts.repeat(exponents, 0)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire import _validate as check
-from thinwire.comm import Group, is_alone, rank_and_size_in, while_busy
+from thinwire.comm import Group, rank_and_size_in, while_busy
 from thinwire.core.sharded import is_sharded
 from thinwire.errors import StreamError
 from thinwire.stream.files import Storage
@@ -79,8 +79,8 @@ def publish(
         shared=shared,
     )
     sharded = any(map(is_sharded, tensors_of(model)[0].values()))
-    group = Group(None) if sharded else None
-    first = is_alone() or rank_and_size_in(None)[0] == 0
+    group = Group() if sharded else None
+    first = rank_and_size_in()[0] == 0
     return Publisher(where, lambda: model, settings, group=group, writes=first)
 
 
