@@ -120,17 +120,12 @@ def table(found: dict[str, Any]) -> str:
             cells = row["method"], f"{row['step_s']:.3f}", f"{row['exposed']:.0%}", peak
             shown.append(cells)
         lines += ["", *markdown(["a step", "s", "exposed", "peak memory"], shown)]
-        if muon := found["steps"].get("Muon"):
-            share = muon["update_s"] / muon["passes_s"]
-            lines += ["", f"Muon's update takes {share:.0%} of the two passes."]
     if rows := found.get("averaging", {}).get("rows"):
-        heads = ["an averaging beyond a step", "state on", "s", "device", "wire", "host", "waits"]
-        parts = []
-        for row in rows:
-            keys = ("seconds", "device_s", "wire_s", "host_s")
-            times = (f"{row[key]:.3f}" if key in row else "-" for key in keys)
-            parts.append((row["method"], row["state"], *times, str(row.get("waits", "-"))))
-        lines += ["", *markdown(heads, parts)]
+        heads = ["averaging", "state on", "seconds", "device_s", "wire_s", "host_s", "waits"]
+        lines += [
+            "",
+            *markdown(heads, [[str(row.get(head, "-")) for head in heads] for row in rows]),
+        ]
     if "rows" in (waits := found.get("waits", {})):
         counts = [
             (row["method"], ", ".join(map(str, row["waits in four steps"])))

@@ -211,7 +211,7 @@ def _alike(model: nn.Module) -> bool:
 
 
 def steps(on: Rank, size_name: str, rows_text: str, *_: str) -> Iterator[Found]:
-    """Seconds, exposed share and memory of a step of each method, and Muon's beside the passes."""
+    """Seconds, exposed share and memory of a step of each method."""
     size, batch_rows = SIZES[size_name], int(rows_text)
     rows = [_ddp(on, size, batch_rows)]
     found: Found = {"rows": rows, "parameters": numel_of(size_name)}
@@ -219,7 +219,6 @@ def steps(on: Rank, size_name: str, rows_text: str, *_: str) -> Iterator[Found]:
     for name, method in TIMED.items():
         rows.append(_timed_row(on, size, batch_rows, name, method))
         yield found
-    yield {**found, "Muon": _muon(on, size, batch_rows)}
 
 
 def _timed_row(
@@ -301,31 +300,6 @@ def _ddp(on: Rank, size: ModelSize, rows: int) -> dict[str, Any]:
     return _row("torch DDP", step_s, alone_s, on.peak_bytes())
 
 
-def _muon(on: Rank, size: ModelSize, rows: int) -> dict[str, float]:
-    """Seconds of Muon's update and of the two passes of one batch."""
-    model = on.model(size)
-    optimizer = muon(model)
-    passes, updates = [], []
-    for step in range(WARM_UP_STEPS + TIMED_ROUNDS):
-        x, y = on.batch(size, rows, step)
-        on.wait()
-        begin_s = time.perf_counter()
-        with on.half():
-            loss = loss_of(model(x), y)
-        loss.backward()  # type: ignore[no-untyped-call]
-        on.wait()
-        middle_s = time.perf_counter()
-        optimizer.step()
-        on.wait()
-        updates.append(time.perf_counter() - middle_s)
-        passes.append(middle_s - begin_s)
-        optimizer.zero_grad()
-    return {
-        "passes_s": median(passes[WARM_UP_STEPS:]),
-        "update_s": median(updates[WARM_UP_STEPS:]),
-    }
-
-
 def averaging(on: Rank, *sizes: str) -> Iterator[Found]:
     """An averaging of local Muon at one bit by part, beyond a step, with state here and there.
 
@@ -333,12 +307,12 @@ def averaging(on: Rank, *sizes: str) -> Iterator[Found]:
     """
     rows = list[Found]()
     for name, home in itertools.product(sizes, (None, "cpu")):
-        row: Found = {"method": name, "state": home or on.device.type}
+        row: Found = {"averaging": name, "state on": home or on.device.type}
         rows.append(row)
         try:
             row |= _averaging(on, SIZES[name], home)
         except torch.OutOfMemoryError:
-            row["method"] += " does not fit"
+            row["averaging"] += " does not fit"
             yield {"rows": rows}
             return
         yield {"rows": rows}
@@ -360,7 +334,7 @@ def _averaging(on: Rank, size: ModelSize, home: str | None) -> Found:
             found.append({key: full[key] - plain[key] for key in full})
     best = min(found, key=lambda row: row["seconds"])
     best["host_s"] = best["seconds"] - best["device_s"] - best["wire_s"]
-    return {**best, "peak_bytes": on.peak_bytes()}
+    return {**{key: round(best[key], 3) for key in best}, "peak_bytes": on.peak_bytes()}
 
 
 def _seconds(on: Rank, engine: tw.Engine, batch: tuple[Tensor, Tensor]) -> dict[str, float]:
