@@ -181,20 +181,20 @@ class HeartbeatThread:
 
     def _read_until(self, store: Store, until_s: float) -> list[Heartbeat | None]:
         """Return all heartbeats; after a failure wait until all ranks have reported one."""
+        keys = [f"{_KEY_PREFIX}/{rank}" for rank in range(self._size)]
         while True:
-            latest = self._read_all(store)
+            latest: list[Heartbeat | None]
+            if store.check(keys):
+                latest = [self._parse_heartbeat(answer) for answer in store.multi_get(keys)]
+            else:
+                latest = [
+                    self._parse_heartbeat(store.get(key)) if store.check([key]) else None
+                    for key in keys
+                ]
             complete = not self._failed or all(h is not None and h.failed for h in latest)
             if complete or time.monotonic() >= until_s:
                 return latest
             time.sleep(0.02)
-
-    def _read_all(self, store: Store) -> list[Heartbeat | None]:
-        keys = [f"{_KEY_PREFIX}/{rank}" for rank in range(self._size)]
-        if store.check(keys):
-            return [self._parse_heartbeat(answer) for answer in store.multi_get(keys)]
-        return [
-            self._parse_heartbeat(store.get(key)) if store.check([key]) else None for key in keys
-        ]
 
     def _parse_heartbeat(self, answer: bytes) -> Heartbeat:
         at, *fields = json.loads(answer)

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -321,7 +322,7 @@ class SiteGroup(Group):
             all_equal = len(set(answers)) == 1
             report = {"ids": ids, "answers": packed(answers[:1] if all_equal else answers)}
             received = [
-                dict(zip(r["ids"], _answers_of(r), strict=True))
+                dict(zip(r["ids"], cycle(unpacked(r["answers"])), strict=False))
                 for r in self.site.gather_values(action, report)
             ]
             # a site counts only if the ranks of every shard have received its answer
@@ -329,8 +330,3 @@ class SiteGroup(Group):
             return [by_site[site] for site in self._received_ids for by_site in received]
 
         return Pending(common_answers)
-
-
-def _answers_of(report: dict[str, Any]) -> list[bytes]:
-    answers = unpacked(report["answers"])
-    return answers * len(report["ids"]) if len(answers) == 1 else answers

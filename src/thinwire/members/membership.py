@@ -431,14 +431,16 @@ class Watcher:
             number += 1
         return number
 
-    def _announced(self, number: int, other: str) -> dict[str, Any] | None:
-        """Return a member's announcement for this generation, or when it left, if any."""
-        found: dict[str, Any] | None = self.kv.get(f"left/{other}")
-        if found is not None:
-            voted = found["voted"] and found["after"] == number - 1
-            return found | {"left": True, "voted": voted}
-        found = self.kv.get(f"alive/{number}/{other}")
-        return None if found is None else found | {"left": False}
+    def _announced(self, number: int, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Return the announcements of members for this generation, or when they left."""
+        found: dict[str, dict[str, Any]] = {}
+        for other in ids:
+            if (left := self.kv.get(f"left/{other}")) is not None:
+                voted = left["voted"] and left["after"] == number - 1
+                found[other] = left | {"left": True, "voted": voted}
+            elif (alive := self.kv.get(f"alive/{number}/{other}")) is not None:
+                found[other] = alive | {"left": False}
+        return found
 
     def _beat(self) -> None:
         """Write a heartbeat. Its number grows, so that a replayed one is recognized."""
@@ -610,8 +612,7 @@ class Watcher:
                 return written
             # taken before the announcements are read: every member had this long to announce itself
             waited_s = time.monotonic() - begun
-            found = {member: self._announced(number, member) for member in old.ids}
-            announced = {member: one for member, one in found.items() if one is not None}
+            announced = self._announced(number, old.ids)
             missing = [member for member in old.ids if member not in announced]
             silent_s = min(map(self._silent_s, missing), default=math.inf)
             connecting = [one["connecting_s"] or 0.0 for one in announced.values()]

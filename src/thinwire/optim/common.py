@@ -189,7 +189,13 @@ class CommonOptimizer(torch.optim.Optimizer):
                 "takes those of the model): write {'params': module.named_parameters()}"
             )
         if not self._takes_complex:
-            grouping.require_real(entries, type(self).__name__)
+            for i, (name, param) in enumerate(entries):
+                if not param.is_floating_point():
+                    raise TypeError(
+                        f"{type(self).__name__} needs floating-point parameters, but "
+                        f"{f'params[{i}]' if name is None else name} is {param.dtype}; view a "
+                        "complex parameter as real, or give it to torch's own optimizers"
+                    )
         flags = grouping.excluded_flags(common.exclude, entries)
         super().add_param_group(group)
         last = len(self.param_groups) - 1
@@ -324,8 +330,7 @@ class CommonOptimizer(torch.optim.Optimizer):
         """Return the parameters and gradients of this update, in order."""
         if self._given is not None:
             return self._given
-        params = self._common.order
-        return [(p, p.grad) for p in params if p.grad is not None and p.requires_grad]
+        return [(p, p.grad) for p in self._common.order if p.grad is not None and p.requires_grad]
 
     def compile_loops(self) -> None:
         """Compile what an update calls, if anything."""

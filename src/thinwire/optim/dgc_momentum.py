@@ -537,7 +537,19 @@ class Attached:
                 "attach(ddp) cannot be combined with mesh: a sharded model is not wrapped in "
                 "DistributedDataParallel, and step() exchanges"
             )
-        optimizer.call_params(_same_params(optimizer, ddp))
+        own = {p for p in optimizer._common.order if p.requires_grad}
+        theirs: dict[Tensor, str] = {
+            p: name for name, p in named_parameters(ddp.module) if p.requires_grad
+        }
+        if own != theirs.keys():
+            missing = [name for p, name in theirs.items() if p not in own]
+            raise ValueError(
+                "ddp must have exactly the trainable parameters of this optimizer: "
+                f"{len(missing)} of the model's are not in the optimizer"
+                f"{', such as ' + missing[0] if missing else ''}, "
+                f"{len(own - theirs.keys())} of the optimizer's are not in the model"
+            )
+        optimizer.call_params(theirs)
         self._optimizer: DGCMomentum | None = optimizer
         self._samples: dict[str, Tensor] = {}
         """Sum of the bits of each launched gradient, by name."""
@@ -593,20 +605,3 @@ class Attached:
             by_name = {names[p]: grad for p, grad in zip(params, grads, strict=True)}
             self._exchange.launch(optimizer.position, bucket, by_name)
             self._samples.update(zip(by_name, bit_sums(list(by_name.values())), strict=True))
-
-
-def _same_params(optimizer: DGCMomentum, ddp: DistributedDataParallel) -> dict[Tensor, str]:
-    """Return the model's names of the optimizer's parameters; raise if the two sets differ."""
-    own = {p for p in optimizer._common.order if p.requires_grad}
-    theirs: dict[Tensor, str] = {
-        p: name for name, p in named_parameters(ddp.module) if p.requires_grad
-    }
-    if own != theirs.keys():
-        missing = [name for p, name in theirs.items() if p not in own]
-        raise ValueError(
-            "ddp must have exactly the trainable parameters of this optimizer: "
-            f"{len(missing)} of the model's are not in the optimizer"
-            f"{', such as ' + missing[0] if missing else ''}, "
-            f"{len(own - theirs.keys())} of the optimizer's are not in the model"
-        )
-    return theirs

@@ -78,17 +78,6 @@ def listed(group: dict[str, Any]) -> list[tuple[str | None, Tensor]]:
     return entries
 
 
-def require_real(entries: Sequence[tuple[str | None, Tensor]], method: str) -> None:
-    """Raise `TypeError` for a parameter that is not real floating-point."""
-    for i, (name, param) in enumerate(entries):
-        if not param.is_floating_point():
-            raise TypeError(
-                f"{method} needs floating-point parameters, but "
-                f"{f'params[{i}]' if name is None else name} is {param.dtype}; view a complex "
-                "parameter as real, or give it to torch's own optimizers"
-            )
-
-
 def require_layout(grad: Tensor, method: str, name: str, *, rows: bool) -> None:
     """Raise `RuntimeError` unless a gradient is dense or, with `rows`, row-sparse."""
     if grad.layout is torch.strided:

@@ -148,7 +148,14 @@ def matches(model: nn.Module, checkpoints: Iterable[str]) -> tuple[str, ...]:
         if not usable:
             raise ValueError(_miss(pattern, hits, modules))
         found.update(dict.fromkeys(usable))
-    return tuple(name for name in modules if name in found and not _is_inside(name, found))
+    return tuple(
+        name
+        for name in modules
+        if name in found
+        and not any(
+            name != other and name.startswith(f"{other}." if other else "") for other in found
+        )
+    )
 
 
 class _Recompute(ForwardLayer):
@@ -185,10 +192,6 @@ class _Recompute(ForwardLayer):
 
 def _has_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
-
-
-def _is_inside(name: str, outer: Iterable[str]) -> bool:
-    return any(name != other and (not other or name.startswith(f"{other}.")) for other in outer)
 
 
 def _miss(pattern: str, hits: Sequence[str], modules: Iterable[str]) -> str:

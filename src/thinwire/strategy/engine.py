@@ -311,7 +311,7 @@ class Engine:
         self._require_open()
         steps = self._steps
         merge = steps.merge
-        if steps.left:
+        if self.sync is not None and self.sync.left:  # this member has left the run
             merge.clear()
             return
         following = self._following
@@ -413,7 +413,7 @@ class Engine:
         publisher = self._publisher
         return numbers(
             microsteps=steps.merge.microsteps,
-            k_steps=steps.k_steps,
+            k_steps=1 if steps.local is None else steps.local.k_steps,
             loss_scale=1.0 if steps.scaler is None else steps.scaler.scale,
             bytes_dense=4 * steps.step * sum(shard_of(p).numel() for p in steps.params.values()),
             published_step=0 if publisher is None else publisher.step,

@@ -123,20 +123,19 @@ def checkpoint_facts(
     strategy: Fields, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
     """Return the facts that a checkpoint records of its engine."""
+    params = named_parameters(model)
+    names = {id(tensor): name for name, tensor in [*params, *named_buffers(model)]}
+    values = model.state_dict(keep_vars=True)
     return {
         "strategy": compared_settings(strategy),
         "optimizer": kinds_of(optimizer),
-        "parameters": [f"{name} {shape_text(p)}" for name, p in named_parameters(model)],
-        "state_dict": _names_by_key(model),
+        "parameters": [f"{name} {shape_text(p)}" for name, p in params],
+        # keys with their parameters and buffers; other keys with None
+        "state_dict": {
+            key: names.get(id(value))
+            for key, value in zip(plain_names(values), values.values(), strict=True)
+        },
     }
-
-
-def _names_by_key(model: nn.Module) -> dict[str, str | None]:
-    """Map the keys of the model's `state_dict` to parameters and buffers; other keys to None."""
-    named = [*named_parameters(model), *named_buffers(model)]
-    names = {id(tensor): name for name, tensor in named}
-    values = model.state_dict(keep_vars=True)
-    return dict(zip(plain_names(values), map(names.get, map(id, values.values())), strict=True))
 
 
 def model_facts(

@@ -52,7 +52,14 @@ def load_model_file(path: Path, steps: Steps) -> Path:
         first = path / METADATA if opened is _folder else path
         try:
             if opened is not _safetensors:
-                _require_no_checkpoint(path if is_folder else path.parent)
+                folder = path if is_folder else path.parent
+                # such a folder must never run code
+                if (folder / MANIFEST).exists() or any(map(Path.is_dir, folder.glob("step_*"))):
+                    raise CheckpointError(
+                        f"{folder} has checkpoints of engine.save, so pickled files in it are not "
+                        "read. Omit torch_checkpoint to load those checkpoints, or move torch's "
+                        "files to another folder"
+                    )
             if not first.is_file():  # opening a pipe may never end
                 raise CheckpointMissing(f"there is no file {first}, or it is a pipe or a device")
             taken.update(_taken(path, names, tensors, *opened(path, names, steps.part)))
@@ -78,15 +85,6 @@ def _safetensors(path: Path, known: Collection[str], part: int) -> _Opened:
     stored = {name: file.get_slice(key) for name, key in _by_plain_name(file.keys()).items()}
     shapes = {name: tuple(entry.get_shape()) for name, entry in stored.items()}
     return shapes, partial(_indexed, stored, part)
-
-
-def _require_no_checkpoint(folder: Path) -> None:
-    """Raise `CheckpointError` if `engine.save` writes here: such a folder must never run code."""
-    if (folder / MANIFEST).exists() or any(map(Path.is_dir, folder.glob("step_*"))):
-        raise CheckpointError(
-            f"{folder} has checkpoints of engine.save, so pickled files in it are not read. Omit "
-            "torch_checkpoint to load those checkpoints, or move torch's files to another folder"
-        )
 
 
 def _pickle(path: Path, known: Collection[str], part: int) -> _Opened:

@@ -31,7 +31,7 @@ class OwnershipGuard:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.allows_step = False
-        self._model = weakref.ref(model)
+        self.model = weakref.ref(model)
         self._handle = optimizer.register_step_pre_hook(self._refuse)
         self._optimizer = weakref.ref(optimizer)
         _guards[optimizer] = self
@@ -42,12 +42,6 @@ class OwnershipGuard:
         optimizer = self._optimizer()
         if optimizer is not None and _guards.get(optimizer) is self:
             del _guards[optimizer]
-
-    def concerns(self, model: nn.Module, params: set[int]) -> bool:
-        """Return True if the guard covers this model, or a parameter with one of these ids."""
-        optimizer = self._optimizer()
-        theirs = set() if optimizer is None else _ids(optimizer)
-        return self._model() is model or not params.isdisjoint(theirs)
 
     def _refuse(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if self.allows_step:
@@ -133,13 +127,16 @@ def require_unowned(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
     params = _ids(optimizer)
     # an engine that is gone is given up when garbage is collected: in the midst of this, too
-    held = [_guards.get(key) for ref in _guards.keyrefs() if (key := ref()) is not None]
-    if any(guard.concerns(model, params) for guard in held if guard is not None):
-        raise RuntimeError(
-            "another engine already trains this model, or some of its parameters: call "
-            "engine.close() on that engine first (training continues from the current "
-            "parameters), or prepare another model"
-        )
+    for reference in _guards.keyrefs():
+        other = reference()
+        if other is None or (guard := _guards.get(other)) is None:
+            continue
+        if guard.model() is model or not params.isdisjoint(_ids(other)):
+            raise RuntimeError(
+                "another engine already trains this model, or some of its parameters: call "
+                "engine.close() on that engine first (training continues from the current "
+                "parameters), or prepare another model"
+            )
 
 
 def _ids(optimizer: torch.optim.Optimizer) -> set[int]:

@@ -145,8 +145,14 @@ def _form_groups_(setup: Setup) -> None:
         "digest_every": setup.digest_every,
         "verify": setup.verify,
         **setup.ranks.facts,
-        **_rounding_facts(setup),
     }
+    if strategy.local is None:  # else local updates compare what their averagings need
+        optimizers = all_of(setup.optimizer)
+        device = next((p.device for p in setup.model.parameters()), torch.device("cpu"))
+        layerwise = bool(strategy.lamb or strategy.lars)
+        layerwise |= any(isinstance(single, Lamb | Lars) for single in optimizers)
+        products = any(isinstance(single, Muon) for single in optimizers)
+        facts |= arithmetic(device, kernels=layerwise, products=products)
     if member is not None:
         member.require_same_setup("strategy", facts)
     setup.ranks.compare(facts, "comparing strategies")
@@ -435,16 +441,3 @@ def _limit(setup: Setup) -> Limit | None:
     return lambda step, grads: locally_clipped(
         grads, params, lambda _: config, step=step, sources=sources, gather=gather
     )
-
-
-def _rounding_facts(setup: Setup) -> dict[str, str]:
-    """Return the facts that determine the rounding of replicas, if all of them update alike."""
-    strategy = setup.strategy
-    optimizers = all_of(setup.optimizer)
-    if strategy.local is not None:  # it compares what its averagings need
-        return {}
-    device = next((p.device for p in setup.model.parameters()), torch.device("cpu"))
-    layerwise = bool(strategy.lamb or strategy.lars)
-    layerwise |= any(isinstance(single, Lamb | Lars) for single in optimizers)
-    products = any(isinstance(single, Muon) for single in optimizers)
-    return arithmetic(device, kernels=layerwise, products=products)

@@ -322,11 +322,15 @@ def _mismatches(
             f"lamb replaces an Adam, AdamW or LazyAdam, but this is {kind}: pass one of them or "
             "remove lamb"
         )
-    if _needs_closure(optimizer):
+    try:
+        inspect.signature(type(optimizer).step).bind(optimizer)
+    except TypeError:
         yield (
             f"{kind}.step requires a closure, but the engine computes and exchanges gradients "
             "once per step: pass an optimizer whose step() needs no closure"
         )
+    except ValueError:  # written in another language: unknown
+        pass
     if getattr(optimizer, "exchanges_gradients", False):
         yield (
             f"{kind} exchanges gradients itself, in a loop of your own: pass an SGD, and compress "
@@ -343,14 +347,6 @@ def _unfolded(optimizer: torch.optim.Optimizer, compression: Compression | None)
     clip = optimizer.grad_clip if isinstance(optimizer, CommonOptimizer) else None
     if clip is not None and (why := why_no_local_clip(compression, clip)) is not None:
         yield f"the optimizer clips by {clip}, but {why}"
-
-
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    try:
-        inspect.signature(type(optimizer).step).bind(optimizer)
-    except (TypeError, ValueError) as error:  # ValueError: written in another language, unknown
-        return isinstance(error, TypeError)
-    return False
 
 
 def _refused_settings(field: str, groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:

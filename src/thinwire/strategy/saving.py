@@ -366,10 +366,10 @@ def _load_optimizer(state: Mapping[str, Any], steps: Steps, keep: Collection[str
             here = optimizer.state.get(owner, {})
             for name, value in entries.get(key, {}).items():
                 now = here.get(name)
-                if isinstance(value, Tensor) and isinstance(now, Tensor):
-                    here[name] = (
-                        now if now.dtype == value.dtype else value.to(now.device, copy=True)
-                    )
+                if not isinstance(value, Tensor) or not isinstance(now, Tensor):
+                    continue
+                if now.dtype != value.dtype:
+                    here[name] = value.to(now.device, copy=True)
     for group, values in zip(steps.optimizer.param_groups, kept, strict=True):
         group.update(values)
 

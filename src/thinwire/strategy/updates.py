@@ -60,8 +60,7 @@ class EveryStep(Microsteps):
     overlap: Overlap | None = None
     """Begins the exchange during the backward pass; None if the exchange follows it."""
     # without annotations: the same for every object
-    k_steps = 1
-    left = unsynced = False
+    unsynced = False
     in_lockstep = flush_compares_steps = True
     local = None
     _awaited: bool = False
@@ -291,16 +290,6 @@ class LocalStep(Microsteps):
     def merging(self) -> bool:
         """See `Microsteps`."""
         return self.merge.microsteps + 1 < self.exchange.when.microbatches
-
-    @property
-    def k_steps(self) -> int:
-        """Updates between two averagings."""
-        return self.local.k_steps
-
-    @property
-    def left(self) -> bool:
-        """True if this member has left the run."""
-        return self.local.left
 
     @property
     def flush_compares_steps(self) -> bool:
