@@ -176,10 +176,10 @@ def restore_schedulers_(
 def _outermost(optimizer: torch.optim.Optimizer) -> list[LRScheduler]:
     # torch keeps no list of schedulers and not all leave a mark: they are found among the objects
     # that refer to the optimizer
+    if not _living(optimizer):
+        return []
+    gc.collect()  # unreachable schedulers may not be collected yet, and none is held here
     found = _living(optimizer)
-    if found:
-        gc.collect()  # unreachable schedulers may not be collected yet
-        found = _living(optimizer)
     inner = {id(one) for scheduler in found for one in _inside(scheduler)}
     # their order means nothing
     return sorted(
