@@ -66,7 +66,7 @@ class Clipping:
         # read later, so that a device is not waited for
         self._last = norm
         self._updates += 1
-        self._clipped += norm > self.clip.c
+        self._clipped = self._clipped + (norm > self.clip.c)  # of any device
         # exactly 1 below the limit, so that the product changes no bit
         factor = self.clip.c / norm.clamp(min=self.clip.c)
         owned = with_own_storage(summed)
@@ -115,8 +115,8 @@ def take_clip_(
     grad_clip: Clip | None,
     undo: ExitStack,
     *,
-    stages: Group | None,
-    shards: Group | None,
+    stages: Group | None = None,
+    shards: Group | None = None,
 ) -> Clipping:
     """Remove from `optimizer` a clipping by norm that would see one stage or shard only."""
     over_parts = (ClipByGlobalNorm, ClipByNorm) if shards is not None else (ClipByGlobalNorm,)
