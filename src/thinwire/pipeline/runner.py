@@ -275,7 +275,7 @@ def rehearse(worker: StageWorker, inputs: Any, peers: Group) -> list[Parcel]:
                     source = parcels[-1] if parcels else None
                     worker.begin([(inputs, None)], source)
                     value = worker.output(inputs, source.blanks(worker.device) if source else ())
-                    parcel, _ = Parcel.of(value, name="the output of a stage")
+                    parcel, _ = Parcel.of(value)
                     answer = {"layout": parcel.layout, "tensors": parcel.tensors}
             except Exception as problem:  # raised below, after it was reported
                 if stage:

@@ -21,7 +21,7 @@ _PLAIN = (type(None), bool, int, float, str)
 _SAMPLE = 256
 
 
-def pack(value: Any, *, name: str) -> tuple[Any, list[Tensor]]:
+def pack(value: Any) -> tuple[Any, list[Tensor]]:
     """Split a value into a layout that JSON can hold, without shapes, and its tensors, for
     `unpack`.
     """
@@ -38,9 +38,9 @@ def pack(value: Any, *, name: str) -> tuple[Any, list[Tensor]]:
         if type(part) in _PLAIN:
             return {"plain": part}
         raise TypeError(
-            f"{name} has a part of type {type(part).__name__}, which cannot be sent between "
-            "stages: let the module return a tensor, or a tuple, list or dict (with string keys) "
-            "of tensors and plain values"
+            f"the output of a stage has a part of type {type(part).__name__}, which cannot be sent "
+            "between stages: let the module return a tensor, or a tuple, list or dict (with string "
+            "keys) of tensors and plain values"
         )
 
     return layout(value), tensors
@@ -120,9 +120,9 @@ class Parcel:
     """Dtype and shape of each tensor, and True if its gradient comes back."""
 
     @classmethod
-    def of(cls, value: Any, *, name: str) -> "tuple[Parcel, list[Tensor]]":
+    def of(cls, value: Any) -> "tuple[Parcel, list[Tensor]]":
         """Return the parcel for a value, and the tensors in it."""
-        layout, tensors = pack(value, name=name)
+        layout, tensors = pack(value)
         return cls(
             layout, tuple((str(t.dtype)[6:], tuple(t.shape), t.requires_grad) for t in tensors)
         ), tensors
@@ -210,7 +210,7 @@ class StageWorker(nn.Module):
             mean: Tensor = loss.reshape(())
             self.losses.append(mean.detach())
             return mean * self._factor
-        parcel, tensors = Parcel.of(self.output(inputs, received), name="the output of a stage")
+        parcel, tensors = Parcel.of(self.output(inputs, received))
         if parcel != self.result:
             raise ValueError(
                 "the output of a stage must have the same layout and plain values for all "

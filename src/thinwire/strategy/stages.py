@@ -207,8 +207,9 @@ class Stages:
             problem = error
         with steps.group.one_deadline():
             # an exchange at the end tells the stages of errors
-            concludes = steps.merging or steps.local is not None
-            loss = self._runner.step(inputs, targets, problem, concludes=concludes)
+            loss = self._runner.step(
+                inputs, targets, problem, concludes=steps.merging or steps.local is not None
+            )
             steps.add_or_update(*steps.gathered(loss))
             loss = self._runner.conclude() if loss is None else loss
         steps.after_step()
