@@ -2,6 +2,7 @@
 
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
 from zlib import crc32
 
@@ -13,6 +14,8 @@ from tests.ranks import Pool
 # torch asks for the name of the address of each connection to its store (pytorch 159596), and waits
 # 5 s where a name server lets one question drop
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# files of hosts
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="thinwire-state-")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

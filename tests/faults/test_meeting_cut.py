@@ -1,6 +1,7 @@
 """Whatever a member asks of the meeting place ends in time, though torch's store never does."""
 
 import gc
+import json
 import os
 import threading
 import time
@@ -144,12 +145,15 @@ def test_connections_that_are_lost_are_made_anew(line: Proxy) -> None:
             assert (members.size, sync.step) == (1, 0)
 
 
-def test_no_connection_is_made_anew_to_another_life_of_the_host(line: Proxy) -> None:
+def test_another_life_of_the_host_knows_the_run_again(line: Proxy) -> None:
     with meeting_place(None) as other, joined(line) as members:
         place = parse_address("address", other, scheme=True)
         line._target = place.host, place.port
         line.reset()
-        in_time(blocks(members).__enter__, PeerLost, r"meeting place closed the connection")
+        with blocks(members) as sync:
+            assert (members.size, sync.step) == (1, 0)
+        store = connect(other, "test", None, timedelta(seconds=4 * TIMEOUT_S))
+        assert json.loads(store.get("members/0"))["ids"] == [members.id]
 
 
 @pytest.mark.fault("nobody at the meeting point, at the start or later")

@@ -12,7 +12,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from tests.api import RelayEndpoint, enter, run_host
+from tests.api import (
+    Address,
+    HostedStore,
+    HostStore,
+    RelayEndpoint,
+    enter,
+    parse_address,
+    run_host,
+    serving,
+)
 from tests.processes import running
 from tests.ranks import Pool
 from tests.waiting import PATIENCE_S
@@ -34,10 +43,10 @@ def meeting_place(token: bytes | None = TOKEN, host: str = "127.0.0.1") -> Itera
 
 
 @contextlib.contextmanager
-def hosted(listener: socket.socket, token: bytes | None) -> Iterator[None]:
+def hosted(listener: socket.socket, token: bytes | None, **more: Any) -> Iterator[None]:
     """Serve a meeting place on this socket, on a thread, while the block runs."""
     stop, ready = threading.Event(), threading.Event()
-    options = {"say": lambda _: None, "ready": lambda _: ready.set(), "stop": stop}
+    options = {"say": lambda _: None, "ready": lambda _: ready.set(), "stop": stop, **more}
     thread = threading.Thread(target=run_host, args=(listener, token), kwargs=options)
     thread.start()
     try:
@@ -46,6 +55,20 @@ def hosted(listener: socket.socket, token: bytes | None) -> Iterator[None]:
     finally:
         stop.set()
         thread.join(PATIENCE_S)
+
+
+@contextlib.contextmanager
+def store_alone() -> Iterator[HostStore]:
+    """A connection to a store in this process, without a host's greeting."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    place = Address(*listener.getsockname())
+    with serving(listener, HostedStore()):
+        yield HostStore(place, TIMEOUT, PATIENCE_S)
+
+
+def stranger(address: str) -> HostStore:
+    """A connection of somebody without the token."""
+    return HostStore(parse_address("address", address, scheme=True), TIMEOUT, PATIENCE_S)
 
 
 def met(

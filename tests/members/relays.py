@@ -8,7 +8,16 @@ import ssl
 import struct
 from collections.abc import Iterator
 
-from tests.api import GREETING, NONCE_BYTES, Answer, RelayEndpoint, hello_mac, relay_key, relaying
+from tests.api import (
+    GREETING,
+    NONCE_BYTES,
+    Answer,
+    Relay,
+    RelayEndpoint,
+    hello_mac,
+    relay_key,
+    serving,
+)
 from tests.members.places import TOKEN, hosted
 from tests.waiting import PATIENCE_S
 
@@ -30,7 +39,7 @@ def listening() -> socket.socket:
 def relay_alone(token: bytes | None = None) -> Iterator[RelayEndpoint]:
     """A relay without a store behind it, as a member with that token reaches it."""
     listener = listening()
-    with relaying(listener, token, None, 0):
+    with serving(listener, None, Relay(relay_key(token), None)):
         yield RelayEndpoint(*listener.getsockname(), relay_key(token))
 
 
@@ -50,8 +59,8 @@ def rank_by_hand(
 @contextlib.contextmanager
 def relay_place(token: bytes | None = TOKEN, tls: ssl.SSLContext | None = None) -> Iterator[str]:
     """The address of a meeting place in this process that relays."""
-    listener, behind = listening(), listening()
-    with relaying(listener, token, tls, behind.getsockname()[1]), hosted(behind, token):
+    listener = listening()
+    with hosted(listener, token, relay=Relay(relay_key(token), tls)):
         yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 

@@ -15,10 +15,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch._C._distributed_c10d import TCPStore
 
-from tests.api import AuthenticatedStore, RelayEndpoint, connect, require_relay
-from tests.members.places import TIMEOUT, TOKEN, host_command
+from tests.api import AuthenticatedStore, RelayEndpoint, connect, require_relay, server
+from tests.members.places import TIMEOUT, TOKEN, host_command, stranger
 from tests.processes import ran_code, running
 from tests.toys import answer, refusal
 from tests.waiting import PATIENCE_S, until
@@ -89,8 +88,7 @@ def test_a_relay_shares_its_port_with_the_store() -> None:
     with host_command("--bind", "127.0.0.2:0", "--relay") as (process, address):
         connect(address, "llm", None, TIMEOUT).set("key", "value")
         require_relay(RelayEndpoint("127.0.0.2", port_of(address), b""), PATIENCE_S)
-        (behind,) = listening(process.pid) - {("127.0.0.2", port_of(address))}
-        assert behind[0] == "127.0.0.1"
+        assert listening(process.pid) == {("127.0.0.2", port_of(address))}
         assert process.stdout is not None
         assert process.stdout.readline() == "relaying for members with relay=True\n"
         ended(process, signal.SIGTERM)
@@ -128,15 +126,14 @@ def test_changed_membership_is_reported(token_file: str) -> None:
         assert next_line(process) == "run llm: generation 0, members: ann"
         write_generation(store, 1, "ann", "bob")
         assert next_line(process) == "run llm: generation 1, members: ann, bob"
-        place = address.removeprefix("tcp://").rpartition(":")
-        stranger = TCPStore(place[0], int(place[2]), None, False, TIMEOUT, wait_for_workers=False)
-        stranger.set("run/llm/gen", "7")
+        other = stranger(address)
+        other.set("run/llm/gen", "7")
         told = next_line(process)
         assert "'run/llm/gen' in the store was refused: it has no MAC" in told
         write_generation(store, 2, "bob", "\x1b[31mred\n")
         assert next_line(process) == r"run llm: generation 2, members: bob, \x1b[31mred\n"
-        stranger.set("run/\x1b[31m/gen", "1")
-        stranger.set("run//gen", "1")
+        other.set("run/\x1b[31m/gen", "1")
+        other.set("run//gen", "1")
         process.send_signal(signal.SIGSTOP)
         with pytest.raises(PeerStalled, match="did not answer"):
             connect(address, "llm", TOKEN, timedelta(seconds=1))
@@ -168,20 +165,17 @@ def test_host_that_died_is_reported_to_joiners() -> None:
             connect(address, "a", None, TIMEOUT)
 
 
-GREETING_OF_TORCH = b"\0" + struct.pack("<I", 0x3C85F7CE)
-"""With which a client of torch's store begins."""
-
-
 def noise(rng: random.Random) -> bytes:
     """What a port scanner, or somebody who knows the store's form, may send."""
-    kind, length = rng.randrange(20), struct.pack("<Q", rng.choice([1 << 60, 1 << 33, 9, 0]))
+    length = struct.pack("<I", rng.choice([0xFFFFFFFF, 1 << 25, 9, 0]))
     return rng.choice(
         [
             b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
             rng.randbytes(rng.randint(1, 200)),
             b"",
-            GREETING_OF_TORCH + bytes([kind]) + length + rng.randbytes(9),
-            GREETING_OF_TORCH + rng.randbytes(rng.randint(1, 60)),
+            server.GREETING + length + rng.randbytes(9),
+            server.GREETING + server.framed([rng.choice([b"set", b"wait", b""]), length, None]),
+            server.GREETING + rng.randbytes(rng.randint(1, 60)),
         ]
     )
 
@@ -189,7 +183,7 @@ def noise(rng: random.Random) -> bytes:
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--relay"]])
 def test_noise_neither_stops_it_nor_fills_its_output(more: list[str]) -> None:
-    """Nobody reads its error output: where torch told of each message, the store would stop."""
+    """Nobody reads its error output: where it told of each message, it would stop."""
     rng = random.Random(3)
     with host_command("--bind", "127.0.0.1:0", "--quiet", *more) as (process, address):
         for _ in range(300):
@@ -203,18 +197,13 @@ def test_noise_neither_stops_it_nor_fills_its_output(more: list[str]) -> None:
 
 def test_no_key_or_value_of_a_stranger_ends_it() -> None:
     with host_command("--bind", "127.0.0.1:0") as (process, address):
-        host, port = address.removeprefix("tcp://").split(":")
-        store = TCPStore(host, int(port), None, False, TIMEOUT, wait_for_workers=False)
+        store = stranger(address)
         for value in ('"\\ud800"', "[" * 100_000, "{}", "true"):
             store.set("run/x/gen", value)
             time.sleep(1.2)  # it looks once a second
             assert process.poll() is None
-        with socket.create_connection((host, int(port))) as raw:
-            # as torch's client greets, then SET with a key that is no text
-            key = b"/\xff\xfe"
-            parts = [struct.pack("<Q", len(part)) + part for part in (key, b"v")]
-            raw.sendall(bytes.fromhex("00cef7853c0d6312000001") + b"".join(parts))
-            time.sleep(1.2)
+        store._ask("set", b"run/\xff\xfe/gen", b"v")  # a key that is no text
+        time.sleep(1.2)
         assert process.poll() is None
 
 

@@ -5,18 +5,16 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 import thinwire as tw
 from tests.api import Channel, Donor, Download, JoinerState, StateMessage, next_identity
-from tests.members.places import TOKEN, meeting_place, met
+from tests.members.places import TOKEN, meeting_place, met, stranger
 from tests.members.test_transfer import both_ends
 from tests.members.training import MOST_STEPS, TIMEOUT_S, digest, faulty, in_run, member, wait_for
 from tests.ranks import Pool
@@ -84,14 +82,12 @@ def beside_a_stranger(rank: int, size: int, address: str, token_file: str, flag:
             if sync.synced and members.size == 3:  # on all of them after the same averaging
                 end = min(end, sync.step + 8)
             if rank == 0 and sync.step == 8:
-                host, port = address.removeprefix("tcp://").split(":")
-                limit = timedelta(seconds=PATIENCE_S)
-                stranger = TCPStore(host, int(port), None, False, limit, wait_for_workers=False)
+                other = stranger(address)
                 for number in range(9):
                     key = f"run/test/hello/{number}"
-                    if not stranger.check([key]):
-                        stranger.set(key, json.dumps({"id": "x", "n": number}))
-                stranger.set("run/test/hellos", "0")
+                    if not other.check([key]):
+                        other.set(key, json.dumps({"id": "x", "n": number}))
+                other.set("run/test/hellos", "0")
                 Path(flag).touch()
         return entered, members.size
 

@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore
 
 import thinwire as tw
 from tests import api
-from tests.members.places import TOKEN, host_command, meeting_place
+from tests.members.places import TOKEN, host_command, meeting_place, store_alone
 from tests.members.relays import listening, listens, rank_by_hand, relay_alone, relay_place
 from tests.members.training import TIMEOUT_S, digest, in_run, member, model
 from tests.ranks import Lost, Pool, Raised
@@ -115,14 +114,14 @@ class Tapped:
 @contextlib.contextmanager
 def tapped(tap: Callable[[int, bytes], bytes]) -> Iterator[dict[int, set[int]]]:
     """Yield, by rank, the ranks for which its messages are not."""
-    hand_on, reached = api._Relay._hand_on, {}
+    hand_on, reached = api.Relay._hand_on, {}
 
     async def handed(self: Any, room: Any, rank: int, reader: Any, direct: set[int]) -> None:
         reached[rank] = direct
         await hand_on(self, room, rank, Tapped(reader, rank, tap), direct)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api._Relay, "_hand_on", handed)
+        patch.setattr(api.Relay, "_hand_on", handed)
         yield reached
 
 
@@ -454,7 +453,7 @@ def test_silent_strangers_keep_no_member_out(words: bytes, monkeypatch: pytest.M
         client, strangers = api.RelayClient(place, "room", 0, 2), []
         ends.callback(client.close, PATIENCE_S)
         member = rank_by_hand(place, "room", 1)
-        for _ in range(api.relay.MOST_CONNECTIONS + 50):
+        for _ in range(api.server.MOST_CONNECTIONS + 50):
             stranger = socket.create_connection(place[:2], timeout=PATIENCE_S)
             strangers.append(ends.enter_context(stranger))
             stranger.sendall(words)
@@ -488,7 +487,6 @@ def test_a_relay_that_stays_away_is_an_error(ranks: Pool, token_file: str, tmp_p
 def test_a_state_that_was_sent_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a slow line too, where it is on its way for longer than a connection takes to close: a
     donor learns how far behind a joiner is, and a member that leaves hands over what it holds."""
-    kv = api.KeyValueView(api.AuthenticatedStore(HashStore(), None))
     sent = {"w": torch.rand(1 << 18, generator=torch.Generator().manual_seed(4))}
     received: list[api.StateMessage] = []
 
@@ -496,7 +494,8 @@ def test_a_state_that_was_sent_has_arrived(monkeypatch: pytest.MonkeyPatch) -> N
         time.sleep(2e-3)
         return part
 
-    with relay_alone() as place, tapped(slow):
+    with relay_alone() as place, tapped(slow), store_alone() as store:
+        kv = api.KeyValueView(api.AuthenticatedStore(store, None))
         way = api.TransferContext(kv, place, PATIENCE_S, b"")
         monkeypatch.setattr(api.TransferContext, "cloned", lambda self: self)
         donor = api.Donor(

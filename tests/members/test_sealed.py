@@ -1,17 +1,17 @@
 """A sealed store gives back what a holder of the token wrote under this key, and nothing else."""
 
-import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.distributed import DistError
 
-from tests.api import AuthenticatedStore
+from tests.api import AuthenticatedStore, HostStore
+from tests.members.places import store_alone
 from tests.waiting import PATIENCE_S
 from thinwire.errors import PayloadCorrupt
 
@@ -21,19 +21,15 @@ SHORT = timedelta(seconds=0.3)
 
 
 @pytest.fixture
-def server() -> TCPStore:
-    return TCPStore("127.0.0.1", 0, None, True, LIMIT, wait_for_workers=False)
-
-
-@pytest.fixture
-def plain(server: TCPStore) -> TCPStore:
+def plain() -> Iterator[HostStore]:
     """What a stranger has: a connection."""
-    return TCPStore("127.0.0.1", server.port, None, False, LIMIT, wait_for_workers=False)
+    with store_alone() as store:
+        yield store
 
 
 @pytest.mark.parametrize("secret", [SECRET, None])
 @pytest.mark.parametrize("direct", [True, False])
-def test_store_calls_equal_torchs(plain: TCPStore, secret: bytes | None, direct: bool) -> None:
+def test_store_calls_equal_torchs(plain: HostStore, secret: bytes | None, direct: bool) -> None:
     sealed = AuthenticatedStore(plain, secret, "run/a/")
     store: Any = sealed if direct else PrefixStore("part", sealed)
     store.set("one", "first")
@@ -54,13 +50,13 @@ def test_store_calls_equal_torchs(plain: TCPStore, secret: bytes | None, direct:
         assert not store.under("deep").under("er").check(["new"])
 
 
-def test_a_wait_ends_at_its_time_out(plain: TCPStore) -> None:
+def test_a_wait_ends_at_its_time_out(plain: HostStore) -> None:
     store = AuthenticatedStore(plain, SECRET)
     with pytest.raises(DistError, match="timeout"):
         store.wait(["never"], SHORT)
 
 
-def test_without_a_secret_values_are_as_they_were(plain: TCPStore) -> None:
+def test_without_a_secret_values_are_as_they_were(plain: HostStore) -> None:
     store = AuthenticatedStore(plain, None)
     store.set("key", "value")
     assert plain.get("key") == b"value"
@@ -70,31 +66,31 @@ def test_without_a_secret_values_are_as_they_were(plain: TCPStore) -> None:
     assert len(keys | {sealed.under("shard/1").key_for("m")}) == 4
 
 
-def moved(plain: TCPStore) -> None:
+def moved(plain: HostStore) -> None:
     plain.set("run/a/key", plain.get("run/a/other"))
 
 
-def of_another_run(plain: TCPStore) -> None:
+def of_another_run(plain: HostStore) -> None:
     AuthenticatedStore(plain, b"another run's secret", "run/a/").set("key", "value")
 
 
-def from_another_prefix(plain: TCPStore) -> None:
+def from_another_prefix(plain: HostStore) -> None:
     AuthenticatedStore(plain, SECRET, "run/b/").set("key", "value")
     plain.set("run/a/key", plain.get("run/b/key"))
 
 
-def last_byte(plain: TCPStore) -> None:
+def last_byte(plain: HostStore) -> None:
     there = plain.get("run/a/key")
-    plain.set("run/a/key", there[:-1] + bytes([there[-1] ^ 1]))  # type: ignore[arg-type]
+    plain.set("run/a/key", there[:-1] + bytes([there[-1] ^ 1]))
 
 
-FORGERIES: list[Callable[[TCPStore], None]] = [
+FORGERIES: list[Callable[[HostStore], None]] = [
     lambda plain: plain.set("run/a/key", "value"),
     lambda plain: plain.set("run/a/key", ""),
     lambda plain: plain.set("run/a/key", "tws1"),
-    lambda plain: plain.set("run/a/key", plain.get("run/a/key")[:-1]),  # type: ignore[arg-type]
-    lambda plain: plain.set("run/a/key", plain.get("run/a/key") + b"more"),  # type: ignore[arg-type]
-    lambda plain: plain.set("run/a/key", b"tws1" + bytes(32) + b"value"),  # type: ignore[arg-type]
+    lambda plain: plain.set("run/a/key", plain.get("run/a/key")[:-1]),
+    lambda plain: plain.set("run/a/key", plain.get("run/a/key") + b"more"),
+    lambda plain: plain.set("run/a/key", b"tws1" + bytes(32) + b"value"),
     last_byte,
     moved,
     of_another_run,
@@ -103,12 +99,14 @@ FORGERIES: list[Callable[[TCPStore], None]] = [
 
 
 @pytest.mark.parametrize("forge", FORGERIES)
-def test_unverified_message_is_refused(plain: TCPStore, forge: Callable[[TCPStore], None]) -> None:
+def test_unverified_message_is_refused(
+    plain: HostStore, forge: Callable[[HostStore], None]
+) -> None:
     store = AuthenticatedStore(plain, SECRET, "run/a/")
     store.set("key", "value")
     store.set("other", "value")
     forge(plain)
-    plain.set("run/a/part/key", plain.get("run/a/key"))  # type: ignore[arg-type]
+    plain.set("run/a/part/key", plain.get("run/a/key"))
     torch_made = PrefixStore("part", store)
     for read in (
         lambda: store.get("key"),
@@ -130,21 +128,21 @@ def group(
 class Noting:
     """A store that notes which keys are set."""
 
-    def __init__(self, store: TCPStore, keys: list[str]) -> None:
+    def __init__(self, store: HostStore, keys: list[str]) -> None:
         self.store, self.keys = store, keys
 
     def set(self, key: str, value: bytes) -> None:
         self.keys.append(key)
-        self.store.set(key, value)  # type: ignore[arg-type]
+        self.store.set(key, value)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
 
 
 @pytest.mark.parametrize("prefixed", [True, False])
-def test_gloo_meets_through_it(server: TCPStore, plain: TCPStore, prefixed: bool) -> None:
+def test_gloo_meets_through_it(plain: HostStore, prefixed: bool) -> None:
     size, keys = 4, list[str]()
-    clones: list[Any] = [Noting(server.clone(), keys) for _ in range(size)]  # type: ignore[attr-defined]
+    clones: list[Any] = [Noting(plain.clone(), keys) for _ in range(size)]
     stores = [AuthenticatedStore(clone, SECRET, "run/a/") for clone in clones]
 
     def sum_of(rank: int) -> float:
@@ -161,42 +159,11 @@ def test_gloo_meets_through_it(server: TCPStore, plain: TCPStore, prefixed: bool
     assert all(plain.get(key).startswith(b"tws1") for key in keys)
 
 
-def test_an_address_that_a_stranger_gives_to_gloo_is_refused_at_once(plain: TCPStore) -> None:
+def test_an_address_that_a_stranger_gives_to_gloo_is_refused_at_once(plain: HostStore) -> None:
     store = AuthenticatedStore(plain, SECRET, "run/a/")
-    stranger = AuthenticatedStore(plain.clone(), None, "run/a/")  # type: ignore[attr-defined]
+    stranger = AuthenticatedStore(plain.clone(), None, "run/a/")
     with ThreadPoolExecutor(2) as threads:
         theirs = threads.submit(group, stranger.under("g"), 1, 2, timedelta(seconds=3))
         with pytest.raises(PayloadCorrupt, match="was refused: it has no MAC"):
             group(store.under("g"), 0, 2)
         assert theirs.exception() is not None
-
-
-class Read(Store):
-    """What a stranger reads of a store's questions."""
-
-    def __init__(self, store: TCPStore) -> None:
-        super().__init__()
-        self.store: Any = store
-        self.seen: list[bytes] = []
-
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        self.seen += [
-            value.encode() if isinstance(value, str) else value for value in (expected, desired)
-        ]
-        answer: bytes = self.store.compare_set(key, expected, desired)
-        return answer
-
-
-def test_question_data_cannot_be_replayed_as_an_answer(plain: TCPStore) -> None:
-    wire = Read(plain)
-    sealed = AuthenticatedStore(wire, SECRET, "run/a/")
-    assert sealed.try_get("hello") is None
-    for value in tuple(wire.seen):
-        plain.set("run/a/hello", value)
-        with contextlib.suppress(PayloadCorrupt):
-            assert sealed.try_get("hello") is None
-        with pytest.raises(PayloadCorrupt):
-            sealed.compare_set("hello", "", "mine")
-    plain.delete_key("run/a/hello")
-    assert sealed.compare_set("hello", "", "mine") == b"mine"
-    assert sealed.try_get("hello") == b"mine"

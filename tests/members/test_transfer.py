@@ -1,14 +1,13 @@
 """What a joiner takes from a member is that member's, whole and in order, and meant for it."""
 
+import contextlib
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from tests.api import (
     AuthenticatedStore,
@@ -21,7 +20,7 @@ from tests.api import (
     TransferContext,
     transfer,
 )
-from tests.members.places import LOOPBACK
+from tests.members.places import LOOPBACK, store_alone
 from tests.waiting import until
 from thinwire.errors import LineTooSlow, PayloadCorrupt, PeerLost
 
@@ -42,7 +41,7 @@ class Tapped(transfer.Channel):
 
 def both_ends(timeout_s: float, number: int = 0, key: bytes = b"k" * 32) -> tuple[Donor, Recipient]:
     """A member that gives to the joiner of this number, which has a key."""
-    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LIMIT_S), wait_for_workers=False)
+    store = ENDS.enter_context(store_alone())
     kv = KeyValueView(AuthenticatedStore(store, b"s" * 32))
     way = TransferContext(kv, LOOPBACK, timeout_s, b"k" * 32)
     donor = Donor(way, number, "ann", Part(0, 1, ""), {}, [StateMessage("state", {}, {})])
@@ -66,6 +65,7 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
 
 
 DONORS: list[Donor] = []
+ENDS = contextlib.ExitStack()
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +74,7 @@ def ended() -> Iterator[None]:
     yield
     while DONORS:
         DONORS.pop().close()
+    ENDS.close()
 
 
 def copied(states: list[str], *, rounds: int = 0, wrong: tuple[int, int] = (-1, 0)) -> Any:
@@ -81,7 +82,7 @@ def copied(states: list[str], *, rounds: int = 0, wrong: tuple[int, int] = (-1, 
 
     `wrong` is a donor with a wrong bit, and the byte of the first tensor that has it.
     """
-    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=LIMIT_S), wait_for_workers=False)
+    store = ENDS.enter_context(store_alone())
     way = TransferContext(
         KeyValueView(AuthenticatedStore(store, b"s" * 32)), LOOPBACK, LIMIT_S, b"k"
     )

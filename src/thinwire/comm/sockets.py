@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 _SYSTEM = ctypes.CDLL(None) if sys.platform != "win32" else ctypes.pythonapi
 """C library of this process; its calls here return 0 on success. Windows makes none."""
-_ESTABLISHED = 1
-"""State of a connection that is open, in the first byte of the kernel's `tcp_info`."""
 
 Endpoint = tuple[str, int]
 """Address as text, and port."""
@@ -56,29 +54,6 @@ def shut_down(connection: Connection) -> None:
             _SYSTEM.shutdown(held, socket.SHUT_RDWR)
 
 
-def has_ended(connection: Connection) -> bool:
-    """Return True once the peer or the kernel has closed a connection."""
-    with contextlib.suppress(OSError), _held(connection.descriptor) as (inode, held):
-        state = _option(held, socket.TCP_INFO, socket.IPPROTO_TCP) & 0xFF
-        return inode == connection.inode and state != _ESTABLISHED
-    return False
-
-
-def end_unanswered(connection: Connection, seconds: int) -> None:
-    """Let the kernel end a connection whose data or probes go unacknowledged for `seconds`."""
-    # a stopped process still acknowledges
-    options = (
-        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
-        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds),
-    )
-    with contextlib.suppress(OSError), _held(connection.descriptor) as (inode, held):
-        for level, option, value in options if inode == connection.inode else ():
-            number = ctypes.c_int(value)
-            _SYSTEM.setsockopt(held, level, option, ctypes.byref(number), ctypes.sizeof(number))
-
-
 def _streams() -> Iterator[tuple[int, int, int]]:
     """Yield descriptor, inode and a duplicate descriptor of each of the process's streams."""
     folder = Path("/proc/self/fd")
@@ -101,10 +76,12 @@ def _held(descriptor: int) -> Iterator[tuple[int | None, int]]:
         os.close(held)
 
 
-def _option(descriptor: int, option: int, level: int = socket.SOL_SOCKET) -> int:
+def _option(descriptor: int, option: int) -> int:
     value = ctypes.c_int()
     length = ctypes.c_uint32(ctypes.sizeof(value))
-    _SYSTEM.getsockopt(descriptor, level, option, ctypes.byref(value), ctypes.byref(length))
+    _SYSTEM.getsockopt(
+        descriptor, socket.SOL_SOCKET, option, ctypes.byref(value), ctypes.byref(length)
+    )
     return value.value
 
 

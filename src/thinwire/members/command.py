@@ -4,17 +4,22 @@ import contextlib
 import errno
 import ipaddress
 import os
+import re
 import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from thinwire.members.credentials import Address, parse_address, read_token
 from thinwire.members.credentials import new_token as make_token
+
+if TYPE_CHECKING:
+    from thinwire.members.server import Journal
 
 EXAMPLES = """Examples:
 
@@ -44,13 +49,15 @@ def host(
     cert: Path | None = None,
     key: Path | None = None,
     page: int | None = None,
+    journal: Path | None = None,
+    recover: _Flag = False,
     quiet: _Flag = False,
 ) -> None:
     """Run the meeting place of runs whose members join and leave: tw.join names its address.
 
     It listens on the given address only, prints a line when the members of a run change, and ends
-    on Ctrl-C; members then train on until one of them joins or leaves. Traffic is not encrypted:
-    docs/security.md describes the protection.
+    on Ctrl-C; members train on meanwhile. Started again at the same address with the same token,
+    it goes on with its runs. Traffic is not encrypted: docs/security.md describes the protection.
 
     Args:
         bind: ADDRESS:PORT of this machine; IPv6 addresses in brackets; port 0 takes a free one.
@@ -64,6 +71,10 @@ def host(
         key: Its private key, unless it is in the same file.
         page: Port of a live page of the members, at the same address; it is read only. Beyond
             loopback its link ends in a token of its own.
+        journal: File that keeps the runs for a host that is started again; by default one for each
+            address in ~/.local/state/thinwire, unless the port is 0.
+        recover: If that file is lost: go on with the members that are back, also with half of them
+            or fewer. Only if the others have ended.
         quiet: Print only the address on which it listens.
     """
     if new_token is not None:
@@ -86,24 +97,26 @@ def host(
     with contextlib.ExitStack() as ends:
         listener = ends.enter_context(_listener(requested, public=public))
         where = Address(*listener.getsockname()[:2])
+        relaying = None
         if relay:
-            from thinwire.members.relay import certificate, relaying  # loads torch
+            from thinwire.members.relay import Relay, certificate, relay_key  # loads torch
 
-            tls = certificate(cert, key) if cert else None
-            behind = ends.enter_context(_listener(Address("127.0.0.1", 0), public=False))
-            ends.enter_context(relaying(listener, token, tls, behind.getsockname()[1]))
-            listener = behind
+            relaying = Relay(relay_key(token), certificate(cert, key) if cert else None)
         stop = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
-        from thinwire.members.meeting import run_host  # loads torch
+        from thinwire.members.host import run_host
 
         def say(line: str) -> None:
             if not quiet:
                 _print(line)
 
+        kept = _journal(journal, requested, say)
+
         def ready(url: str) -> None:
             _print(f"listening on tcp://{where}")
+            if kept is not None and kept.values:
+                say(f"going on with the runs of {kept.path}")
             if relay:
                 say("relaying for members with relay=True")
             if url:
@@ -121,8 +134,35 @@ def host(
                 )
 
         at = None if page is None else Address(where.host, page)
-        run_host(listener, token, say=say, ready=ready, stop=stop, page=at)
-        say("ended: members train on until one of them joins or leaves")
+        run_host(
+            listener,
+            token,
+            say=say,
+            ready=ready,
+            stop=stop,
+            page=at,
+            relay=relaying,
+            journal=kept,
+            recover=recover,
+        )
+        say("ended: members train on; start it again, so that others can join")
+
+
+def _journal(path: Path | None, bind: Address, say: Callable[[str], None]) -> "Journal | None":
+    """Open the file of the runs; None if there is none."""
+    from thinwire.members.server import Journal
+
+    if path is None and bind.port == 0:
+        return None
+    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "thinwire"
+    name = re.sub(r"[^0-9A-Za-z.]", "-", f"host-{bind.host}-{bind.port}")
+    try:
+        return Journal(path or folder / name)
+    except OSError as error:
+        if path is not None:
+            raise ValueError(f"--journal {path}: {error.strerror or error}") from None
+        say(f"the runs are not kept in a file: {error}. Give --journal")
+        return None
 
 
 def _print(line: str) -> None:

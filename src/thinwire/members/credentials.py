@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from thinwire._wording import host_port
+from thinwire.errors import PayloadCorrupt
 
 _LEAST_BYTES = 16
 _MOST_BYTES = 1 << 16
@@ -68,6 +69,56 @@ def derived_key(secret: bytes, *purpose: str) -> bytes:
     """Return a 32-byte key for one purpose: HMAC-SHA256 of the purpose."""
     words = b"".join(len(word.encode()).to_bytes(4, "big") + word.encode() for word in purpose)
     return hmac.digest(secret, _PURPOSE + words, hashlib.sha256)
+
+
+_MAGIC = b"tws1"
+_MAC_BYTES = hashlib.sha256().digest_size
+_OVERHEAD_BYTES = len(_MAGIC) + _MAC_BYTES
+
+
+class Seal:
+    """MACs of values under keys; without a secret, values are as they are."""
+
+    # a sealed value is 4 bytes, the HMAC-SHA256 of key and value (32 bytes), and the value. One who
+    # can write to the store can still delete values and restore older ones: a key that is written
+    # more than once needs a counter in its value
+
+    def __init__(self, secret: bytes | None) -> None:
+        self._key = None if secret is None else derived_key(secret, "values")
+
+    def seal(self, key: str, value: bytes) -> bytes:
+        """Return a value with its MAC."""
+        return value if self._key is None else _MAGIC + self._mac(key, value) + value
+
+    def open(self, key: str, found: bytes) -> bytes:
+        """Return the value of what `seal` made; raise `PayloadCorrupt` for anything else."""
+        if self._key is None:
+            return found
+        value = found[_OVERHEAD_BYTES:]
+        mac = found[len(_MAGIC) : _OVERHEAD_BYTES]
+        if found.startswith(_MAGIC) and hmac.compare_digest(mac, self._mac(key, value)):
+            return value
+        problem = "has another MAC" if found.startswith(_MAGIC) else "has no MAC"
+        raise PayloadCorrupt(
+            f"the value of {key!r} in the store was refused: it {problem}. It was written by a "
+            "stranger, or with another token"
+        )
+
+    def _mac(self, key: str, value: bytes) -> bytes:
+        assert self._key is not None
+        location = key.encode()
+        content = len(location).to_bytes(4, "big") + location + value
+        return hmac.digest(self._key, content, hashlib.sha256)
+
+
+def host_secret(token: bytes | None) -> bytes | None:
+    """Return the secret of what a host writes for members of all runs."""
+    return None if token is None else derived_key(token, "place")
+
+
+def run_secret(token: bytes | None, run: str, session: str) -> bytes | None:
+    """Return the secret of a run, for one session of its host."""
+    return None if token is None else derived_key(token, "run", run, session)
 
 
 _SCHEME = "tcp://"

@@ -2,56 +2,38 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar, final
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError, DistNetworkError
 
 from thinwire._watchdog import Late, within
-from thinwire.comm.sockets import Connection, connections, end_unanswered, has_ended, shut_down
 from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
-from thinwire.members.credentials import derived_key
-
-_MAGIC = b"tws1"
-_MAC_BYTES = hashlib.sha256().digest_size
-_OVERHEAD_BYTES = len(_MAGIC) + _MAC_BYTES
-_ABSENT = b"\0nothing"
-"""Argument of the compare-and-set that reads a key: a key without a value returns it."""
+from thinwire.members.credentials import Seal, derived_key
 
 
 @final
 class AuthenticatedStore(Store):
     """Part of a store: all keys share a prefix, and with a secret every value carries a MAC."""
 
-    # a value is 4 bytes, the HMAC-SHA256 of key and value (32 bytes), and the value. One who can
-    # write to the store can still delete values and restore older ones: a key that is written more
-    # than once needs a counter in its value. torch keeps no reference to it as a store: the caller
-    # must. Each thread needs a `clone`: a wait blocks all calls of a connection
+    # torch keeps no reference to it as a store: the caller must. Each thread needs a `clone`: a
+    # wait blocks all calls of a connection
 
     def __init__(
-        self, store: Store, secret: bytes | None, prefix: str = "", session: str = ""
+        self, store: Any, secret: bytes | None, prefix: str = "", session: str = ""
     ) -> None:
         super().__init__()
-        # torch's stubs know values of text only, where bytes are taken too
-        self._store: Any = store
+        self._store = store
         self._secret = secret
         self._prefix = prefix
         self.session = session
-        self._key = None if secret is None else derived_key(secret, "values")
-
-    @property
-    def port(self) -> int:
-        """Port of the host; -1 if the store is in this process."""
-        return int(getattr(self._store, "port", -1))
+        self._seal = Seal(secret)
 
     @property
     def room(self) -> str:
@@ -73,26 +55,51 @@ class AuthenticatedStore(Store):
         """Return the same store over a connection of its own."""
         return AuthenticatedStore(self._store.clone(), self._secret, self._prefix, self.session)
 
+    def close(self) -> None:
+        """End the connection; a call that waits on another thread ends with an error."""
+        self._store.close()
+
+    def age_s(self) -> float:
+        """Return the seconds since the host was started."""
+        return float(self._store.age_s())
+
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
-        self._store.set(self._prefix + key, self._with_mac(key, value))
+        self._store.set(self._prefix + key, self._sealed(key, value))
 
     def get(self, key: str) -> bytes:
         """Return a value; wait for it until the store's time-out."""
         return self._verified(key, self._store.get(self._prefix + key))
 
-    def try_get(self, key: str) -> bytes | None:
-        """Return a value, or None; one round trip, where `check` and `get` take three."""
-        # a stranger can read this argument: with a MAC it could be replayed as a value
-        found = self._store.compare_set(self._prefix + key, _ABSENT, _ABSENT)
-        return None if found == _ABSENT else self._verified(key, found)
+    def look(
+        self, keys: Sequence[str], limit_s: float = 0.0, since: int = 0
+    ) -> tuple[int, list[bytes | PayloadCorrupt | None]]:
+        """Return the values of keys, or None, in one answer, and a number for the next `since`.
+
+        Waits until one of them is written after `since`, for at most `limit_s`. A value that does
+        not verify is returned as the error.
+        """
+        number, found = self._store.look([self._prefix + key for key in keys], limit_s, since)
+        return number, [self._checked(*item) for item in zip(keys, found, strict=True)]
+
+    def entries(self, prefix: str) -> dict[str, bytes | PayloadCorrupt | None]:
+        """Return all values under keys with this prefix, by the rest of the key."""
+        skipped = len(self._prefix + prefix)
+        found = {key[skipped:]: value for key, value in self._store.entries(self._prefix + prefix)}
+        return {rest: self._checked(prefix + rest, value) for rest, value in found.items()}
+
+    def _checked(self, key: str, found: bytes | None) -> bytes | PayloadCorrupt | None:
+        try:
+            return None if found is None else self._verified(key, found)
+        except PayloadCorrupt as error:
+            return error
 
     def compare_set(
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
     ) -> bytes:
         """Write a value if `expected_value` is there (empty: none); return what is there then."""
-        expected = self._with_mac(key, expected_value) if expected_value else b""
-        desired = self._with_mac(key, desired_value)
+        expected = self._sealed(key, expected_value) if expected_value else b""
+        desired = self._sealed(key, desired_value)
         return self._verified(key, self._store.compare_set(self._prefix + key, expected, desired))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
@@ -109,39 +116,23 @@ class AuthenticatedStore(Store):
         limit = [] if timeout is None else [timeout]
         self._store.wait([self._prefix + key for key in keys], *limit)
 
-    def _mac(self, key: str, value: bytes) -> bytes:
-        assert self._key is not None
-        location = (self._prefix + key).encode()
-        content = len(location).to_bytes(4, "big") + location + value
-        return hmac.digest(self._key, content, hashlib.sha256)
-
-    def _with_mac(self, key: str, value: str | bytes) -> bytes:
+    def _sealed(self, key: str, value: str | bytes) -> bytes:
         content = value.encode() if isinstance(value, str) else bytes(value)
-        return content if self._key is None else _MAGIC + self._mac(key, content) + content
+        return self._seal.seal(self._prefix + key, content)
 
     def _verified(self, key: str, found: bytes) -> bytes:
-        if self._key is None:
-            return found
-        value = found[_OVERHEAD_BYTES:]
-        mac = found[len(_MAGIC) : _OVERHEAD_BYTES]
-        if found.startswith(_MAGIC) and hmac.compare_digest(mac, self._mac(key, value)):
-            return value
-        problem = "has another MAC" if found.startswith(_MAGIC) else "has no MAC"
-        raise PayloadCorrupt(
-            f"the value of {self._prefix + key!r} in the store was refused: it {problem}. It was "
-            "written by a stranger, or with another token"
-        )
+        return self._seal.open(self._prefix + key, found)
 
 
 _log = logging.getLogger("thinwire")
-_connecting = threading.Lock()
-_UNANSWERED_S = 5
-"""Seconds without the host's acknowledgement after which a connection counts as lost."""
+_CONNECT_S = 5.0
+"""Longest time in seconds of one attempt to reconnect."""
 _RETRY_S = 0.5
-"""Seconds between two attempts to reconnect, each of which takes at most `_UNANSWERED_S`."""
+"""Seconds between two attempts to reconnect."""
 _T = TypeVar("_T")
 Value = Any
 """A value that JSON can represent."""
+Connect = Callable[..., AuthenticatedStore]
 
 
 class KeyValueView:
@@ -150,47 +141,36 @@ class KeyValueView:
     # calls wait for the host without a time-out: on the main thread, give `limit_s`. Calls are
     # repeated over a new connection, so writes must be idempotent, and valid when they arrive late
 
-    def __init__(self, store: AuthenticatedStore, limit_s: float | None = None) -> None:
+    def __init__(
+        self,
+        store: AuthenticatedStore,
+        limit_s: float | None = None,
+        connect: Connect | None = None,
+    ) -> None:
         self.store = store
         self.limit_s = limit_s
+        self.patience_s = 0.0
+        """Seconds for which a call waits for a host that does not listen."""
+        self._connect = connect
         self._warned: set[str] = set()
         self._call_began_s: float | None = None
-        self._connect: Callable[..., AuthenticatedStore] | None = None
-        self._connections: list[Connection] = []
         self._lost_connection: DistNetworkError | None = None
         self._closed = threading.Event()
 
-    @classmethod
-    def open(
-        cls, connect: Callable[..., AuthenticatedStore], port: int, limit_s: float | None = None
-    ) -> KeyValueView:
-        """Return a view with a connection of its own, to this port."""
-        store, connections = _connected(connect, port)
-        kv = cls(store, limit_s)
-        kv._connect = connect
-        kv._connections = connections
-        return kv
-
     def under(self, prefix: str) -> KeyValueView:
         """Return the same view with a prefix before all keys, over the same connection."""
-        kv = KeyValueView(self.store.under(prefix), self.limit_s)
         connect = self._connect
-        if connect is not None:
-            kv._connect = lambda **limit: connect(**limit).under(prefix)
-        kv._connections = self._connections
-        return kv
+        longer = None if connect is None else lambda **limit: connect(**limit).under(prefix)
+        return KeyValueView(self.store.under(prefix), self.limit_s, longer)
 
     def clone(self) -> KeyValueView:
         """Return the same view over a connection of its own, without a limit."""
-        kv = KeyValueView.open(lambda: self._with_limit(self.store.clone), self.store.port)
-        kv._connect = self._connect
-        return kv
+        return KeyValueView(self._with_limit(self.store.clone), None, self._connect)
 
     def disconnect(self) -> None:
         """Close the connection for good. A call that waits for the host ends with an error."""
         self._closed.set()
-        for connection in self._connections:
-            shut_down(connection)
+        self.store.close()
 
     @property
     def waiting_s(self) -> float:
@@ -203,9 +183,6 @@ class KeyValueView:
 
         def with_reconnect() -> _T:
             while True:
-                # a call that meets a closed connection prints some fifteen lines of torch's own
-                if self._lost_connection is None and any(map(has_ended, self._connections)):
-                    self._lost_connection = DistNetworkError("the connection was closed")
                 if self._lost_connection is not None:
                     self._reconnect(self._lost_connection)
                 try:
@@ -216,23 +193,23 @@ class KeyValueView:
         return self._with_limit(with_reconnect)
 
     def _reconnect(self, lost: DistNetworkError) -> None:
+        until = time.monotonic() + self.patience_s
         while self._connect is not None and not self._closed.is_set():
-            connect = partial(self._connect, at_most_s=_UNANSWERED_S)
             try:
-                store, self._connections = _connected(connect, self.store.port)
+                store = self._connect(at_most_s=_CONNECT_S)
             except PeerStalled:
-                time.sleep(_RETRY_S)
-                continue
+                pass  # its machine does not answer
             except ThinwireError:
-                break
-            if store.session == self.store.session:
-                self.store = store
+                if time.monotonic() > until:
+                    break
+            else:
                 self._lost_connection = None
-                _log.warning("reconnected to the meeting place: %s", str(lost).partition("\n")[0])
+                _log.warning("reconnected to the host: %s", lost)
+                self.store = store
                 if self._closed.is_set():  # closed by another thread meanwhile
-                    self.disconnect()
+                    store.close()
                 return
-            self._connect = None  # the host has restarted: this run is over
+            self._closed.wait(_RETRY_S)
         raise lost
 
     def _with_limit(self, request: Callable[[], _T]) -> _T:
@@ -249,7 +226,7 @@ class KeyValueView:
         except DistError as error:
             raise PeerLost(
                 f"the meeting place closed the connection ({error}): has `thinwire host` ended? "
-                "Start it, and all members, again"
+                "Start it again"
             ) from None
 
     def put(self, key: str, value: Value) -> None:
@@ -262,7 +239,9 @@ class KeyValueView:
 
     def get(self, key: str) -> Value:
         """Return the value; None if there is none."""
-        found = self.call(lambda: self.store.try_get(key))
+        (found,) = self.call(lambda: self.store.look([key]))[1]
+        if isinstance(found, PayloadCorrupt):
+            raise found
         return None if found is None else json.loads(found)
 
     def has(self, key: str) -> bool:
@@ -271,30 +250,36 @@ class KeyValueView:
 
     def get_verified(self, key: str) -> Value:
         """Return the value that a member wrote; None if there is none, or a stranger wrote it."""
-        try:
-            return self.get(key)
-        except PayloadCorrupt as error:
-            self.warn_once(key, error)
+        return self.look([key])[1][0]
+
+    def look(
+        self, keys: Sequence[str], limit_s: float = 0.0, since: int = 0
+    ) -> tuple[int, list[Value]]:
+        """Return the values that members wrote, each or None, in one answer of the host.
+
+        Waits until one of them is written after `since`, the number that is returned too, for at
+        most `limit_s`.
+        """
+        number, found = self.call(lambda: self.store.look(keys, limit_s, since))
+        return number, [self._read(*item) for item in zip(keys, found, strict=True)]
+
+    def entries(self, prefix: str) -> dict[str, Value]:
+        """Return all values that members wrote under keys with this prefix, by the rest of it."""
+        found = self.call(lambda: self.store.entries(prefix))
+        read = {rest: self._read(prefix + rest, value) for rest, value in found.items()}
+        return {rest: value for rest, value in read.items() if value is not None}
+
+    def _read(self, key: str, found: bytes | PayloadCorrupt | None) -> Value:
+        if isinstance(found, PayloadCorrupt):
+            self.warn_once(key, found)
             return None
+        return None if found is None else json.loads(found)
 
     def warn_once(self, key: str, error: PayloadCorrupt) -> None:
         """Log once per key that a stranger has written there."""
         if key not in self._warned:
             self._warned.add(key)
             _log.warning("%s", error)
-
-
-def _connected(
-    connect: Callable[[], AuthenticatedStore], port: int
-) -> tuple[AuthenticatedStore, list[Connection]]:
-    with _connecting:
-        before = {connection.inode for connection in connections()}
-        store = connect()
-        new = [connection for connection in connections() if connection.inode not in before]
-    found = [connection for connection in new if connection.remote[1] == port]
-    for connection in found:
-        end_unanswered(connection, _UNANSWERED_S)
-    return store, found
 
 
 def no_answer_message(seconds: float) -> str:

@@ -256,7 +256,9 @@ class Member:
     def require_same_setup(self, occasion: str, facts: Facts) -> None:
         """Raise if these facts differ from those of the other members."""
         kv = self.kv
-        kv.call(lambda: require_same(kv.store.under(occasion), dict(leaves("", facts))))
+        own = dict(leaves("", facts))
+        self._membership.shared.facts[occasion] = own
+        kv.call(lambda: require_same(kv.store.under(occasion), own))
 
     def fetch_state(self, state: SharedState) -> None:
         """Copy the state of the run from donors, and wait for admission."""
@@ -599,7 +601,8 @@ def join(
     tls = None if ca is None else _authority(ca)
     limit = datetime.timedelta(seconds=timeout_s)
     site = SingleRank() if mesh is None else Site(mesh, timeout_s)
-    kv = KeyValueView.open(partial(connect, address, run, token, limit), host.port, timeout_s)
+    reach = partial(connect, address, run, token, limit)
+    kv = KeyValueView(reach(), timeout_s, reach)
     own_address = None if relay else reached_from(host, timeout_s)
     endpoint = RelayEndpoint(*host, relay_key(token), tls, own_address, timeout_s / 4)
     if relay:

@@ -7,18 +7,26 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from thinwire.comm.member_groups import MemberGroups
 from thinwire.comm.private import forget_ended
 from thinwire.comm.relay import RelayEndpoint
 from thinwire.comm.waiting import activity, idle_s
-from thinwire.errors import Evicted, PayloadCorrupt, PeerStalled, QuorumLost, ThinwireError
+from thinwire.errors import (
+    Evicted,
+    PayloadCorrupt,
+    PeerLost,
+    PeerStalled,
+    QuorumLost,
+    ThinwireError,
+)
 from thinwire.members.generation import Decision, Generation, next_decision, packed
 from thinwire.members.kv import KeyValueView, no_answer_message
+from thinwire.members.meeting import require_same
 
 _POLL_S = 0.2
-_STEP_S = 0.02
 _ANNOUNCE_S = 2.0
 """Time for members to announce themselves after a break; each does so within `_POLL_S`."""
 _ALIVE_S = 3.0
@@ -26,6 +34,8 @@ _ALIVE_S = 3.0
 BUSY_BEAT_S = 1.2
 """Longest time in seconds between two heartbeats of a busy member."""
 _SCAN_S = 1.0
+_COME_BACK_S = 1.0
+"""Time for members to find a host that was started again, before another founds their run."""
 _CONNECT_S = 10.0
 _EXIT_S = 2.0
 _MAX_ATTEMPTS = 3
@@ -84,6 +94,8 @@ class Shared:
         self.donor_assigned_s: dict[int, float] = {}
         """Time at which a donor was assigned, by the joiner's request number."""
         self.next_own_hello = 0
+        self.facts: dict[str, dict[str, Any]] = {}
+        """Facts of this member's set-up by occasion, for a host that was started anew."""
         self.shown: dict[str, Any] = {}
         """New numbers of this member for the host's page."""
 
@@ -305,6 +317,7 @@ class Watcher:
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         """What the main thread asks this one to do; None wakes it."""
         self.stopped = threading.Event()
+        self._session = kv.store.session
         self._next_hello = self._beat_count = 0
         self._unread: list[int] = []
         self._checked_s: dict[int, float] = {}
@@ -377,9 +390,12 @@ class Watcher:
             first = number + 1
             # no member is alive, or there was never one: found a generation with the others
             if not shared.joiner and (
-                first == first_generation or not decision.ids or shared.is_silent()
+                first == first_generation or shared.is_silent() or self._have_left(decision.ids)
             ):
                 if first != first_generation:
+                    if self._is_recovering():
+                        time.sleep(_POLL_S)
+                        continue
                     first_generation = first
                     begun = now
                     enough_s = math.inf
@@ -399,11 +415,22 @@ class Watcher:
                     )
             time.sleep(_POLL_S / 2)
 
+    def _have_left(self, ids: Sequence[str]) -> bool:
+        """Return True if all of these members have left, or if there are none."""
+        return None not in self.kv.look([f"left/{one}" for one in ids])[1]
+
+    def _is_recovering(self) -> bool:
+        """Return True if members of a run that the host does not know may be coming back."""
+        if self.kv.call(self.kv.store.age_s) < _COME_BACK_S:
+            return True
+        return bool(self.kv.entries("recover/")) and self.kv.get("gen") is None
+
     def _present_founders(self, number: int) -> tuple[str, ...]:
         self._read_hellos(math.inf)
         hellos = [value for _, value in sorted(self.shared.hellos.items())]
-        ids = dict.fromkeys(value["id"] for value in hellos if value.get("founds") == number)
-        return tuple(one for one in ids if one == self.own_id or self._poll_heartbeat(one))
+        ids = [*dict.fromkeys(v["id"] for v in hellos if v.get("founds") == number)]
+        alive = zip(ids, self._poll_heartbeats(ids), strict=True)
+        return tuple(one for one, is_alive in alive if is_alive or one == self.own_id)
 
     def _poll(self, number: int) -> tuple[int, Decision, bool]:
         """Return the latest generation, from `number` on, and whether a member of it is alive."""
@@ -412,9 +439,7 @@ class Watcher:
         number = self._latest_from(number)
         decision = self._decision(number) or Decision((), (), 0)
         self.shared.expected = decision.ids
-        # all of them are read, also after one that is alive
-        polled = [self._poll_heartbeat(other) for other in decision.ids if other != self.own_id]
-        alive = any(polled)
+        alive = any(self._poll_heartbeats([one for one in decision.ids if one != self.own_id]))
         if alive or number > before:
             self.shared.last_alive_s = time.monotonic()
         return number, decision, alive
@@ -431,16 +456,24 @@ class Watcher:
             number += 1
         return number
 
-    def _announced(self, number: int, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return the announcements of members for this generation, or when they left."""
+    def _announced(
+        self, number: int, ids: Sequence[str], since: int
+    ) -> tuple[int, Decision | None, dict[str, dict[str, Any]]]:
+        """Wait for news after `since`; return its number, the decision about this generation, and
+        the announcements of members for it, or when they left.
+        """
+        lefts, alives = [f"left/{one}" for one in ids], [f"alive/{number}/{one}" for one in ids]
+        keys = [f"members/{number}", *lefts, *alives]
+        since, (written, *values) = self.kv.look(keys, _POLL_S, since)
         found: dict[str, dict[str, Any]] = {}
-        for other in ids:
-            if (left := self.kv.get(f"left/{other}")) is not None:
+        pairs = zip(ids, values[: len(ids)], values[len(ids) :], strict=True)
+        for other, left, alive in pairs:
+            if left is not None:
                 voted = left["voted"] and left["after"] == number - 1
                 found[other] = left | {"left": True, "voted": voted}
-            elif (alive := self.kv.get(f"alive/{number}/{other}")) is not None:
+            elif alive is not None:
                 found[other] = alive | {"left": False}
-        return found
+        return since, None if written is None else Decision.from_dict(written), found
 
     def _beat(self) -> None:
         """Write a heartbeat. Its number grows, so that a replayed one is recognized."""
@@ -456,11 +489,12 @@ class Watcher:
         others = [member for member in formed.ids if member != self.own_id]
         until = time.monotonic() + BUSY_BEAT_S
         try:
-            before = [self.kv.get(f"hb/{member}") for member in others]
+            keys = [f"hb/{member}" for member in others]
+            before = self.kv.look(keys)[1]
             while True:
                 time.sleep(_POLL_S)
                 self._beat()  # the others check this member too
-                latest = [self.kv.get(f"hb/{member}") for member in others]
+                latest = self.kv.look(keys)[1]
                 pairs = list(zip(before, latest, strict=True))
                 live = [was is not None and now["beat"] > was["beat"] for was, now in pairs]
                 if all(live) or time.monotonic() > until:
@@ -473,33 +507,42 @@ class Watcher:
         idle = [math.inf if b["idle"] is None else b["idle"] for b in latest if not b["waits"]]
         return timeout_s - max(idle, default=math.inf)
 
-    def _poll_heartbeat(self, other: str) -> bool:
-        """Read the heartbeat of another process; return True if a new one came recently."""
-        value = self.kv.get_verified(f"hb/{other}")
-        now = time.monotonic()
-        if value is not None:
-            before = self.shared.heartbeats.get(other)
-            if before is None or value["beat"] > before[0]:  # the first one read may be old
-                self.shared.heartbeats[other] = value["beat"], now, before is not None
-        return self.shared.is_alive(other)
+    def _poll_heartbeats(self, others: Sequence[str]) -> list[bool]:
+        """Read heartbeats of other processes; return which of them have sent new ones recently."""
+        values = self.kv.look([f"hb/{other}" for other in others])[1]
+        for other, value in zip(others, values, strict=True):
+            self._take_heartbeat(other, value)
+        return [*map(self.shared.is_alive, others)]
+
+    def _take_heartbeat(self, other: str, value: Any) -> None:
+        before = self.shared.heartbeats.get(other)
+        # the first one read may be old
+        if value is not None and (before is None or value["beat"] > before[0]):
+            self.shared.heartbeats[other] = value["beat"], time.monotonic(), before is not None
 
     def _watch(self) -> None:
         shared = self.shared
         now = shared.generation
         assert now is not None, "entered"
+        self.kv.patience_s = 0.0  # a later call finds it again
         try:
             self._beat()
-            if self.kv.has(f"break/{now.number}"):
+            if not self._is_known():
+                return
+            other = now.ids[self._beat_count % now.size]
+            keys = [f"break/{now.number}", f"members/{now.number + 1}", f"hb/{other}"]
+            broken, following, beat = self.kv.look(keys)[1]
+            if broken is not None:
                 self.regroup("another member reported it")
                 return
             # the others may have an agreement that this member has not
-            if decision := self._decision(now.number + 1):
+            if following is not None:
                 self._freeze()
-                self._enter(now.number + 1, decision)
+                self._enter(now.number + 1, Decision.from_dict(following))
                 return
             if now.rank == 0:
                 self._check_joiners()
-            self._poll_heartbeat(now.ids[self._beat_count % now.size])
+            self._take_heartbeat(other, beat)
             shown = shared.shown
             shared.shown = {}
             if shown:
@@ -510,11 +553,49 @@ class Watcher:
         except RuntimeError as error:
             if shared.store_problem is None and not self.stopped.is_set():
                 _log.warning(
-                    "the meeting place does not answer (%s): rounds continue, but no member can "
-                    "join, and the loss of a member ends the run",
+                    "the host does not answer (%s): rounds continue. Until it is back nobody can "
+                    "join, and a lost member is waited for",
                     error,
                 )
             shared.store_problem = str(error)
+
+    def _is_known(self) -> bool:
+        """Return True unless the host has lost the run, and not enough members are back there."""
+        session = self.kv.store.session
+        if session == self._session:
+            return True
+        shared = self.shared
+        now = shared.generation
+        if now is None:
+            raise PeerLost("the host was started anew while this member joined: join again")
+        facts = {"number": now.number, "ids": now.ids, "votes": shared.votes}
+        self.kv.put(f"recover/{self.own_id}", facts | {"timeout_s": self.timeout_s})
+        latest, decided = self.kv.look(["gen", f"members/{now.number}"])[1]
+        if latest is None:
+            return False
+        if decided is None or tuple(decided["ids"]) != now.ids:
+            raise Evicted(
+                "the host was started anew, and the run goes on from another generation than that "
+                f"of this member ({now.number}). Join again to take part"
+            )
+        for occasion, of_run in shared.facts.items():
+            self.kv.call(partial(self._write_facts, occasion, of_run))
+        with shared.changed:
+            shared.hellos.clear()
+            shared.ready.clear()
+        self._next_hello = 0
+        self._session = session
+        _log.warning("the host was started anew, and knows the run again")
+        return True
+
+    def _write_facts(self, occasion: str, facts: dict[str, Any]) -> None:
+        require_same(self.kv.store.under(occasion), facts)
+
+    def _require_known(self) -> None:
+        """Wait until the host knows the run; a generation is formed there alone."""
+        while not self._is_known():
+            if self.stopped.wait(_POLL_S):
+                raise PeerLost("the host was started anew, and does not know the run yet")
 
     def _check_joiners(self) -> None:
         """Update the set of joiners, for at most `_SCAN_S`: the others wait for a heartbeat."""
@@ -534,7 +615,8 @@ class Watcher:
             if time.monotonic() > until:
                 return
             self._checked_s[number] = time.monotonic()
-            if not self._poll_heartbeat(shared.hellos[number]["id"]) or number in shared.ready:
+            (alive,) = self._poll_heartbeats([shared.hellos[number]["id"]])
+            if not alive or number in shared.ready:
                 continue
             if self.kv.has(f"ready/{number}"):
                 with shared.changed:
@@ -575,6 +657,8 @@ class Watcher:
     ) -> None:
         """Write the generation after this one, as its members have agreed, and enter it."""
         shared = self.shared
+        self.kv.patience_s = self.timeout_s
+        self._require_known()
         old = shared.generation
         if old is None or old.number != number:  # another one was formed meanwhile
             if self.own_id not in ids:
@@ -591,6 +675,8 @@ class Watcher:
         old = self.shared.generation
         if old is None or number not in (None, old.number):
             return
+        self.kv.patience_s = self.timeout_s
+        self._require_known()
         self.kv.put(f"break/{old.number}", {"by": self.own_id, "why": why})
         self._freeze()
         self._enter(old.number + 1, self._next_decision(old))
@@ -606,14 +692,16 @@ class Watcher:
         number = old.number + 1
         begun = time.monotonic()
         self.kv.put(f"alive/{number}/{self.own_id}", self.shared.announcement(connecting_s))
+        news = 0
         while True:
             self._beat()
-            if (written := self._decision(number)) is not None:
-                return written
             # taken before the announcements are read: every member had this long to announce itself
             waited_s = time.monotonic() - begun
-            announced = self._announced(number, old.ids)
+            news, written, announced = self._announced(number, old.ids, news)
+            if written is not None:
+                return written
             missing = [member for member in old.ids if member not in announced]
+            self._poll_heartbeats(missing)
             silent_s = min(map(self._silent_s, missing), default=math.inf)
             connecting = [one["connecting_s"] or 0.0 for one in announced.values()]
             decision, lost = next_decision(old.ids, announced, old.continuing)
@@ -631,10 +719,8 @@ class Watcher:
                     f"min_members={self._min_members} are needed; lost within {waited_s:.1f} s: "
                     f"{', '.join(lost)}"
                 )
-            time.sleep(_STEP_S)
 
     def _silent_s(self, other: str) -> float:
-        self._poll_heartbeat(other)
         return time.monotonic() - self.shared.heartbeats.get(other, (0, -math.inf))[1]
 
     def _enter(self, number: int, decision: Decision) -> None:

@@ -1,16 +1,13 @@
-"""The relay of `thinwire host --relay`, which shares the port of torch's store behind it."""
+"""The relay of `thinwire host --relay`, which shares the port of the store."""
 
 import asyncio
 import contextlib
 import hmac
 import json
-import logging
 import secrets
-import socket
 import ssl
-import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -26,23 +23,16 @@ from thinwire.comm.relay import (
     signal,
 )
 from thinwire.members.credentials import derived_key
+from thinwire.members.server import MOST_CONNECTIONS
 
-MOST_CONNECTIONS = 200
-"""Most ranks that are connected, and most clients that have not been admitted."""
 _HELLO_S = 5.0
 _SIGN_S = 2.0
-_RETRY_S = 0.2
-_CHUNK_BYTES = 64 << 10
-_STORE_CLIENT = b"\0"
-_TLS_CLIENT = b"\x16"
-"""First byte of a client of torch's store (`QueryType::VALIDATE`), and of a TLS handshake."""
 _SLOW_S = 120.0
 """Seconds after which a rank that reads nothing is dropped."""
 _LONGEST_HELLO_BYTES = 1024
 _SENT_BY_MEMBERS = {Kind.DATA, Kind.CONTROL, Kind.DATA_DONE, Kind.CONTROL_DONE, Kind.GOODBYE}
 _MOST_PATIENCE_S = 5.0
 _Room = dict[int, asyncio.StreamWriter]
-_log = logging.getLogger("thinwire")
 
 
 def relay_key(token: bytes | None) -> bytes:
@@ -67,70 +57,40 @@ class _Goodbye(Exception):
     """A rank leaves."""
 
 
-class _Relay:
-    """Connections of all ranks, by room; those of the store's clients are passed on."""
+class Relay:
+    """Connections of all ranks, by room."""
 
-    def __init__(
-        self, key: bytes, tls: ssl.SSLContext | None, store_port: int, stop: asyncio.Event
-    ) -> None:
+    def __init__(self, key: bytes, tls: ssl.SSLContext | None) -> None:
+        self.tls = tls
         self._key = key
-        self._tls = tls
-        self._store_port = store_port
-        self._stop = stop
+        self._stop = asyncio.Event()
         self._rooms: defaultdict[str, _Room] = defaultdict(dict)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._strangers: dict[socket.socket, asyncio.Task[None]] = {}
-        """Clients that have not been admitted, the oldest first."""
 
-    async def run(self, listener: socket.socket) -> None:
-        """Accept connections until `stop` is set, and then abort those of all ranks."""
-        accepting = asyncio.create_task(self._accept(listener))
-        while not self._stop.is_set():
+    async def run(self, stop: asyncio.Event) -> None:
+        """Show members that the relay lives until `stop` is set, then abort their connections."""
+        self._stop = stop
+        while not stop.is_set():
             for writer in self._members():
                 writer.write(signal(ALL, 0, Kind.ALIVE))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), _SIGN_S)
-        accepting.cancel()
+                await asyncio.wait_for(stop.wait(), _SIGN_S)
         for writer in self._members():
             writer.transport.abort()
 
     def _members(self) -> list[asyncio.StreamWriter]:
         return [writer for room in self._rooms.values() for writer in room.values()]
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        listener.setblocking(False)
-        with listener:
-            while True:
-                try:
-                    sock, _ = await loop.sock_accept(listener)
-                except OSError:  # too many open files
-                    await asyncio.sleep(_RETRY_S)
-                    continue
-                task = loop.create_task(self._handle_client(sock))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-                self._strangers[sock] = task
-                if len(self._strangers) > MOST_CONNECTIONS:
-                    self._strangers.pop(next(iter(self._strangers))).cancel()
-
-    async def _handle_client(self, sock: socket.socket) -> None:
-        errors = OSError, EOFError, ValueError, KeyError, TypeError  # it has gone, or is no member
-        with contextlib.suppress(*errors), contextlib.ExitStack() as ends:
-            ends.callback(self._strangers.pop, sock, None)
-            async with asyncio.timeout(_HELLO_S):
-                of_store, reader, writer = await self._connected(sock)
-                ends.enter_context(contextlib.closing(writer))
-                if not of_store:
-                    name, rank, direct, patience_s = await self._admitted(reader, writer)
-            self._strangers.pop(sock, None)
-            if of_store:
-                # else the connections of machines that vanished stay open for ever
-                accepted = writer.get_extra_info("socket")
-                accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                answers, store = await asyncio.open_connection("127.0.0.1", self._store_port)
-                await asyncio.gather(_copy(reader, store), _copy(answers, writer))
-                return
+    async def serve(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        admitted: Callable[[], object],
+    ) -> None:
+        """Hand on the messages of a rank until it leaves."""
+        async with asyncio.timeout(_HELLO_S):
+            name, rank, direct, patience_s = await self._admitted(reader, writer)
+        admitted()
+        with contextlib.ExitStack() as ends:
             room = self._rooms[name]
             if previous := room.pop(rank, None):  # its connection broke, and it is back
                 previous.transport.abort()
@@ -146,38 +106,13 @@ class _Relay:
                     await self._hand_on(room, rank, reader, direct)
             leave()
 
-    async def _connected(
-        self, sock: socket.socket
-    ) -> tuple[bool, asyncio.StreamReader, asyncio.StreamWriter]:
-        with contextlib.ExitStack() as failed:
-            failed.callback(sock.close)
-            loop = asyncio.get_running_loop()
-            readable = asyncio.Event()
-            loop.add_reader(sock, readable.set)
-            try:
-                await readable.wait()
-            finally:
-                loop.remove_reader(sock)
-            first = sock.recv(1, socket.MSG_PEEK)
-            tls = self._tls if first == _TLS_CLIENT else None
-            if not first or (first == _TLS_CLIENT and tls is None):
-                raise ValueError("no client")
-            # asyncio sets it only if the listener was made with IPPROTO_TCP
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            failed.pop_all()
-        reader = asyncio.StreamReader()
-        protocol = asyncio.StreamReaderProtocol(reader)
-        transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock, ssl=tls)
-        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
-        return first == _STORE_CLIENT, reader, writer
-
     async def _admitted(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> tuple[str, int, set[int], float]:
         """Return room, rank, ranks reached directly and patience of a client that is a member."""
         if await reader.readexactly(len(GREETING)) != GREETING:
             raise ValueError("no member")
-        if self._tls is not None and writer.get_extra_info("ssl_object") is None:
+        if self.tls is not None and writer.get_extra_info("ssl_object") is None:
             writer.write(Answer.TLS)
             raise ValueError("no TLS")
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -239,36 +174,3 @@ class _Relay:
                 recipient.transport.abort()
             except OSError:
                 pass  # it has disconnected, and its own task cleans up
-
-
-async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-    with contextlib.closing(target):
-        while chunk := await source.read(_CHUNK_BYTES):
-            target.write(chunk)
-            await target.drain()
-
-
-@contextlib.contextmanager
-def relaying(
-    listener: socket.socket, token: bytes | None, tls: ssl.SSLContext | None, store_port: int
-) -> Iterator[None]:
-    """Run a relay on a thread of its own while the block runs."""
-    runner = asyncio.Runner()
-    stop = asyncio.Event()
-    loop = runner.get_loop()
-    loop.set_exception_handler(lambda *_: None)  # strangers that abort a handshake
-
-    def run() -> None:
-        try:
-            with runner:
-                runner.run(_Relay(relay_key(token), tls, store_port, stop).run(listener))
-        except Exception:  # members wait for it, and say that they lost it
-            _log.exception("the relay has failed")
-
-    thread = threading.Thread(target=run, name="thinwire-relay", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(_SIGN_S)

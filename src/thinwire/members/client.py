@@ -1,0 +1,118 @@
+"""Connection of a member to the store of its host."""
+
+import contextlib
+import socket
+import threading
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch.distributed import DistNetworkError, DistStoreError
+
+from thinwire.members.credentials import Address
+from thinwire.members.server import GREETING, LENGTH, framed, unframed
+
+_UNANSWERED_S = 5
+"""Seconds without the host's acknowledgement after which a connection counts as lost."""
+_OPTIONS = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNANSWERED_S),
+)
+"""With which the kernel ends a connection to a machine that is gone; a stopped process answers."""
+
+
+class HostStore:
+    """The calls of torch's store that thinwire makes, and `look`, over one connection."""
+
+    def __init__(self, host: Address, timeout: timedelta, connect_s: float) -> None:
+        self._host = host
+        self._timeout = timeout
+        self._connect_s = connect_s
+        self._lock = threading.Lock()
+        try:
+            self._socket = socket.create_connection(host, connect_s)
+            # not in `close`: another thread may wait for an answer
+            weakref.finalize(self, self._socket.close)
+            self._socket.settimeout(None)
+            for option in _OPTIONS:
+                self._socket.setsockopt(*option)
+            self._socket.sendall(GREETING)
+        except OSError as error:
+            raise DistNetworkError(f"no connection to tcp://{host}: {error}") from None
+
+    def clone(self) -> "HostStore":
+        """Return the same store over a connection of its own."""
+        return HostStore(self._host, self._timeout, self._connect_s)
+
+    def close(self) -> None:
+        """End the connection; a call that waits on another thread ends with an error."""
+        with contextlib.suppress(OSError):  # it has ended
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _ask(self, *parts: str | bytes) -> list[bytes | None]:
+        message = framed([part.encode() if isinstance(part, str) else part for part in parts])
+        with self._lock:
+            try:
+                self._socket.sendall(message)
+                (length,) = LENGTH.unpack(self._read(LENGTH.size))
+                return unframed(self._read(length))
+            except (OSError, ValueError) as error:
+                self.close()
+                raise DistNetworkError(f"the connection was lost: {error}") from None
+
+    def _read(self, nbytes: int) -> bytes:
+        found = bytearray()
+        while len(found) < nbytes:
+            piece = self._socket.recv(min(nbytes - len(found), 1 << 20))
+            if not piece:
+                raise OSError("it was closed")
+            found += piece
+        return bytes(found)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a value."""
+        self._ask("set", key, value)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Write a value if `expected` is there (empty: none); return what is there then."""
+        return self._ask("swap", key, expected, desired)[0] or b""
+
+    def get(self, key: str) -> bytes:
+        """Return a value; wait for it until the time-out."""
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
+        """Return values; wait for all of them until the time-out."""
+        limit_s = (timeout or self._timeout).total_seconds()
+        values = [value for value in self._ask("wait", str(limit_s), *keys) if value is not None]
+        if len(values) < len(keys):
+            raise DistStoreError(f"wait timeout after {limit_s:g} s, keys: {', '.join(keys)}")
+        return values
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys exist."""
+        self.multi_get(keys, timeout)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return True if all keys exist."""
+        return None not in self.look(keys)[1]
+
+    def look(
+        self, keys: Sequence[str], limit_s: float = 0.0, since: int = 0
+    ) -> tuple[int, list[bytes | None]]:
+        """Return the values of keys, or None; see `AuthenticatedStore`."""
+        number, *values = self._ask("look", str(limit_s), str(since), *keys)
+        return int(number or 0), values
+
+    def entries(self, prefix: str) -> list[tuple[str, bytes]]:
+        """Return keys with this prefix and their values."""
+        found = self._ask("list", prefix)
+        pairs = zip(found[::2], found[1::2], strict=True)
+        return [((key or b"").decode(errors="replace"), value or b"") for key, value in pairs]
+
+    def age_s(self) -> float:
+        """Return the seconds since the host was started."""
+        return float(self._ask("age")[0] or 0)
