@@ -95,7 +95,7 @@ def test_a_lost_member_is_noticed_after_the_host_is_back(
 ) -> None:
     flag, back = tmp_path / "flag", tmp_path / "back"
     options = OPTIONS | {"token_file": token_file, "flag": str(flag), "steps": 400}
-    options["fault"] = {"rank": 1, "phase": "step", "at": 300}
+    options["fault"] = {"rank": 1, "phase": "step", "at": 300, "how": "kill"}
     with restarted(token_file, flag, back, kept=kept, times=1) as address:
         found = ranks.run(trains, address, options, size=3, group=False, expect_errors=True)
     assert isinstance(found.pop(1), Lost)

@@ -165,7 +165,9 @@ class KeyValueView:
 
     def clone(self) -> KeyValueView:
         """Return the same view over a connection of its own, without a limit."""
-        return KeyValueView(self._with_limit(self.store.clone), None, self._connect)
+        # by a greeting: the host may have been started anew since this view was used
+        connect = self._connect or self.store.clone
+        return KeyValueView(self._with_limit(connect), None, self._connect)
 
     def disconnect(self) -> None:
         """Close the connection for good. A call that waits for the host ends with an error."""

@@ -91,9 +91,7 @@ class Member:
         self.terms = terms
         self.timeout_s = terms.timeout_s
         self.kv = kv if site.mesh is None else kv.under(f"shard/{site.rank}")
-        key = self.kv.store.key_for("state") or b""
         self._named = {} if terms.name is None else {"name": terms.name}
-        self._transfer_context = TransferContext(self.kv, terms.endpoint, terms.timeout_s, key)
         self._membership = self._join_run()
         self.group = ElasticGroup(self._membership)
         self.group.streams = terms.streams
@@ -129,6 +127,12 @@ class Member:
             self.kv.disconnect()
             raise
         return membership
+
+    @property
+    def _transfer_context(self) -> TransferContext:
+        # the membership's view knows when the host was started anew
+        key = self._membership.kv.store.key_for("state") or b""
+        return TransferContext(self.kv, self.terms.endpoint, self.timeout_s, key)
 
     def require_mesh(self, mesh: DeviceMesh | None) -> None:
         """Raise unless this is the mesh of the site, which `join` was given."""

@@ -360,8 +360,7 @@ class Watcher:
 
     def _meet(self) -> None:
         shared = self.shared
-        hint = self.kv.get("gen")
-        number = self._latest_from(-1 if hint is None else int(hint))
+        number = self._latest_from(-1)
         first_generation = -1
         begun = 0.0
         enough_s = math.inf
@@ -452,6 +451,10 @@ class Watcher:
         return Decision.from_dict(self.kv.put_if_absent(f"members/{number}", decision.to_dict()))
 
     def _latest_from(self, number: int) -> int:
+        # a host that was started anew knows no earlier ones
+        hint, following = self.kv.look(["gen", f"members/{number + 1}"])[1]
+        if following is None and hint is not None:
+            number = max(number, int(hint))
         while self.kv.has(f"members/{number + 1}"):
             number += 1
         return number
