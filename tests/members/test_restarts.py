@@ -1,7 +1,11 @@
 """A host that is killed and started again: with the file of its runs, and without."""
 
 import contextlib
+import resource
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +15,8 @@ from typing import Any
 import pytest
 
 import thinwire as tw
-from tests.members.places import host_command
+from tests.api import HostedStore, Journal, KeyValueView, connect, new_token, read_token
+from tests.members.places import TIMEOUT, TOKEN, host_command, hosted, token_in
 from tests.members.relays import listening, listens
 from tests.members.training import member, wait_for
 from tests.ranks import Lost, Pool
@@ -105,3 +110,112 @@ def test_a_lost_member_is_noticed_after_the_host_is_back(
 
 def trains(rank: int, size: int, address: str, options: dict[str, Any]) -> dict[str, Any]:
     return member(rank, size, address, CONFIG, **options)
+
+
+@contextlib.contextmanager
+def anew(**options: Any) -> Iterator[tuple[KeyValueView, list[str]]]:
+    """A view of run "test" at a host that does not know it, and what the host says."""
+    lines: list[str] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    with hosted(listener, TOKEN, say=lines.append, **options):
+        yield KeyValueView(connect(address, "test", TOKEN, TIMEOUT)), lines
+
+
+def present(kv: KeyValueView, number: int, ids: str, back: str) -> None:
+    for one in back:
+        facts = {"number": number, "ids": [*ids], "votes": number, "timeout_s": 2.0}
+        kv.put(f"recover/{one}", facts)
+
+
+@pytest.mark.fault("the host restarts")
+def test_two_of_five_that_went_on_are_waited_for() -> None:
+    """They formed generation 7 without three that were cut off, and the host lost its file."""
+    with anew() as (kv, lines):
+        present(kv, 6, "abcde", "cde")
+        present(kv, 7, "ab", "a")
+        until(lambda: lines and "more than half are needed" in lines[-1], "the host's word")
+        assert "b are not back" in lines[-1]
+        assert kv.get("gen") is None
+        present(kv, 7, "ab", "b")
+        until(lambda: kv.get("gen") is not None, "the decision")
+        assert (kv.get("gen"), kv.get("members/7")["ids"]) == (7, ["a", "b"])
+
+
+@pytest.mark.fault("the host restarts")
+def test_whoever_comes_after_the_decision_makes_no_second_side() -> None:
+    with anew() as (kv, lines):
+        present(kv, 6, "abcde", "cde")
+        until(lambda: kv.get("gen") is not None, "the decision")
+        present(kv, 7, "ab", "ab")
+        until(lambda: lines[-1].startswith("run test: generation 6, members: a, b"), "its word")
+        time.sleep(1.5)  # it looks once a second
+        assert (kv.get("gen"), kv.get("members/7")) == (6, None)
+
+
+def test_a_person_decides_where_half_are_gone() -> None:
+    with anew(recover=True) as (kv, _):
+        present(kv, 7, "ab", "a")
+        until(lambda: kv.get("gen") is not None, "the decision")
+        assert kv.get("members/7")["ids"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("value", [None, 3, {}, {"number": "7", "ids": []}, {"ids": [3]}, []])
+def test_nothing_that_is_presented_ends_the_host(value: Any) -> None:
+    with anew() as (kv, _):
+        kv.put("recover/x", value)
+        time.sleep(1.2)  # it looks once a second
+        kv.put("gen", 3)
+        assert kv.get("gen") == 3
+
+
+def test_a_file_is_not_for_another_token_nor_for_two_hosts(tmp_path: Path) -> None:
+    path, other = tmp_path / "journal", tmp_path / "other"
+    new_token(other)
+    first, second = token_in(tmp_path), read_token(other)
+    options = ["--bind", "127.0.0.1:0", "--journal", str(path), "--token-file"]
+    with host_command(*options, str(first)) as (_, address):
+        store = connect(address, "test", TOKEN, TIMEOUT)
+        store.set("gen", "3")
+        text = ran_with(*options, str(first))
+        assert "in use by another `thinwire host`" in text
+    assert second != TOKEN
+    assert "was written with another token" in ran_with(*options, str(other))
+    with host_command(*options, str(first)) as (_, address):
+        assert connect(address, "test", TOKEN, TIMEOUT).get("gen") == b"3"
+
+
+def ran_with(*options: str) -> str:
+    command = [sys.executable, "-m", "thinwire", "host", *options]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 2, found
+    return found.stderr
+
+
+@pytest.mark.parametrize("cut", [1, 5, 9])
+def test_a_file_whose_last_value_is_cut_off_keeps_the_others(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "journal"
+    journal = Journal(path)
+    for number in range(3):
+        journal.append(b"run/a/gen", b"%d" % number)
+    journal.close()
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert Journal(path).values == {b"run/a/gen": b"1"}
+
+
+def test_a_full_disk_does_not_stop_the_host(tmp_path: Path) -> None:
+    """The file is removed: an old one would take the run back."""
+    lines: list[str] = []
+    journal = Journal(tmp_path / "journal")
+    store = HostedStore(journal, lines.append)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        store.write(b"run/a/gen", bytes(100))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert store.values == {b"run/a/gen": bytes(100)}
+    assert "not kept in a file any more" in lines[0]
+    assert not journal.path.exists()

@@ -76,7 +76,7 @@ _MAC_BYTES = hashlib.sha256().digest_size
 _OVERHEAD_BYTES = len(_MAGIC) + _MAC_BYTES
 
 
-class Seal:
+class Signer:
     """MACs of values under keys; without a secret, values are as they are."""
 
     # a sealed value is 4 bytes, the HMAC-SHA256 of key and value (32 bytes), and the value. One who
@@ -86,12 +86,12 @@ class Seal:
     def __init__(self, secret: bytes | None) -> None:
         self._key = None if secret is None else derived_key(secret, "values")
 
-    def seal(self, key: str, value: bytes) -> bytes:
+    def sign(self, key: str, value: bytes) -> bytes:
         """Return a value with its MAC."""
         return value if self._key is None else _MAGIC + self._mac(key, value) + value
 
-    def open(self, key: str, found: bytes) -> bytes:
-        """Return the value of what `seal` made; raise `PayloadCorrupt` for anything else."""
+    def verify(self, key: str, found: bytes) -> bytes:
+        """Return the value of what `sign` made; raise `PayloadCorrupt` for anything else."""
         if self._key is None:
             return found
         value = found[_OVERHEAD_BYTES:]

@@ -11,7 +11,7 @@ from typing import Any
 
 from thinwire._version import __version__
 from thinwire.errors import PayloadCorrupt
-from thinwire.members.credentials import Address, Seal, derived_key, host_secret, run_secret
+from thinwire.members.credentials import Address, Signer, derived_key, host_secret, run_secret
 from thinwire.members.server import HostedStore, Journal, Relaying, serving
 from thinwire.page import RunView
 
@@ -36,16 +36,16 @@ def run_host(
     recover: bool = False,
 ) -> None:
     """Run the store, and a page at this address, until `stop` is set; report generations."""
-    seal = Seal(host_secret(token))
-    session = _kept_session(journal, seal) or secrets.token_hex(16)
+    signer = Signer(host_secret(token))
+    session = _kept_session(journal, signer) or secrets.token_hex(16)
     store = HostedStore(journal, say)
     for prefix in _prefixes(store):
         run = prefix.split("/")[1]
-        if _RunView(store, Seal(run_secret(token, run, session)), prefix).is_over():
+        if _RunView(store, Signer(run_secret(token, run, session)), prefix).is_over():
             store.forget(f"run/{run}/")
     greeting = {"meeting": MEETING_VERSION, "thinwire": __version__, "session": session}
-    content = seal.seal(GREETING_KEY, json.dumps(greeting).encode())  # shows that it has the token
-    store.write(GREETING_KEY.encode(), content)
+    content = json.dumps(greeting).encode()
+    store.write(GREETING_KEY.encode(), signer.sign(GREETING_KEY, content))  # it has the token
     with serving(listener, store, relay):
         shown = None
         if page is not None:
@@ -57,7 +57,7 @@ def run_host(
         while not stop.wait(_LOOK_S):
             for prefix in _prefixes(store):
                 run = prefix.split("/")[1]
-                of_run = _RunView(store, Seal(run_secret(token, run, session)), prefix)
+                of_run = _RunView(store, Signer(run_secret(token, run, session)), prefix)
                 generation, ids, line = _state(of_run)
                 if line is None:
                     line = of_run.recovered(by_hand=recover)
@@ -69,13 +69,13 @@ def run_host(
                     _show(shown.runs.setdefault(run, RunView()), of_run, generation, ids)
 
 
-def _kept_session(journal: Journal | None, seal: Seal) -> str | None:
+def _kept_session(journal: Journal | None, signer: Signer) -> str | None:
     """Return the session with which a file was written, if it is of this token and protocol."""
     if journal is None or not journal.values:
         return None
     try:
         kept = journal.values.get(GREETING_KEY.encode(), b"")
-        greeting = json.loads(seal.open(GREETING_KEY, kept))
+        greeting = json.loads(signer.verify(GREETING_KEY, kept))
         if greeting["meeting"] == MEETING_VERSION:
             return str(greeting["session"])
         why = "another release of thinwire"
@@ -100,16 +100,16 @@ def _prefixes(store: HostedStore) -> list[str]:
 class _RunView:
     """Values of one run, as its members wrote them."""
 
-    def __init__(self, store: HostedStore, seal: Seal, prefix: str) -> None:
+    def __init__(self, store: HostedStore, signer: Signer, prefix: str) -> None:
         self._store = store
-        self._seal = seal
+        self._signer = signer
         self._prefix = prefix
 
     def value(self, key: str) -> Any:
         """Return a value; raise `PayloadCorrupt` or `ValueError` if no member wrote it."""
         where = self._prefix + key
         found = self._store.values.get(where.encode())
-        return None if found is None else json.loads(self._seal.open(where, found))
+        return None if found is None else json.loads(self._signer.verify(where, found))
 
     def known(self, key: str) -> Any:
         """Return a value; None if no member wrote it."""
@@ -119,8 +119,7 @@ class _RunView:
 
     def is_over(self) -> bool:
         """Return True if all members have left: its name may begin another run."""
-        members = self.known(f"members/{self.known('gen')}")
-        ids = members.get("ids") if isinstance(members, dict) else None
+        ids = _ids(self.known(f"members/{self.known('gen')}"))
         return bool(ids) and all(self.known(f"left/{one}") is not None for one in ids)
 
     def recovered(self, *, by_hand: bool) -> str:
@@ -130,24 +129,37 @@ class _RunView:
         start = f"{self._prefix}recover/"
         names = [key.decode() for key in list(self._store.values) if key.startswith(start.encode())]
         found = {name[len(start) :]: self.known(name[len(self._prefix) :]) for name in names}
-        shown = {one: value for one, value in found.items() if isinstance(value, dict)}
+        shown = {one: value for one, value in found.items() if _is_presented(value)}
         if not shown:
             return ""
         latest = max(shown.values(), key=lambda value: (value["number"], len(value["ids"])))
-        number, ids = latest["number"], latest["ids"]
+        number, ids, limit_s = latest["number"], latest["ids"], latest["timeout_s"]
         missing = [one for one in ids if shown.get(one, {}).get("ids") != ids]
-        line = f"generation {number} is known from its members {', '.join(ids)}"
+        line = f"generation {number} is known from its members {', '.join(map(_printable, ids))}"
         if missing:
-            line = f"{line}; {', '.join(missing)} are not back"
-        if self._store.age_s < latest["timeout_s"]:
-            return f"{line}; waiting for {latest['timeout_s']:g} s"
+            line = f"{line}; {', '.join(map(_printable, missing))} are not back"
+        if self._store.age_s < limit_s:
+            return f"{line}; waiting for {limit_s:g} s"
         if not by_hand and 2 * len(missing) >= len(ids):
             return f"{line}: more than half are needed. `--recover` goes on without them"
         decision = {"ids": ids, "continuing": ids, "votes": latest["votes"], "answers": []}
         for key, value in ((f"members/{number}", decision), ("gen", number)):
             where = self._prefix + key
-            self._store.write_soon(where, self._seal.seal(where, json.dumps(value).encode()))
+            self._store.write_soon(where, self._signer.sign(where, json.dumps(value).encode()))
         return f"{line}: the run goes on"
+
+
+def _is_presented(value: Any) -> bool:
+    """Return True for what a member presents; without a token a stranger may write anything."""
+    numbers = [value.get(name) for name in ("number", "votes")] if isinstance(value, dict) else [""]
+    whole = all(type(number) is int for number in numbers)
+    return whole and bool(_ids(value)) and isinstance(value.get("timeout_s"), int | float)
+
+
+def _ids(value: Any) -> list[str]:
+    found = value.get("ids") if isinstance(value, dict) else None
+    texts = isinstance(found, list) and all(isinstance(one, str) for one in found)
+    return found if texts and found is not None else []
 
 
 def _state(of_run: _RunView) -> tuple[Any, list[str], str | None]:
@@ -163,8 +175,7 @@ def _state(of_run: _RunView) -> tuple[Any, list[str], str | None]:
         return None, [], str(error)
     except (ValueError, RecursionError) as error:
         return None, [], f"its generation cannot be read: {error}"
-    found = members.get("ids") if isinstance(members, dict) else None
-    ids = [*map(_printable, found)] if isinstance(found, list) else []
+    ids = [*map(_printable, _ids(members))]
     return generation, ids, f"generation {generation}, members: {', '.join(ids) or 'unknown'}"
 
 

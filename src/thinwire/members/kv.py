@@ -15,7 +15,7 @@ from torch.distributed import DistError, DistNetworkError
 
 from thinwire._watchdog import Late, within
 from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
-from thinwire.members.credentials import Seal, derived_key
+from thinwire.members.credentials import Signer, derived_key
 
 
 @final
@@ -33,7 +33,7 @@ class AuthenticatedStore(Store):
         self._secret = secret
         self._prefix = prefix
         self.session = session
-        self._seal = Seal(secret)
+        self._signer = Signer(secret)
 
     @property
     def room(self) -> str:
@@ -118,10 +118,10 @@ class AuthenticatedStore(Store):
 
     def _sealed(self, key: str, value: str | bytes) -> bytes:
         content = value.encode() if isinstance(value, str) else bytes(value)
-        return self._seal.seal(self._prefix + key, content)
+        return self._signer.sign(self._prefix + key, content)
 
     def _verified(self, key: str, found: bytes) -> bytes:
-        return self._seal.open(self._prefix + key, found)
+        return self._signer.verify(self._prefix + key, found)
 
 
 _log = logging.getLogger("thinwire")

@@ -16,7 +16,7 @@ from thinwire.errors import Mismatch, PayloadCorrupt, PeerLost, PeerStalled
 from thinwire.members.client import HostStore
 from thinwire.members.credentials import (
     Address,
-    Seal,
+    Signer,
     host_secret,
     parse_address,
     run_secret,
@@ -117,7 +117,7 @@ def _checked_session(store: HostStore, token: bytes | None, host: Address) -> st
     """Return the session of a host with the same token and version."""
     (plain,) = store.look([GREETING_KEY])[1]
     try:
-        found = Seal(host_secret(token)).open(GREETING_KEY, plain or b"")
+        found = Signer(host_secret(token)).verify(GREETING_KEY, plain or b"")
         reported = json.loads(found)
         version = reported["meeting"]
         release = reported["thinwire"]

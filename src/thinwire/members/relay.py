@@ -80,7 +80,7 @@ class Relay:
     def _members(self) -> list[asyncio.StreamWriter]:
         return [writer for room in self._rooms.values() for writer in room.values()]
 
-    async def serve(
+    async def handle(
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,

@@ -169,7 +169,7 @@ class HostedStore:
         for event in self._waiting.pop(key, ()):
             event.set()
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer a client until it ends the connection."""
         if await reader.readexactly(len(GREETING)) != GREETING:
             raise ValueError("no client")
@@ -237,7 +237,7 @@ class Relaying(Protocol):
     async def run(self, stop: asyncio.Event) -> None:
         """Run until `stop` is set."""
 
-    async def serve(
+    async def handle(
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
@@ -285,10 +285,10 @@ class _Front:
                 # else the connections of machines that vanished stay open for ever
                 accepted = writer.get_extra_info("socket")
                 accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                await self._store.serve(reader, writer)
+                await self._store.handle(reader, writer)
             elif self._relay is not None and not of_store:
                 known = partial(self._strangers.pop, sock, None)
-                await self._relay.serve(reader, writer, known)
+                await self._relay.handle(reader, writer, known)
 
     async def _connected(
         self, sock: socket.socket
@@ -328,7 +328,7 @@ def serving(
     if store is not None:
         store.loop = loop
 
-    async def serve() -> None:
+    async def handle() -> None:
         accepting = asyncio.create_task(_Front(store, relay).accept(listener))
         await (stop.wait() if relay is None else relay.run(stop))
         accepting.cancel()
@@ -336,7 +336,7 @@ def serving(
     def run() -> None:
         try:
             with runner:
-                runner.run(serve())
+                runner.run(handle())
         except Exception:  # members wait for it, and say that they lost it
             _log.exception("the host has failed")
 
