@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.comm import Group, Pending, Regrouped, is_alone, require_mesh
 from thinwire.comm.private import forget_ended, in_flight
 from thinwire.comm.waiting import own_deadlines, progressed, whole_s
-from thinwire.errors import PayloadCorrupt, PeerLost, ThinwireError
+from thinwire.errors import Evicted, PayloadCorrupt, PeerLost, ThinwireError
 from thinwire.members.generation import Generation, packed, unpacked
 from thinwire.members.membership import BUSY_BEAT_S, Membership
 
@@ -42,6 +42,12 @@ class ElasticGroup(Group):
     @property
     def device(self) -> torch.device:
         return torch.device("cpu")
+
+    def restart(self, membership: Membership) -> None:
+        """Continue as a joiner, with a new membership."""
+        self.membership = membership
+        self.bound = self.pending_after = self._shared = None
+        self.rank, self.size = 0, 1
 
     def bind_latest(self) -> int:
         """Bind to the last generation, waiting for a pending one; return its number."""
@@ -102,6 +108,17 @@ class ElasticGroup(Group):
         if self.bound is None and self.pending_after is None:
             return [payload]
         vote = self.membership.shared.votes + 1
+        try:
+            return (yield from self._repeated(vote, payload, action))
+        except Evicted:
+            # the others may have the answer of this member, which must then apply the result too
+            if (known := self.membership.missed(vote)) is None:
+                raise
+            return known
+
+    def _repeated(
+        self, vote: int, payload: bytes, action: str
+    ) -> Generator[None, None, list[bytes]]:
         attempt = self._attempt
         while True:
             # another member may have received all answers: then they are in the store

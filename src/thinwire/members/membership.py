@@ -195,7 +195,7 @@ class Membership:
         if not self._wait_until(
             lambda: shared.generation and shared.generation.number > number, limit_s
         ):
-            raise ThinwireError(
+            raise PeerStalled(
                 f"generation {number} broke, and the next one was not formed within {limit_s:g} s"
             )
         return self.current()
@@ -224,6 +224,17 @@ class Membership:
             shared.votes, shared.answers, shared.voters = shared.recorded
             shared.recorded = None
             return list(shared.answers)
+
+    def missed(self, vote: int) -> list[bytes] | None:
+        """Return the answers of an agreement that the others had when they evicted this member."""
+        shared = self.shared
+        assert shared.generation is not None, "exchanged"
+        self.kv.limit_s = self.timeout_s  # the thread has ended
+        decision = self.watcher._decision(shared.generation.number + 1)
+        if decision is None or decision.votes != vote:
+            return None
+        shared.votes, shared.answers, shared.voters = vote, decision.answers, shared.generation.ids
+        return list(decision.answers)
 
     def extension_s(self, timeout_s: float) -> float:
         """Return the seconds for which busy members may be waited for; takes two at most."""
