@@ -32,9 +32,10 @@ def receive_state(averager: Averager, member: Member, why: ThinwireError | None 
     """
     began_s = time.perf_counter()
     state = JoinerState(averager, member.group)
+    state.copies = averager.tensors.weight_copies()
     with own_deadlines():
         if why is not None:
-            state.keep_own()
+            state.keep()
         averager.pending = None  # of a loaded state: the others have applied it
         if why is None:
             member.fetch_state(state)
@@ -56,14 +57,15 @@ class JoinerState:
         self._averaging = averager.averaging
         self._tensors = averager.tensors
         self._when = averager.when
-        self._own: dict[str, Tensor] = {}
-        self._unsent: dict[str, Tensor] = {}
-        """Own state and change since the anchors of a member that enters again."""
-        self._copies: dict[str, Tensor] | None = None
+        self._own: StateMessage | None = None
+        self._unsent: Mapping[str, Tensor] = {}
+        """Own state of a member that enters again, and its change since its anchors."""
+        self.copies: Mapping[str, Tensor] = {}
+        """The optimizer's copies, found before messages change the parameters alone."""
         self._work: Mapping[str, Any] | None = None
 
     @torch.no_grad()
-    def keep_own(self) -> None:
+    def keep(self) -> None:
         """Keep what this member has not sent: it is part of its next averaging."""
         averager, tensors = self._averager, self._tensors
         if averager.pending is not None:
@@ -71,13 +73,11 @@ class JoinerState:
                 averager.pending.advance(Stage.APPLIED)
         if averager.work is not None:
             self._work = averager.work.state()
-        self._own = copied(self._own_tensors())
-        self._copies = tensors.weight_copies()
-        values = {**tensors.params, **self._copies}
-        anchors = self._averaging.anchors
-        self._unsent = {n: widened(v) - _held(anchors[n], v) for n, v in values.items()}
-        if (culprit := next(iter(not_finite(self._unsent)), None)) is not None:
-            _log.warning("parameter %s is not finite: the change of this member is lost", culprit)
+        self._own = self.own_state()
+        values = {**tensors.params, **self.copies}
+        self._unsent = dict(Changes(self._averaging, values, frozenset()))
+        if found := not_finite(self._unsent):
+            _log.warning("%s is not finite: what this member trained is dropped", found[0])
             self._unsent = {}
 
     @property
@@ -163,16 +163,16 @@ class JoinerState:
         """Continue from the shared state: parameters at their anchors, but for what was kept."""
         tensors, averager = self._tensors, self._averager
         tensors.forget_common()
-        for key, tensor in self._own_tensors().items():
-            tensor.copy_(self._own[key]) if key in self._own else tensor.zero_()
-        # found before: while messages are applied, parameters and copies differ
-        copies = tensors.weight_copies() if self._copies is None else self._copies
-        for name, value in {**tensors.params, **copies}.items():
-            found = self._averaging.anchors[name]
+        for tensor in self._own_tensors().values():
+            tensor.zero_()
+        if self._own is not None:
+            self.add_handoff(self._own, 1.0)
+        for name, value in {**tensors.params, **self.copies}.items():
+            real = real_view(value)
+            real.copy_(self._averaging.anchors[name])
             if name in self._unsent:
-                found = _held(found, value) + self._unsent[name]
-            for target in (tensors.params[name], value):
-                real_view(target).copy_(found)
+                real.sub_(self._unsent[name])
+            real_view(tensors.params[name]).copy_(real)
         if averager.same is not None:
             averager.same.start_from(averager.counters.step)
         averager.duplicates.skip()
@@ -228,12 +228,6 @@ class JoinerState:
         """Return the state that belongs to this rank alone, by kind and name."""
         own = {kind: t for kind, t in self._averaging.kept.items() if _is_own(kind)}
         return {f"{k} {name}": t for k, tensors in own.items() for name, t in tensors.items()}
-
-
-def _held(anchor: Tensor, value: Tensor) -> Tensor:
-    """Return an anchor as a parameter, or a copy of it, of this type holds it."""
-    real = real_view(value.detach())
-    return widened(anchor.to(real.device, real.dtype))
 
 
 def _is_own(kind: str) -> bool:

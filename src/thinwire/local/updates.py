@@ -306,8 +306,8 @@ class LocalUpdates:
         try:
             yield
         except AWAY as error:
-            member, averager = self._member, self._averager
-            if member is None or averager is None or not member.may_rejoin(error):
+            member, averager = self._member, open_averager(self, or_left=True)
+            if member is None or not member.may_rejoin(error):
                 raise
             self._when.synced = False
             with self._rejoining():

@@ -43,12 +43,6 @@ class ElasticGroup(Group):
     def device(self) -> torch.device:
         return torch.device("cpu")
 
-    def restart(self, membership: Membership) -> None:
-        """Continue as a joiner, with a new membership."""
-        self.membership = membership
-        self.bound = self.pending_after = self._shared = None
-        self.rank, self.size = 0, 1
-
     def bind_latest(self) -> int:
         """Bind to the last generation, waiting for a pending one; return its number."""
         if self.pending_after is not None:
@@ -108,34 +102,29 @@ class ElasticGroup(Group):
         if self.bound is None and self.pending_after is None:
             return [payload]
         vote = self.membership.shared.votes + 1
+        attempt = self._attempt
         try:
-            return (yield from self._repeated(vote, payload, action))
+            while True:
+                # another member may have received all answers: then they are in the store
+                if (known := self.membership.recorded(vote)) is not None:
+                    return known
+                number = self.bind_latest()
+                if attempt not in (None, number):
+                    raise Regrouped
+                try:
+                    gathered = super().launch_bytes(payload, action=action)
+                    yield
+                    answers = [row for row in gathered.wait() if row is not None]
+                except Regrouped:
+                    continue
+                if self.membership.accept_agreement(number, vote, answers):
+                    return answers
+                self._wait_for_next(number)
         except Evicted:
-            # the others may have the answer of this member, which must then apply the result too
+            # the others may have used the answer of this member, which then takes the result too
             if (known := self.membership.missed(vote)) is None:
                 raise
             return known
-
-    def _repeated(
-        self, vote: int, payload: bytes, action: str
-    ) -> Generator[None, None, list[bytes]]:
-        attempt = self._attempt
-        while True:
-            # another member may have received all answers: then they are in the store
-            if (known := self.membership.recorded(vote)) is not None:
-                return known
-            number = self.bind_latest()
-            if attempt not in (None, number):
-                raise Regrouped
-            try:
-                gathered = super().launch_bytes(payload, action=action)
-                yield
-                answers = [row for row in gathered.wait() if row is not None]
-            except Regrouped:
-                continue
-            if self.membership.accept_agreement(number, vote, answers):
-                return answers
-            self._wait_for_next(number)
 
     def _launched(self, *exchange: Any, **options: Any) -> Pending[Tensor]:
         number = -1 if self.bound is None else self.bound.number

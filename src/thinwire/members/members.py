@@ -203,7 +203,7 @@ class Member:
 
     def close(self, *, leaves: bool) -> None:
         """Leave the run; unless `leaves`, as a member that was lost."""
-        self._end_transfers()
+        self._close_donors()
         if self._outgoing_handoff is not None:
             self._outgoing_handoff.close(self.timeout_s)
         shared = self._membership.shared
@@ -213,11 +213,10 @@ class Member:
         self._membership.close()
         self.kv.disconnect()
 
-    def _end_transfers(self) -> None:
-        for transfer in [*self._donors, *(download for download, _ in self._incoming_handoffs)]:
-            transfer.close()
+    def _close_donors(self) -> None:
+        for donor in self._donors:
+            donor.close()
         self._donors = []
-        self._incoming_handoffs = []
 
     def may_rejoin(self, error: ThinwireError) -> bool:
         """Return True if this member, whose part ended by this error, may enter again."""
@@ -246,17 +245,12 @@ class Member:
                 for callback in self.group.on_rebind:
                     callback()
                 return
-        raise Evicted(
-            f"this member could not enter the run again. After {_MOST_FAILURES} attempts: {why}"
-        )
+        raise Evicted(f"this member failed to enter the run again, at last since: {why}")
 
     def _enter_again(self, state: SharedState, known: int) -> None:
         """Join the run in which generation `known` was, as a new member that has a state."""
-        self._end_transfers()
-        self._kept = []
-        self._agreed = self._taken = {}
-        self._refused_donors = set()
-        self._has_state = False
+        self._close_donors()
+        self._taken = {}
         try:
             self._membership = self._join_run()
             alive = self._membership.shared.joiner
@@ -274,7 +268,8 @@ class Member:
                     f"the run has begun anew, with generation {known}, and this member holds the "
                     "state of the one before: start it again to join"
                 )
-        self.group.restart(self._membership)
+        self.group.membership = self._membership
+        self.group.bound = self.group.pending_after = None
         self.fetch_state(state)
         self.group.bind_latest()
 
@@ -374,12 +369,12 @@ class Member:
             # the others may have admitted this member, which has no state: join as a new one
             self._membership.close()
             self._membership = self.group.membership = self._join_run()
-            self._has_state = False
         return str(texts[0])
 
     def _fetch_from_donor(self, state: SharedState) -> None:
         site = self.site
         shared = self._membership.shared
+        self._has_state = False
         asks: Facts = {"has": state.averagings, "without": [*self._refused_donors]}
         number = shared.say_hello(self.kv, **asks) if site.rank == 0 else 0
         number = site.broadcast_value("asking for admission", number)

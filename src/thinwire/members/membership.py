@@ -227,13 +227,12 @@ class Membership:
 
     def missed(self, vote: int) -> list[bytes] | None:
         """Return the answers of an agreement that the others had when they evicted this member."""
-        shared = self.shared
-        assert shared.generation is not None, "exchanged"
+        now = self.shared.generation
         self.kv.limit_s = self.timeout_s  # the thread has ended
-        decision = self.watcher._decision(shared.generation.number + 1)
-        if decision is None or decision.votes != vote:
+        decision = None if now is None else self.watcher._decision(now.number + 1)
+        if now is None or decision is None or decision.votes != vote:
             return None
-        shared.votes, shared.answers, shared.voters = vote, decision.answers, shared.generation.ids
+        self.shared.votes, self.shared.voters = vote, now.ids
         return list(decision.answers)
 
     def extension_s(self, timeout_s: float) -> float:
