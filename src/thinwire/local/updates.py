@@ -464,7 +464,10 @@ class LocalUpdates:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of this rank's state without the optimizer's; communicates nothing."""
-        state = saving.saved(open_averager(self, or_left=True))
+        averager = open_averager(self, or_left=True)
+        with self._rejoining():
+            averager.settle()
+        state = saving.saved(averager)
         return {
             **state,
             PROVENANCE: Provenance(
