@@ -174,14 +174,14 @@ def state(namespace: int, what: str) -> None:
     inside(namespace, act)
 
 
-def blackhole(namespace: int, addresses: Sequence[str]) -> None:
-    """Drop, without a word, what goes from a namespace to these addresses."""
+def blackhole(namespace: int, addresses: Sequence[str], *, ends: bool = False) -> None:
+    """Drop, without a word, what goes from a namespace to these addresses, until it `ends`."""
     from pyroute2 import IPRoute
 
     def act() -> None:
         with IPRoute() as ip:
             for address in addresses:
-                ip.route("add", dst=f"{address}/32", type="blackhole")
+                ip.route("del" if ends else "add", dst=f"{address}/32", type="blackhole")
 
     inside(namespace, act)
 

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -10,23 +11,36 @@ from torch import Tensor
 
 from thinwire.comm import own_deadlines
 from thinwire.compress import kinds_of_state
+from thinwire.compress.dense import not_finite
 from thinwire.core.sharded import Shards
+from thinwire.errors import ThinwireError
 from thinwire.local.averager import Averager
 from thinwire.local.averaging import Changes, PendingAveraging, real_view, widened
+from thinwire.local.interval import Stage
 from thinwire.local.saving import copied
 from thinwire.members.group import ElasticGroup
-from thinwire.members.members import Member
+from thinwire.members.members import AWAY, Member
 from thinwire.members.transfer import StateMessage
 
 _log = logging.getLogger("thinwire")
 
 
-def receive_state(averager: Averager, member: Member) -> float:
-    """Copy the state of the run to this process, continue where the others are; return seconds."""
+def receive_state(averager: Averager, member: Member, why: ThinwireError | None = None) -> float:
+    """Copy the state of the run to this process, continue where the others are; return seconds.
+
+    After the error `why` this member enters the run again, and keeps what it has not sent.
+    """
     began_s = time.perf_counter()
-    averager.pending = None  # of a loaded state: the others have applied it
+    state = JoinerState(averager, member.group)
+    state.copies = averager.tensors.weight_copies()
     with own_deadlines():
-        member.fetch_state(JoinerState(averager, member.group))
+        if why is not None:
+            state.keep()
+        averager.pending = None  # of a loaded state: the others have applied it
+        if why is None:
+            member.fetch_state(state)
+        else:
+            member.rejoin(state, why)
         for optimizer in averager.tensors.optimizers:
             if hasattr(optimizer, "begin_at"):  # the schedules of the other ranks are at this step
                 optimizer.begin_at(averager.counters.step)
@@ -43,6 +57,28 @@ class JoinerState:
         self._averaging = averager.averaging
         self._tensors = averager.tensors
         self._when = averager.when
+        self._own: StateMessage | None = None
+        self._unsent: Mapping[str, Tensor] = {}
+        """Own state of a member that enters again, and its change since its anchors."""
+        self.copies: Mapping[str, Tensor] = {}
+        """The optimizer's copies, found before messages change the parameters alone."""
+        self._work: Mapping[str, Any] | None = None
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Keep what this member has not sent: it is part of its next averaging."""
+        averager, tensors = self._averager, self._tensors
+        if averager.pending is not None:
+            with suppress(*AWAY):  # if the others have applied it, else its change is unsent
+                averager.pending.advance(Stage.APPLIED)
+        if averager.work is not None:
+            self._work = averager.work.state()
+        self._own = self.own_state()
+        values = {**tensors.params, **self.copies}
+        self._unsent = dict(Changes(self._averaging, values, frozenset()))
+        if found := not_finite(self._unsent):
+            _log.warning("%s is not finite: what this member trained is dropped", found[0])
+            self._unsent = {}
 
     @property
     def max_bytes(self) -> int:
@@ -124,18 +160,24 @@ class JoinerState:
             self._begin()
 
     def _begin(self) -> None:
-        """Continue from the shared state: no residuals, parameters at their anchors."""
+        """Continue from the shared state: parameters at their anchors, but for what was kept."""
         tensors, averager = self._tensors, self._averager
         tensors.forget_common()
         for tensor in self._own_tensors().values():
             tensor.zero_()
-        for name, target in [*tensors.params.items(), *tensors.weight_copies().items()]:
-            real_view(target).copy_(self._averaging.anchors[name])
+        if self._own is not None:
+            self.add_handoff(self._own, 1.0)
+        for name, value in {**tensors.params, **self.copies}.items():
+            real = real_view(value)
+            real.copy_(self._averaging.anchors[name])
+            if name in self._unsent:
+                real.sub_(self._unsent[name])
+            real_view(tensors.params[name]).copy_(real)
         if averager.same is not None:
             averager.same.start_from(averager.counters.step)
         averager.duplicates.skip()
         if averager.work is not None:
-            averager.work.begin()
+            averager.work.load(self._work)
 
     def own_state(self) -> StateMessage | None:
         """Return copies of the residuals; see `SharedState`."""

@@ -3,7 +3,8 @@
 import datetime
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -40,7 +41,7 @@ from thinwire.local.model import (
     warn_of_others,
 )
 from thinwire.local.steps import FollowedSteps, require_tokens
-from thinwire.members.members import Member, Members, member_of
+from thinwire.members.members import AWAY, Member, Members, member_of
 from thinwire.wire.message import WIRE_VERSION
 
 _log = logging.getLogger("thinwire")
@@ -283,12 +284,13 @@ class LocalUpdates:
         # take up a change of membership here; ranks of a site, and ranks that have already agreed
         # on a change, do so at the averaging instead
         shared = None if member is None or member.site.mesh is not None else member.group
-        if shared is not None and shared.pending_after is None:
-            shared.bind_latest()
         with (
+            self._rejoining(),
             averager.group.one_deadline(),
             long_waits_logged(f"local step {self.step + 1}", lambda: averager.waited_s),
         ):
+            if shared is not None and shared.pending_after is None:
+                shared.bind_latest()
             move()
         if averager.duplicates.averaged_before:
             averager.bytes_of_others += sum(p.nbytes for p in self._tensors.params.values())
@@ -297,6 +299,20 @@ class LocalUpdates:
             self._end_round(averager)
         if self.k_steps != k_steps:
             _log.info("ranks average every %d steps from now on, not %d", self.k_steps, k_steps)
+
+    @contextmanager
+    def _rejoining(self) -> Iterator[None]:
+        """Enter the run again if the others continued without this member, which was away."""
+        try:
+            yield
+        except AWAY as error:
+            member, averager = self._member, open_averager(self, or_left=True)
+            if member is None or not member.may_rejoin(error):
+                raise
+            self._when.synced = False
+            with self._rejoining():
+                averager.pace.exclude(receive_state(averager, member, error), "joining")
+            averager.group.take_regroup_s()
 
     def _after_averaging(self, goes_on: bool) -> bool:
         """Admit joiners and release leaving members; return True if this rank continues."""
@@ -417,7 +433,7 @@ class LocalUpdates:
                         return
         finally:
             averager.flushing = False
-        with group.one_deadline():
+        with self._rejoining(), group.one_deadline():  # the others have flushed before it is back
             averager.flush()
         if group.size > 1 and not self._looked:
             self._looked = True
@@ -425,7 +441,8 @@ class LocalUpdates:
 
     def require_equal(self) -> None:
         """Raise `Diverged` on all ranks if values that must be equal differ; call it on all."""
-        open_averager(self, or_left=True).require_equal()
+        with self._rejoining():
+            open_averager(self, or_left=True).require_equal()
 
     def stats(self) -> dict[str, float]:
         """Return flat numbers about this rank so far; names as in `thinwire.Engine.stats`.
@@ -447,7 +464,10 @@ class LocalUpdates:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of this rank's state without the optimizer's; communicates nothing."""
-        state = saving.saved(open_averager(self, or_left=True))
+        averager = open_averager(self, or_left=True)
+        with self._rejoining():
+            averager.settle()
+        state = saving.saved(averager)
         return {
             **state,
             PROVENANCE: Provenance(

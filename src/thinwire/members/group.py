@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.comm import Group, Pending, Regrouped, is_alone, require_mesh
 from thinwire.comm.private import forget_ended, in_flight
 from thinwire.comm.waiting import own_deadlines, progressed, whole_s
-from thinwire.errors import PayloadCorrupt, PeerLost, ThinwireError
+from thinwire.errors import Evicted, PayloadCorrupt, PeerLost, ThinwireError
 from thinwire.members.generation import Generation, packed, unpacked
 from thinwire.members.membership import BUSY_BEAT_S, Membership
 
@@ -103,22 +103,28 @@ class ElasticGroup(Group):
             return [payload]
         vote = self.membership.shared.votes + 1
         attempt = self._attempt
-        while True:
-            # another member may have received all answers: then they are in the store
-            if (known := self.membership.recorded(vote)) is not None:
-                return known
-            number = self.bind_latest()
-            if attempt not in (None, number):
-                raise Regrouped
-            try:
-                gathered = super().launch_bytes(payload, action=action)
-                yield
-                answers = [row for row in gathered.wait() if row is not None]
-            except Regrouped:
-                continue
-            if self.membership.accept_agreement(number, vote, answers):
-                return answers
-            self._wait_for_next(number)
+        try:
+            while True:
+                # another member may have received all answers: then they are in the store
+                if (known := self.membership.recorded(vote)) is not None:
+                    return known
+                number = self.bind_latest()
+                if attempt not in (None, number):
+                    raise Regrouped
+                try:
+                    gathered = super().launch_bytes(payload, action=action)
+                    yield
+                    answers = [row for row in gathered.wait() if row is not None]
+                except Regrouped:
+                    continue
+                if self.membership.accept_agreement(number, vote, answers):
+                    return answers
+                self._wait_for_next(number)
+        except Evicted:
+            # the others may have used the answer of this member, which then takes the result too
+            if (known := self.membership.missed(vote)) is None:
+                raise
+            return known
 
     def _launched(self, *exchange: Any, **options: Any) -> Pending[Tensor]:
         number = -1 if self.bound is None else self.bound.number

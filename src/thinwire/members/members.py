@@ -22,7 +22,15 @@ from thinwire._launched import require_linux
 from thinwire.comm.handshake import leaves
 from thinwire.comm.relay import RelayEndpoint, require_relay
 from thinwire.comm.waiting import seconds_of
-from thinwire.errors import Mismatch, PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
+from thinwire.errors import (
+    Evicted,
+    Mismatch,
+    PayloadCorrupt,
+    PeerLost,
+    PeerStalled,
+    QuorumLost,
+    ThinwireError,
+)
 from thinwire.members.credentials import parse_address, read_token
 from thinwire.members.generation import Generation
 from thinwire.members.group import ElasticGroup, SingleRank, Site, SiteGroup
@@ -46,6 +54,10 @@ _NEWS_S = 10.0
 _MOST_KEPT = 0.1
 _LEAVE_S = 2.0
 """Longest time in seconds for the announcement of a member that leaves."""
+_MOST_FAILURES = 3
+"""Attempts to enter a run again without an averaging."""
+AWAY = Evicted, PeerLost, PeerStalled
+"""Errors of a member that was away: it reached nobody, or the others continued without it."""
 _log = logging.getLogger("thinwire")
 Facts = Mapping[str, Any]
 
@@ -86,13 +98,21 @@ class SharedState(Protocol):
 class Member:
     """This process as a member of a run: what `Members` shows, and what local updates use."""
 
-    def __init__(self, kv: KeyValueView, terms: Terms, site: SingleRank) -> None:
+    def __init__(self, kv: KeyValueView, terms: Terms, site: SingleRank, *, rejoin: bool) -> None:
         self.site = site
+        self._rejoins = rejoin and site.mesh is None
+        self._failures = 0
         self.terms = terms
         self.timeout_s = terms.timeout_s
         self.kv = kv if site.mesh is None else kv.under(f"shard/{site.rank}")
         self._named = {} if terms.name is None else {"name": terms.name}
-        self._membership = self._join_run()
+        self._facts: dict[str, Facts] = {}
+        """Facts of the set-up by occasion."""
+        try:
+            self._membership = self._join_run()
+        except BaseException:
+            self.kv.disconnect()
+            raise
         self.group = ElasticGroup(self._membership)
         self.group.streams = terms.streams
         self.job = SiteGroup(site, self.group) if isinstance(site, Site) else self.group
@@ -120,11 +140,11 @@ class Member:
         own_id = self.site.broadcast_value("naming the site", own_id)
         membership = Membership(self.kv.clone(), own_id, self.terms)
         membership.shared.shown = self._named
+        membership.shared.facts = self._facts
         try:
             _meet(membership, self.site)
         except BaseException:  # Ctrl-C too: else the thread would remain as an idle member
             membership.close()
-            self.kv.disconnect()
             raise
         return membership
 
@@ -190,9 +210,7 @@ class Member:
 
     def close(self, *, leaves: bool) -> None:
         """Leave the run; unless `leaves`, as a member that was lost."""
-        for donor in self._donors:
-            donor.close()
-        self._donors = []
+        self._close_donors()
         if self._outgoing_handoff is not None:
             self._outgoing_handoff.close(self.timeout_s)
         shared = self._membership.shared
@@ -201,6 +219,66 @@ class Member:
             shared.announce_leaving(self.kv)
         self._membership.close()
         self.kv.disconnect()
+
+    def _close_donors(self) -> None:
+        for donor in self._donors:
+            donor.close()
+        self._donors = []
+
+    def may_rejoin(self, error: ThinwireError) -> bool:
+        """Return True if this member, whose part ended by this error, may enter again."""
+        closed = self._membership.watcher.stopped.is_set()
+        return self._rejoins and not (closed or self.left) and isinstance(error, AWAY)
+
+    def rejoin(self, state: SharedState, why: ThinwireError) -> None:
+        """Enter the run again as a joiner that has `state`; `Evicted` after three failures."""
+        known = self.present()[0]
+        while self._failures < _MOST_FAILURES:
+            pause_s = self.timeout_s * self._failures / 2
+            _log.warning("%s. This member enters the run again in %.3g s", why, pause_s)
+            time.sleep(pause_s)
+            self._failures += 1  # until it has taken part in an averaging
+            self._membership.close()
+            try:
+                self._enter_again(state, known)
+            except AWAY as error:
+                for_good = error is not self._membership.shared.end_reason
+                self._membership.close()
+                if for_good and isinstance(error, Evicted):
+                    raise
+                why = error
+            else:
+                _log.warning("entered the run again, at step %d", self.step())
+                for callback in self.group.on_rebind:
+                    callback()
+                return
+        raise Evicted(f"this member failed to enter the run again, at last since: {why}")
+
+    def _enter_again(self, state: SharedState, known: int) -> None:
+        """Join the run in which generation `known` was, as a new member that has a state."""
+        self._close_donors()
+        self._taken = {}
+        try:
+            self._membership = self._join_run()
+            alive = self._membership.shared.joiner
+        except QuorumLost:
+            alive = False
+        if not alive:
+            raise Evicted(
+                "no member of the run is alive, so it cannot be entered again: start all members "
+                "again, from the last copy"
+            )
+        while (found := self.kv.get_verified(f"members/{known + 1}")) is not None:
+            known += 1
+            if not found["votes"]:
+                raise Evicted(
+                    f"the run has begun anew, with generation {known}, and this member holds the "
+                    "state of the one before: start it again to join"
+                )
+        self.group.membership = self._membership
+        self.group.bound = self.group.pending_after = None
+        self.fetch_state(state)
+        self.group.bind_latest()
 
     def show(self, stats: Facts, loss: Any) -> None:
         """Show numbers of this member on the page of the run."""
@@ -261,7 +339,7 @@ class Member:
         """Raise if these facts differ from those of the other members."""
         kv = self.kv
         own = dict(leaves("", facts))
-        self._membership.shared.facts[occasion] = own
+        self._facts[occasion] = own
         kv.call(lambda: require_same(kv.store.under(occasion), own))
 
     def fetch_state(self, state: SharedState) -> None:
@@ -300,12 +378,12 @@ class Member:
             # the others may have admitted this member, which has no state: join as a new one
             self._membership.close()
             self._membership = self.group.membership = self._join_run()
-            self._has_state = False
         return str(texts[0])
 
     def _fetch_from_donor(self, state: SharedState) -> None:
         site = self.site
         shared = self._membership.shared
+        self._has_state = False
         asks: Facts = {"has": state.averagings, "without": [*self._refused_donors]}
         number = shared.say_hello(self.kv, **asks) if site.rank == 0 else 0
         number = site.broadcast_value("asking for admission", number)
@@ -369,6 +447,7 @@ class Member:
         # goes_on: the same call makes another round at once, before which no member joins or leaves
         agreed = {} if goes_on else self._agreed
         self._agreed = {}
+        self._failures = 0
         # the generation of the agreement, equal on all members, even if a new one has formed since
         now = self.group.bound
         assert now is not None, "exchanged"
@@ -539,6 +618,7 @@ def join(
     token_file: str | Path | None = None,
     min_members: int = 1,
     start_members: int | None = None,
+    rejoin: bool = True,
     timeout: float | datetime.timedelta | None = None,
     mesh: DeviceMesh | None = None,
     relay: bool = False,
@@ -561,6 +641,9 @@ def join(
         min_members: Number of members needed to start, and to continue after the loss of a member:
             those that reach the meeting place, also one alone. `leave` may take a run below it.
         start_members: Members needed to start, if more than `min_members`; the same on all.
+        rejoin: True if this member, once it was away longer than the time-out, enters the run again
+            with what it has trained: `sync.step` jumps to that of the others. With False, for a
+            member of shards, and after three failures it gets `Evicted`. May differ.
         timeout: Longest wait for others, in seconds or as a timedelta; 60 s by default.
         mesh: Mesh (1, shards) of a member with a sharded model, "replicate" and "shard", over all
             ranks of this site, which are a job of their own. They join and leave together.
@@ -589,6 +672,7 @@ def join(
     check.integer("min_members", min_members, at_least=1)
     start_members = min_members if start_members is None else start_members
     check.integer("start_members", start_members, at_least=min_members)
+    check.boolean("rejoin", rejoin)
     timeout_s = seconds_of(timeout) or _TIMEOUT_S
     check.instance("address", address, str)
     host = parse_address("address", address, scheme=True)
@@ -616,7 +700,7 @@ def join(
     facts = {"shards of a site": site.size, "streams": streams, "keep_batch": keep_batch}
     kv.call(lambda: require_same(kv.store.under("site"), facts))
     terms = Terms(endpoint, min_members, start_members, timeout_s, streams, keep_batch, name)
-    return Members(Member(kv, terms, site))
+    return Members(Member(kv, terms, site, rejoin=rejoin))
 
 
 def _authority(ca: str | Path) -> ssl.SSLContext:

@@ -6,7 +6,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -94,7 +94,7 @@ class Shared:
         self.donor_assigned_s: dict[int, float] = {}
         """Time at which a donor was assigned, by the joiner's request number."""
         self.next_own_hello = 0
-        self.facts: dict[str, dict[str, Any]] = {}
+        self.facts: Mapping[str, Mapping[str, Any]] = {}
         """Facts of this member's set-up by occasion, for a host that was started anew."""
         self.shown: dict[str, Any] = {}
         """New numbers of this member for the host's page."""
@@ -207,7 +207,7 @@ class Membership:
         if not self._wait_until(
             lambda: shared.generation and shared.generation.number > number, limit_s
         ):
-            raise ThinwireError(
+            raise PeerStalled(
                 f"generation {number} broke, and the next one was not formed within {limit_s:g} s"
             )
         return self.current()
@@ -236,6 +236,16 @@ class Membership:
             shared.votes, shared.answers, shared.voters = shared.recorded
             shared.recorded = None
             return list(shared.answers)
+
+    def missed(self, vote: int) -> list[bytes] | None:
+        """Return the answers of an agreement that the others had when they evicted this member."""
+        now = self.shared.generation
+        self.kv.limit_s = self.timeout_s  # the thread has ended
+        decision = None if now is None else self.watcher._decision(now.number + 1)
+        if now is None or decision is None or decision.votes != vote:
+            return None
+        self.shared.votes, self.shared.voters = vote, now.ids
+        return list(decision.answers)
 
     def extension_s(self, timeout_s: float) -> float:
         """Return the seconds for which busy members may be waited for; takes two at most."""
@@ -591,7 +601,7 @@ class Watcher:
         _log.warning("the host was started anew, and knows the run again")
         return True
 
-    def _write_facts(self, occasion: str, facts: dict[str, Any]) -> None:
+    def _write_facts(self, occasion: str, facts: Mapping[str, Any]) -> None:
         require_same(self.kv.store.under(occasion), facts)
 
     def _require_known(self) -> None:
