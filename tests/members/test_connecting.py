@@ -13,10 +13,10 @@ SCRIPT = """
 import os, signal, sys, threading
 import torch
 import thinwire as tw
-from thinwire.members import membership
+from thinwire.members import watcher
 
 address, what = sys.argv[1:]
-connect, begun = membership.MemberGroups, threading.Event()
+connect, begun = watcher.MemberGroups, threading.Event()
 
 def direct(*args):
     if what == "dies":
@@ -24,7 +24,7 @@ def direct(*args):
     begun.set()
     return connect(*args)
 
-membership.MemberGroups = direct
+watcher.MemberGroups = direct
 net = torch.nn.Linear(8, 8)
 optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
 config = tw.LocalSGD(4, begin_step=0)

@@ -426,7 +426,7 @@ def _ending(rank: int, size: int, address: str, folder: str, case: str) -> tuple
         for step in range(1, last[case][rank] + 1):
             if case == "forgotten" and rank and step == 8:
                 stack.enter_context(patch.object(api.Membership, "accept_agreement", late))
-                stack.enter_context(patch.object(api.membership, "MemberGroups", cut))
+                stack.enter_context(patch.object(api.watcher, "MemberGroups", cut))
             x = torch.randn(8, 24)
             engine.train_step(x, x)
         if case == "closed inside" and rank == 2:
@@ -538,7 +538,7 @@ def _walled_off(rank: int, size: int, address: str, flag: str) -> Any:
 
     options = {"founders": size - 1, "flag": flag, "step_s": 0.05, "steps": 120}
     groups = refused if rank == size - 1 else api.membership.MemberGroups
-    with patch.object(api.membership, "MemberGroups", groups):
+    with patch.object(api.watcher, "MemberGroups", groups):
         return member(rank, size, address, SPARSE, **options)  # type: ignore[arg-type]
 
 

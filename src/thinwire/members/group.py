@@ -16,7 +16,8 @@ from thinwire.comm.private import forget_ended, in_flight
 from thinwire.comm.waiting import own_deadlines, progressed, whole_s
 from thinwire.errors import Evicted, PayloadCorrupt, PeerLost, ThinwireError
 from thinwire.members.generation import Generation, packed, unpacked
-from thinwire.members.membership import BUSY_BEAT_S, Membership
+from thinwire.members.membership import Membership
+from thinwire.members.watcher import BUSY_BEAT_S
 
 
 class ElasticGroup(Group):

@@ -36,7 +36,7 @@ from thinwire.members.generation import Generation
 from thinwire.members.group import ElasticGroup, SingleRank, Site, SiteGroup
 from thinwire.members.kv import KeyValueView
 from thinwire.members.meeting import connect, reached_from, require_same
-from thinwire.members.membership import Membership, Terms
+from thinwire.members.membership import Membership
 from thinwire.members.relay import relay_key
 from thinwire.members.transfer import (
     MOST_DONORS,
@@ -46,6 +46,7 @@ from thinwire.members.transfer import (
     StateMessage,
     TransferContext,
 )
+from thinwire.members.watcher import Terms
 from thinwire.page import report_of, shown_name
 
 _TIMEOUT_S = 60.0

@@ -1,0 +1,639 @@
+"""The membership thread: it watches the run's store and forms generations."""
+
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from thinwire.comm.member_groups import MemberGroups
+from thinwire.comm.relay import RelayEndpoint
+from thinwire.comm.waiting import activity, idle_s
+from thinwire.errors import (
+    Evicted,
+    PayloadCorrupt,
+    PeerLost,
+    QuorumLost,
+    ThinwireError,
+)
+from thinwire.members.generation import Decision, Generation, next_decision, packed
+from thinwire.members.kv import KeyValueView
+from thinwire.members.meeting import require_same
+
+POLL_S = 0.2
+"""Seconds between two looks at the host."""
+_ANNOUNCE_S = 2.0
+"""Time for members to announce themselves after a break; each does so within `POLL_S`."""
+_ALIVE_S = 3.0
+"""Age in seconds from which a process without a new heartbeat counts as gone."""
+BUSY_BEAT_S = 1.2
+"""Longest time in seconds between two heartbeats of a busy member."""
+SCAN_S = 1.0
+"""Longest time in seconds to look at the requests of joiners."""
+_COME_BACK_S = 1.0
+"""Time for members to find a host that was started again, before another founds their run."""
+CONNECT_S = 10.0
+"""Longest time in seconds for the members of a generation to connect."""
+_MAX_ATTEMPTS = 3
+_HELLOS = "hellos"
+"""Key of the next free request number; a hint where to begin to search."""
+ALL_ATTEMPTS_S = (_MAX_ATTEMPTS + 2) * (CONNECT_S + _ANNOUNCE_S)
+"""Longest time in seconds for generations that do not connect, up to the end of this member."""
+_log = logging.getLogger("thinwire")
+
+
+class Terms(NamedTuple):
+    """Arguments of `join` for the run."""
+
+    endpoint: RelayEndpoint
+    min_members: int
+    start_members: int
+    timeout_s: float
+    streams: int | None = None
+    keep_batch: bool = False
+    name: str | None = None
+
+
+class Shared:
+    """What the main thread and the membership thread share; what both write, under `changed`."""
+
+    # agreements are numbered over all generations. One is valid as soon as one member has received
+    # all answers. When a generation breaks, every member announces its last agreement with its
+    # answers, and accepts none of that generation any more. The first that sees all announcements
+    # (or those in time) writes the next generation with the latest agreement, from which the others
+    # take it
+
+    def __init__(self, own_id: str, timeout_s: float) -> None:
+        self.changed = threading.Condition()
+        self.own_id = own_id
+        self.silence_s = timeout_s + min(CONNECT_S, timeout_s)
+        self.generation: Generation | None = None
+        self.end_reason: ThinwireError | None = None
+        self.store_problem: str | None = None
+        self.reached: list[str] = []
+        """Members that the last attempt to connect has found; empty where none looked."""
+        self.joiner = False
+        self.admitted: tuple[int, tuple[str, ...]] | None = None
+        self.votes = 0
+        self.answers: tuple[bytes, ...] = ()
+        self.voters: tuple[str, ...] = (own_id,)
+        """Members whose answers the last agreement holds, in the order of the answers."""
+        self.recorded: tuple[int, tuple[bytes, ...], tuple[str, ...]] | None = None
+        """Agreement that only other members had received, until the main thread takes it."""
+        self.frozen = self.voted = False
+        self.expected: tuple[str, ...] = ()
+        """Members of the latest generation, for a joiner that waits."""
+        self.last_alive_s = time.monotonic()
+        self.heartbeats: dict[str, tuple[int, float, bool]] = {}
+        self.hellos: dict[int, dict[str, Any]] = {}
+        self.ready: set[int] = set()
+        self.past_members: set[str] = set()
+        self.donor_assigned_s: dict[int, float] = {}
+        """Time at which a donor was assigned, by the joiner's request number."""
+        self.next_own_hello = 0
+        self.facts: Mapping[str, Mapping[str, Any]] = {}
+        """Facts of this member's set-up by occasion, for a host that was started anew."""
+        self.shown: dict[str, Any] = {}
+        """New numbers of this member for the host's page."""
+
+    def require_running(self) -> None:
+        """Raise the reason for which this member has ended, if it has."""
+        if self.end_reason is not None:
+            raise self.end_reason
+
+    def is_alive(self, other: str) -> bool:
+        """Return True if a new heartbeat of another process came recently."""
+        beat = self.heartbeats.get(other)
+        return beat is not None and beat[2] and time.monotonic() - beat[1] < _ALIVE_S
+
+    def is_silent(self) -> bool:
+        """Return True if no member has sent a heartbeat for long; connecting ones send none."""
+        return time.monotonic() - self.last_alive_s > self.silence_s
+
+    def announcement(self, connecting_s: float | None = None) -> dict[str, Any]:
+        """Return the last agreement, for members that have not received it."""
+        # an agreement taken from another member counts even before the main thread asks for it
+        with self.changed:
+            votes, answers, _ = self.recorded or (self.votes, self.answers, ())
+        agreed = {"votes": votes, "answers": packed(answers), "voted": self.voted}
+        return agreed | {"connecting_s": connecting_s, "reached": self.reached}
+
+    def announce_leaving(self, kv: KeyValueView) -> None:
+        """Tell the others that this member leaves: they continue, however few they are."""
+        now = self.generation
+        announcement = self.announcement() | {"after": -1 if now is None else now.number}
+        try:
+            kv.put(f"left/{self.own_id}", announcement)
+        except (RuntimeError, ThinwireError) as error:  # the others cannot read there either
+            _log.info("could not announce at the meeting place that this member leaves: %s", error)
+
+    def say_hello(self, kv: KeyValueView, first: int | None = None, **asks: Any) -> int:
+        """Ask for admission, or to found generation `first`; return the number of the request."""
+        number = max(self.next_own_hello, kv.get_verified(_HELLOS) or 0)
+        while True:
+            key = f"hello/{number}"
+            try:
+                hello = {"id": self.own_id, "n": number, "founds": first, **asks}
+                if kv.put_if_absent(key, hello)["id"] == self.own_id:
+                    break
+            except PayloadCorrupt as error:  # a stranger has written there
+                kv.warn_once(key, error)
+            number += 1
+        self.next_own_hello = number + 1
+        kv.put(_HELLOS, self.next_own_hello)
+        return number
+
+
+class Watcher:
+    """The membership thread: it watches the run's store and forms generations."""
+
+    def __init__(self, kv: KeyValueView, shared: Shared, terms: Terms) -> None:
+        self.kv = kv
+        self.shared = shared
+        self.own_id = shared.own_id
+        self._endpoint, self._min_members, self._start_members, self.timeout_s, *_ = terms
+        self.founders: tuple[str, ...] | None = None
+        self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        """What the main thread asks this one to do; None wakes it."""
+        self.stopped = threading.Event()
+        self._session = kv.store.session
+        self._next_hello = self._beat_count = 0
+        self._unread: list[int] = []
+        self._checked_s: dict[int, float] = {}
+
+    def run(self) -> None:
+        """Meet the others, then watch and do what the main thread asks, until this member ends."""
+        try:
+            self._meet()
+            while not self.stopped.is_set():
+                try:
+                    command = self.commands.get(timeout=POLL_S)
+                except queue.Empty:
+                    self._watch()
+                    continue
+                if command is not None:
+                    command()
+        except ThinwireError as error:
+            self._stop_with(error)
+        except RuntimeError as error:
+            text = "the meeting place does not answer, and no new generation can form without it"
+            self._stop_with(ThinwireError(f"{text}: {error}"))
+        except Exception as error:  # the main thread may wait for this one
+            _log.exception("the membership thread has failed")
+            text = f"the membership thread failed: {type(error).__name__}: {error}"
+            self._stop_with(ThinwireError(text))
+
+    def _stop_with(self, error: ThinwireError) -> None:
+        with self.shared.changed:
+            self.shared.end_reason = error
+            self.shared.changed.notify_all()
+        self._freeze()
+
+    def _freeze(self) -> None:
+        """Accept no further agreement of this generation, and end all waits in it."""
+        shared = self.shared
+        with shared.changed:
+            shared.frozen = True
+        if shared.generation is not None:
+            shared.generation.disconnect()
+
+    def _meet(self) -> None:
+        shared = self.shared
+        number = self._latest_from(-1)
+        first_generation = -1
+        begun = 0.0
+        enough_s = math.inf
+        if self.founders:  # enter the generation in which this site's first rank met the others
+            met = number  # they may have lost a member since
+            while (written := self._decision(met)) is not None and written.ids != self.founders:
+                met -= 1
+            met = number + 1 if written is None else met
+            self._enter(met, self._decided(met, Decision(self.founders, self.founders, 0)))
+            return
+        shared.last_alive_s = time.monotonic()
+        while not self.stopped.is_set():
+            number, decision, alive = self._poll(number)
+            if self.own_id in decision.ids:
+                with shared.changed:
+                    shared.votes = decision.votes
+                    shared.admitted = (number, decision.ids)
+                    shared.changed.notify_all()
+                self._enter(number, decision)
+                return
+            if alive or (self.founders is not None and number >= 0):
+                with shared.changed:  # the main thread fetches the state meanwhile
+                    shared.joiner = True
+                    shared.changed.notify_all()
+            now = time.monotonic()
+            first = number + 1
+            # no member is alive, or there was never one: found a generation with the others
+            if not shared.joiner and (
+                first == first_generation or shared.is_silent() or self._have_left(decision.ids)
+            ):
+                if first != first_generation:
+                    if self._is_recovering():
+                        time.sleep(POLL_S)
+                        continue
+                    first_generation = first
+                    begun = now
+                    enough_s = math.inf
+                    shared.say_hello(self.kv, first_generation)
+                    if number >= 0:
+                        text = "no member of generation %d is alive: the run restarts"
+                        _log.warning(text, number)
+                found = self._present_founders(first_generation)
+                enough_s = min(enough_s, now) if len(found) >= self._start_members else math.inf
+                if now - enough_s >= 2 * POLL_S:  # wait for founders that come at the same time
+                    self._decided(first, Decision(found, found, 0))
+                elif now - begun > self.timeout_s:
+                    raise QuorumLost(
+                        f"{len(found)} of {self._start_members} members came within "
+                        f"{self.timeout_s:g} s: {', '.join(found)}. Start the others, or lower "
+                        "min_members or start_members"
+                    )
+            time.sleep(POLL_S / 2)
+
+    def _have_left(self, ids: Sequence[str]) -> bool:
+        """Return True if all of these members have left, or if there are none."""
+        return None not in self.kv.look([f"left/{one}" for one in ids])[1]
+
+    def _is_recovering(self) -> bool:
+        """Return True if members of a run that the host does not know may be coming back."""
+        if self.kv.call(self.kv.store.age_s) < _COME_BACK_S:
+            return True
+        return bool(self.kv.entries("recover/")) and self.kv.get("gen") is None
+
+    def _present_founders(self, number: int) -> tuple[str, ...]:
+        self._read_hellos(math.inf)
+        hellos = [value for _, value in sorted(self.shared.hellos.items())]
+        ids = [*dict.fromkeys(v["id"] for v in hellos if v.get("founds") == number)]
+        alive = zip(ids, self._poll_heartbeats(ids), strict=True)
+        return tuple(one for one, is_alive in alive if is_alive or one == self.own_id)
+
+    def _poll(self, number: int) -> tuple[int, Decision, bool]:
+        """Return the latest generation, from `number` on, and whether a member of it is alive."""
+        self._beat()
+        before = number
+        number = self._latest_from(number)
+        decision = self._decision(number) or Decision((), (), 0)
+        self.shared.expected = decision.ids
+        alive = any(self._poll_heartbeats([one for one in decision.ids if one != self.own_id]))
+        if alive or number > before:
+            self.shared.last_alive_s = time.monotonic()
+        return number, decision, alive
+
+    def _decision(self, number: int) -> Decision | None:
+        value = self.kv.get(f"members/{number}")
+        return None if value is None else Decision.from_dict(value)
+
+    def _decided(self, number: int, decision: Decision) -> Decision:
+        return Decision.from_dict(self.kv.put_if_absent(f"members/{number}", decision.to_dict()))
+
+    def _latest_from(self, number: int) -> int:
+        # a host that was started anew knows no earlier ones
+        hint, following = self.kv.look(["gen", f"members/{number + 1}"])[1]
+        if following is None and hint is not None:
+            number = max(number, int(hint))
+        while self.kv.has(f"members/{number + 1}"):
+            number += 1
+        return number
+
+    def _announced(
+        self, number: int, ids: Sequence[str], since: int
+    ) -> tuple[int, Decision | None, dict[str, dict[str, Any]]]:
+        """Wait for news after `since`; return its number, the decision about this generation, and
+        the announcements of members for it, or when they left.
+        """
+        lefts, alives = [f"left/{one}" for one in ids], [f"alive/{number}/{one}" for one in ids]
+        keys = [f"members/{number}", *lefts, *alives]
+        since, (written, *values) = self.kv.look(keys, POLL_S, since)
+        found: dict[str, dict[str, Any]] = {}
+        pairs = zip(ids, values[: len(ids)], values[len(ids) :], strict=True)
+        for other, left, alive in pairs:
+            if left is not None:
+                voted = left["voted"] and left["after"] == number - 1
+                found[other] = left | {"left": True, "voted": voted}
+            elif alive is not None:
+                found[other] = alive | {"left": False}
+        return since, None if written is None else Decision.from_dict(written), found
+
+    def _beat(self) -> None:
+        """Write a heartbeat. Its number grows, so that a replayed one is recognized."""
+        self._beat_count += 1
+        heartbeat = {"beat": self._beat_count, "idle": idle_s(), "waits": activity()[1] is not None}
+        self.kv.put(f"hb/{self.own_id}", heartbeat)
+
+    def extension_s(self, timeout_s: float) -> float:
+        """Return `timeout_s` less the time since the last of the missing members was busy."""
+        # 0 or less if one is missing that is not busy, or if the meeting place does not answer
+        formed = self.shared.generation
+        assert formed is not None, "exchanged"
+        others = [member for member in formed.ids if member != self.own_id]
+        until = time.monotonic() + BUSY_BEAT_S
+        try:
+            keys = [f"hb/{member}" for member in others]
+            before = self.kv.look(keys)[1]
+            while True:
+                time.sleep(POLL_S)
+                self._beat()  # the others check this member too
+                latest = self.kv.look(keys)[1]
+                pairs = list(zip(before, latest, strict=True))
+                live = [was is not None and now["beat"] > was["beat"] for was, now in pairs]
+                if all(live) or time.monotonic() > until:
+                    break
+        except RuntimeError as error:
+            _log.warning("the meeting place cannot say who is busy: %s", error)
+            return 0.0
+        if not all(live):
+            return 0.0
+        idle = [math.inf if b["idle"] is None else b["idle"] for b in latest if not b["waits"]]
+        return timeout_s - max(idle, default=math.inf)
+
+    def _poll_heartbeats(self, others: Sequence[str]) -> list[bool]:
+        """Read heartbeats of other processes; return which of them have sent new ones recently."""
+        values = self.kv.look([f"hb/{other}" for other in others])[1]
+        for other, value in zip(others, values, strict=True):
+            self._take_heartbeat(other, value)
+        return [*map(self.shared.is_alive, others)]
+
+    def _take_heartbeat(self, other: str, value: Any) -> None:
+        before = self.shared.heartbeats.get(other)
+        # the first one read may be old
+        if value is not None and (before is None or value["beat"] > before[0]):
+            self.shared.heartbeats[other] = value["beat"], time.monotonic(), before is not None
+
+    def _watch(self) -> None:
+        shared = self.shared
+        now = shared.generation
+        assert now is not None, "entered"
+        self.kv.patience_s = 0.0  # a later call finds it again
+        try:
+            self._beat()
+            if not self._is_known():
+                return
+            other = now.ids[self._beat_count % now.size]
+            keys = [f"break/{now.number}", f"members/{now.number + 1}", f"hb/{other}"]
+            broken, following, beat = self.kv.look(keys)[1]
+            if broken is not None:
+                self.regroup("another member reported it")
+                return
+            # the others may have an agreement that this member has not
+            if following is not None:
+                self._freeze()
+                self._enter(now.number + 1, Decision.from_dict(following))
+                return
+            if now.rank == 0:
+                self._check_joiners()
+            self._take_heartbeat(other, beat)
+            shown = shared.shown
+            shared.shown = {}
+            if shown:
+                self.kv.put(f"shown/{self.own_id}", shown)
+            shared.store_problem = None
+        except ThinwireError:
+            raise
+        except RuntimeError as error:
+            if shared.store_problem is None and not self.stopped.is_set():
+                _log.warning(
+                    "the host does not answer (%s): rounds continue. Until it is back nobody can "
+                    "join, and a lost member is waited for",
+                    error,
+                )
+            shared.store_problem = str(error)
+
+    def _is_known(self) -> bool:
+        """Return True unless the host has lost the run, and not enough members are back there."""
+        session = self.kv.store.session
+        if session == self._session:
+            return True
+        shared = self.shared
+        now = shared.generation
+        if now is None:
+            raise PeerLost("the host was started anew while this member joined: join again")
+        facts = {"number": now.number, "ids": now.ids, "votes": shared.votes}
+        self.kv.put(f"recover/{self.own_id}", facts | {"timeout_s": self.timeout_s})
+        latest, decided = self.kv.look(["gen", f"members/{now.number}"])[1]
+        if latest is None:
+            return False
+        if decided is None or tuple(decided["ids"]) != now.ids:
+            raise Evicted(
+                "the host was started anew, and the run goes on from another generation than that "
+                f"of this member ({now.number}). Join again to take part"
+            )
+        for occasion, of_run in shared.facts.items():
+            self.kv.call(partial(self._write_facts, occasion, of_run))
+        with shared.changed:
+            shared.hellos.clear()
+            shared.ready.clear()
+        self._next_hello = 0
+        self._session = session
+        _log.warning("the host was started anew, and knows the run again")
+        return True
+
+    def _write_facts(self, occasion: str, facts: Mapping[str, Any]) -> None:
+        require_same(self.kv.store.under(occasion), facts)
+
+    def _require_known(self) -> None:
+        """Wait until the host knows the run; a generation is formed there alone."""
+        while not self._is_known():
+            if self.stopped.wait(POLL_S):
+                raise PeerLost("the host was started anew, and does not know the run yet")
+
+    def _check_joiners(self) -> None:
+        """Update the set of joiners, for at most `SCAN_S`: the others wait for a heartbeat."""
+        until = time.monotonic() + SCAN_S
+        shared = self.shared
+        self._read_hellos(until)
+        for number, value in list(shared.hellos.items()):
+            if value["id"] in shared.past_members:
+                with shared.changed:
+                    del shared.hellos[number]
+                    shared.ready.discard(number)
+        order = {
+            n: (not shared.is_alive(one["id"]), self._checked_s.get(n, 0.0))
+            for n, one in shared.hellos.items()
+        }
+        for number in sorted(order, key=order.__getitem__):  # live ones, checked longest ago, first
+            if time.monotonic() > until:
+                return
+            self._checked_s[number] = time.monotonic()
+            (alive,) = self._poll_heartbeats([shared.hellos[number]["id"]])
+            if not alive or number in shared.ready:
+                continue
+            if self.kv.has(f"ready/{number}"):
+                with shared.changed:
+                    shared.ready.add(number)
+                continue
+            # members that were in different generations may have computed different donors
+            asked_s = shared.donor_assigned_s.get(number, math.inf)
+            if time.monotonic() - asked_s > self.timeout_s and not self.kv.has(f"donor/{number}"):
+                with shared.changed:
+                    del shared.donor_assigned_s[number]
+
+    def _read_hellos(self, until: float) -> None:
+        """Read the new requests, and, while time is left, older ones from the last on."""
+        shared = self.shared
+        if self._next_hello == 0:
+            self._next_hello = self.kv.get_verified(_HELLOS) or 0
+            self._unread = list(range(self._next_hello))
+        while time.monotonic() < until:
+            key = f"hello/{self._next_hello}"
+            try:
+                value = self.kv.get(key)
+            except PayloadCorrupt as error:  # a stranger's request: skip its number
+                self.kv.warn_once(key, error)
+            else:
+                if value is None:
+                    break
+                with shared.changed:
+                    shared.hellos[self._next_hello] = value
+            self._next_hello += 1
+        while self._unread and time.monotonic() < until:
+            number = self._unread.pop()
+            if (value := self.kv.get_verified(f"hello/{number}")) is not None:
+                with shared.changed:
+                    shared.hellos[number] = value
+
+    def change_generation(
+        self, number: int, ids: tuple[str, ...], continuing: tuple[str, ...]
+    ) -> None:
+        """Write the generation after this one, as its members have agreed, and enter it."""
+        shared = self.shared
+        self.kv.patience_s = self.timeout_s
+        self._require_known()
+        old = shared.generation
+        if old is None or old.number != number:  # another one was formed meanwhile
+            if self.own_id not in ids:
+                shared.announce_leaving(self.kv)
+                raise Evicted("this member has left")
+            return
+        with shared.changed:
+            shared.frozen = True
+            decision = Decision(ids, continuing, shared.votes, shared.answers)
+        self._enter(number + 1, self._decided(number + 1, decision))
+
+    def regroup(self, why: str, number: int | None = None) -> None:
+        """Break the generation, if it is still that of `number`, and form the next one."""
+        old = self.shared.generation
+        if old is None or number not in (None, old.number):
+            return
+        self.kv.patience_s = self.timeout_s
+        self._require_known()
+        self.kv.put(f"break/{old.number}", {"by": self.own_id, "why": why})
+        self._freeze()
+        self._enter(old.number + 1, self._next_decision(old))
+        now = self.shared.generation
+        ids = () if now is None else now.ids
+        lost = ", ".join(member for member in old.ids if member not in ids) or "no member"
+        # the rest is for who must restart
+        _log.warning("lost %s (%s). %s go on", lost, why.partition(". ")[0], ", ".join(ids))
+
+    def _next_decision(self, old: Generation, connecting_s: float | None = None) -> Decision:
+        """Return the next generation, of those present; they may need `connecting_s` more."""
+        # the store keeps what is written first: a side that does not reach it forms none
+        number = old.number + 1
+        begun = time.monotonic()
+        self.kv.put(f"alive/{number}/{self.own_id}", self.shared.announcement(connecting_s))
+        news = 0
+        while True:
+            self._beat()
+            # taken before the announcements are read: every member had this long to announce itself
+            waited_s = time.monotonic() - begun
+            news, written, announced = self._announced(number, old.ids, news)
+            if written is not None:
+                return written
+            missing = [member for member in old.ids if member not in announced]
+            self._poll_heartbeats(missing)
+            silent_s = min(map(self._silent_s, missing), default=math.inf)
+            connecting = [one["connecting_s"] or 0.0 for one in announced.values()]
+            decision, lost = next_decision(old.ids, announced, old.continuing)
+            left = sum(announcement["left"] for announcement in announced.values())
+            # members that left do not count as lost: then fewer than min_members may continue
+            enough = not lost or len(decision.ids) + left >= self._min_members
+            most = not lost or 2 * len(decision.ids) > old.size - left
+            limit_s = _ANNOUNCE_S if enough and most else self.timeout_s
+            late = waited_s > self.timeout_s or silent_s > limit_s
+            if not missing or (late and waited_s > _ANNOUNCE_S + max(connecting, default=0.0)):
+                if enough:
+                    return self._decided(number, decision)
+                raise QuorumLost(
+                    f"{len(decision.ids)} members are left of {old.size}, and at least "
+                    f"min_members={self._min_members} are needed; lost within {waited_s:.1f} s: "
+                    f"{', '.join(lost)}"
+                )
+
+    def _silent_s(self, other: str) -> float:
+        return time.monotonic() - self.shared.heartbeats.get(other, (0, -math.inf))[1]
+
+    def _enter(self, number: int, decision: Decision) -> None:
+        """Connect the members of a generation; if that fails, those of the next one."""
+        shared = self.shared
+        attempts = 0
+        cause = "it did not announce itself in time, or has left"
+        with shared.changed:
+            shared.voted = False
+        while True:
+            if self.own_id not in decision.ids:
+                raise Evicted(
+                    f"generation {number} was formed without this member: {cause}. Join again to "
+                    f"take part; the others are {', '.join(decision.ids)}"
+                )
+            with shared.changed:
+                if shared.generation is not None and decision.votes == shared.votes + 1:
+                    # the last agreement took the answers of all members of this generation
+                    shared.recorded = (decision.votes, decision.answers, shared.generation.ids)
+                shared.past_members.update(decision.ids)
+            self.kv.put("gen", number)
+            rank = decision.ids.index(self.own_id)
+            formed = Generation(number, decision.ids, rank, decision.continuing)
+            if formed.size == 1:
+                break
+            limit_s = min(CONNECT_S, self.timeout_s)
+            until = time.monotonic() + limit_s
+            reached = list[int]()
+            try:
+                store = self.kv.store.under(f"gloo/{number}")
+                probe = reached if attempts == _MAX_ATTEMPTS - 1 else None
+                formed.groups = MemberGroups(
+                    store, rank, formed.size, limit_s, self._endpoint, probe
+                )
+                break
+            except ThinwireError as error:
+                failed = str(error)
+                why = f"({error.__cause__ or error}). {self._connecting_advice()}"
+            cause = f"it could not connect to all of them {why}"
+            attempts += formed.continuing == decision.ids
+            self.kv.put(f"break/{number}", {"by": self.own_id, "why": failed})
+            shared.reached = [decision.ids[rank] for rank in reached]
+            decision = self._next_decision(formed, max(until - time.monotonic(), 0.0))
+            shared.reached = []
+            if attempts == _MAX_ATTEMPTS:
+                founds = not shared.joiner and shared.generation is None
+                least = self._start_members if founds else 1
+                if decision.ids == formed.ids or len(decision.ids) < least:
+                    raise ThinwireError(
+                        f"{attempts} generations in a row could not connect: their members "
+                        f"reach the meeting place, but not each other {why}"
+                    )
+                attempts = 0
+            number += 1
+        with shared.changed:
+            old = shared.generation
+            shared.generation = formed
+            shared.frozen = False
+            shared.changed.notify_all()
+        if old is not None:
+            old.disconnect()
+        _log.info("generation %d: %s", number, ", ".join(decision.ids))
+
+    def _connecting_advice(self) -> str:
+        doctor = "`thinwire doctor` on each machine says what is in the way"
+        if self._endpoint.own_address is None:  # it uses the relay already
+            return doctor
+        return (
+            "If routers or firewalls let nothing in, join with relay=True, at a host that was "
+            f"started with `thinwire host --relay`; else {doctor}"
+        )
