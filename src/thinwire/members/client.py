@@ -10,7 +10,7 @@ from datetime import timedelta
 from torch.distributed import DistNetworkError, DistStoreError
 
 from thinwire.members.credentials import Address
-from thinwire.members.server import GREETING, LENGTH, framed, unframed
+from thinwire.members.server import GREETING, LENGTH, MOST_BYTES, framed, unframed
 
 _UNANSWERED_S = 5
 """Seconds without the host's acknowledgement after which a connection counts as lost."""
@@ -58,6 +58,8 @@ class HostStore:
             try:
                 self._socket.sendall(message)
                 (length,) = LENGTH.unpack(self._read(LENGTH.size))
+                if length > MOST_BYTES:
+                    raise ValueError("it is no host of thinwire")
                 return unframed(self._read(length))
             except (OSError, ValueError) as error:
                 self.close()

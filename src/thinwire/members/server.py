@@ -22,7 +22,8 @@ GREETING = b"\0tw2"
 LENGTH = struct.Struct("<I")
 MOST_CONNECTIONS = 200
 """Most ranks that a relay connects, and most clients that have not been admitted."""
-_MOST_BYTES = 16 << 20
+MOST_BYTES = 16 << 20
+"""Longest message between a client and the store."""
 _ABSENT = 0xFFFFFFFF
 _TLS_CLIENT = b"\x16"
 _HELLO_S = 5.0
@@ -175,7 +176,7 @@ class HostedStore:
             raise ValueError("no client")
         while True:
             (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-            if length > _MOST_BYTES:
+            if length > MOST_BYTES:
                 raise ValueError("no message of a client")
             parts = unframed(await reader.readexactly(length))
             writer.write(framed(await self._answer([part or b"" for part in parts])))
