@@ -96,7 +96,7 @@ _NAMES = {
     "thinwire.members.members": "Members",
     "thinwire.members.relay": "certificate relay_key relaying _Relay",
     "thinwire.optim": "dgc_momentum owners",
-    "thinwire.page": "SHOWN=_SHOWN",
+    "thinwire.page": "RunView SHOWN=_SHOWN",
     "thinwire.pipeline.runner": "PipelineRunner",
     "thinwire.pipeline.split": "split_model split_partition=partition",
     "thinwire.step.forwarding": "autocast_forward=Autocast",
