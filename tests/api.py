@@ -24,7 +24,7 @@ _NAMES = {
         "Group Pending node_size_of private require_agreement sites_of sources_of "
         "waiting while_busy"
     ),
-    "thinwire.comm.direct": "connections_between",
+    "thinwire.comm.elastic": "connections_between",
     "thinwire.comm.failures": "HeartbeatThread",
     "thinwire.comm.nodes": "Grid",
     "thinwire.comm.private": "next_identity warn_of_restarts",
