@@ -24,7 +24,7 @@ _NAMES = {
         "Group Pending node_size_of private require_agreement sites_of sources_of "
         "waiting while_busy"
     ),
-    "thinwire.comm.direct": "connections_between",
+    "thinwire.comm.elastic": "connections_between",
     "thinwire.comm.failures": "HeartbeatThread",
     "thinwire.comm.nodes": "Grid",
     "thinwire.comm.private": "next_identity warn_of_restarts",
@@ -100,7 +100,7 @@ _NAMES = {
     "thinwire.members.members": "Members",
     "thinwire.members.relay": "certificate relay_key Relay",
     "thinwire.optim": "dgc_momentum owners",
-    "thinwire.page": "SHOWN=_SHOWN",
+    "thinwire.page": "RunView SHOWN=_SHOWN",
     "thinwire.pipeline.runner": "PipelineRunner",
     "thinwire.pipeline.split": "split_model split_partition=partition",
     "thinwire.step.forwarding": "autocast_forward=Autocast",

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import thinwire as tw
-from tests.api import SHOWN, connect
+from tests.api import SHOWN, RunView, connect
 from tests.browser import CHROMIUM, browser
 from tests.launched import free_port
 from tests.members.places import TOKEN, host_command, token_in
@@ -48,6 +48,11 @@ def asked(url: str, **headers: str) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
+def all_of(selector: str) -> str:
+    """An expression: the elements of the page that match."""
+    return f"[...document.querySelectorAll('{selector}')]"
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_page_of_a_run_names_the_slow_member_and_the_lost_one(tmp_path: Path) -> None:
     token = str(token_in(tmp_path))
@@ -73,6 +78,21 @@ def test_page_of_a_run_names_the_slow_member_and_the_lost_one(tmp_path: Path) ->
         page.wait_for(f"{text}.includes({slow + ' lost'!r}) && !document.querySelector('.bad')")
         assert page.value("document.querySelectorAll('.member').length") == 2
         assert page.value("document.documentElement.scrollWidth") == 400
+        assert page.value("document.querySelectorAll('u, img').length") == 0
+        assert slow in page.value(f"{all_of('.lane > span')}.map((one) => one.title)")
+        assert page.value(f"{all_of('dt > span')}.every((one) => one.title)")
+        assert page.value(f"{all_of('dt > span')}.length") > 20
+        words = page.value(f"{all_of('#words dt')}.map((one) => one.textContent)")
+        assert {"goodput", "averagings", "waiting", "sent in all", "lost"} <= {*words}
+        page.wait_for(f"{all_of('.plot .left')}.length > 1 && {all_of('.plot .top')}.length > 1")
+        assert page.value(f"{all_of('.lane .left')}.at(0).textContent") == "0 s"
+        assert page.value(
+            "performance.getEntriesByType('resource').every(({name}) => "
+            "name.startsWith(location.origin))"
+        )
+        page.open(url, width=1280, dark=True)
+        page.wait_for(f"{text}.includes({slow + ' lost'!r})")
+        assert page.value("document.documentElement.scrollWidth") == 1280
         assert TOKEN.decode() not in page.value("document.documentElement.outerHTML")
 
 
@@ -130,6 +150,47 @@ def test_no_report_of_a_member_ends_the_page(tmp_path: Path) -> None:
         assert {name for name in rows() if "(" in name} >= {*shown}
         assert {name.rpartition(" (")[2].rstrip(")") for name in rows()} == set(names)
         assert host.poll() is None
+
+
+def test_page_counts_members_that_have_gone_and_keeps_lines_of_the_present(
+    tmp_path: Path,
+) -> None:
+    options = ("--bind", "127.0.0.1:0", "--token-file", str(token_in(tmp_path)), "--page", "0")
+    ids = [f"id-{number}" for number in range(120)]  # more than it keeps events of
+    with ExitStack() as ends:
+        host, address = ends.enter_context(host_command(*options))
+        assert host.stdout is not None
+        url = host.stdout.readline().split()[-1]
+        store = connect(address, "llm", TOKEN, timedelta(seconds=PATIENCE_S))
+        events = ends.enter_context(urllib.request.urlopen(f"{url}events", timeout=PATIENCE_S))
+
+        def run() -> Any:
+            line, _ = events.readline().decode().removeprefix("data: "), events.readline()
+            return json.loads(line).get("llm", {})
+
+        for at, one in enumerate(ids):
+            report = {"at": at, "bytes_sent": 1000, "step": 250 * at, "loss": 4 - at / 40}
+            store.set(f"shown/{one}", json.dumps(report))
+        for generation, present in enumerate((ids, ids[:-1])):
+            store.set(f"members/{generation}", json.dumps({"ids": present}))
+            store.set("gen", f"{generation}")
+            until(lambda: run().get("generation") == generation, "the page")  # noqa: B023
+        found = run()
+        assert found["sent"] == 120_000
+        assert {*found["stays"]} == {*ids}
+        assert [one for one, [[_, end]] in found["stays"].items() if end] == ids[-1:]
+        assert [len(found["members"]), len(found["events"])] == [119, 100]
+
+
+@pytest.mark.parametrize("span", [5e-324, 1e-9, 0.3, 4.0, 1e23, 9e59])
+def test_marks_of_an_axis_are_few_and_inside_it(span: float) -> None:
+    for low in (-9e59, -span / 3, 0.0, 1e-300, 1.0, 1e23):
+        view = RunView()
+        for step, loss in ((0.0, low), (span, low + span)):
+            view.update(0, {"a": (step, {"at": step, "step": step, "loss": loss})})
+        axes = view.latest["axes"]
+        assert all(len(marks) <= 6 for marks in axes.values())
+        assert len(axes["losses"]) >= 2 or span < 1e-90 or low + span - low != span
 
 
 @pytest.mark.parametrize("given", [MARKUP, None])

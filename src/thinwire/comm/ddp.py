@@ -33,11 +33,12 @@ class BucketTap:
         if (ddp := self._ddp()) is not None:
             vars(ddp).pop("join_hook", None)
 
-    # DDP inspects this signature: the name `bucket`, and the class itself, missing in torch's stubs
-    def _hook(self, _state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+    # DDP inspects this signature: the name `bucket`, and the class itself
+    def _hook(self, _state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
         if self.on_bucket is not None:
-            self.on_bucket(bucket.index(), bucket.parameters(), _gradients(bucket))
+            params: Any = bucket.parameters()  # plain tensors in torch's stub
+            self.on_bucket(bucket.index(), params, _gradients(bucket))
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.device.type == "cuda" else None
         )
@@ -45,8 +46,7 @@ class BucketTap:
         return future
 
 
-# missing in torch's stubs
-def _gradients(bucket: dist.GradBucket) -> list[Tensor]:  # type: ignore[name-defined]
+def _gradients(bucket: dist.GradBucket) -> list[Tensor]:
     """Return views of a bucket in the layouts of the parameters, as DDP's reducer lays them out."""
     # `bucket.gradients()` returns some layouts, such as channels_last, in the wrong order
     # Source: torch/csrc/distributed/c10d/reducer.cpp, `initialize_bucket_views`.

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from thinwire.comm.sockets import Connection, connections, shut_down
 from thinwire.comm.waiting import (

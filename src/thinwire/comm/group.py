@@ -13,7 +13,7 @@ from functools import partial
 from itertools import cycle
 from math import ceil
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,17 +22,10 @@ from torch import Tensor
 from thinwire._devices import uploaded
 from thinwire._launched import one_of_several, require_linux
 from thinwire._wording import warn_user
+from thinwire.comm.elastic import UNKNOWN_S, backends_of, timeout_s_of
 from thinwire.comm.failures import RESTART, explain_failure
 from thinwire.comm.macs import MessageMacs, wrong_mac_text
-from thinwire.comm.private import (
-    UNKNOWN_S,
-    Private,
-    forget,
-    is_alone,
-    keep_alive,
-    private_group,
-    timeout_s_of,
-)
+from thinwire.comm.private import Private, forget, is_alone, keep_alive, private_group
 from thinwire.comm.stats import Rate
 from thinwire.comm.waiting import (
     Limit,
@@ -370,9 +363,8 @@ class Group:
         """Device from which this group's backend sends a tensor: gloo sends from the host."""
         if device.type == "cpu" or self.size == 1:
             return self.device
-        try:
-            backend = self._private._get_backend(device)
-        except RuntimeError:  # it has none for this device
+        backend = backends_of(self._private).get(device.type)
+        if backend is None:
             return self.device
         return torch.device("cpu") if backend.name() == "gloo" else device
 
@@ -668,18 +660,6 @@ def time_limit_s(process_group: dist.ProcessGroup | None, timeout: Timeout) -> f
         return own_s
     parent = None if is_alone() else process_group or dist.group.WORLD
     return timeout_s_of(parent) if isinstance(parent, dist.ProcessGroup) else UNKNOWN_S
-
-
-def collective_calls() -> int:
-    """Return the number of collectives of this process over its gloo and NCCL groups."""
-    # those of other libraries count, those of other threads of this library do not
-    groups = dist.distributed_c10d._world.pg_map
-    backends: list[Any] = [g._get_backend(device) for g in groups for device in g._device_types]
-    return sum(
-        backend._get_sequence_number_for_group()
-        for backend in backends
-        if backend.name() in ("gloo", "nccl")
-    )
 
 
 def require_process_group(value: object) -> None:

@@ -10,10 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import PrefixStore, ProcessGroup, Store, Work
 
-from thinwire.comm.direct import (
+from thinwire.comm.elastic import (
     PrefetchingStore,
     answering,
     connections_between,

@@ -17,12 +17,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed import ProcessGroup
+from torch.distributed import PrefixStore, ProcessGroup
 
 from thinwire._watchdog import Late, within
 from thinwire._wording import warn_user
-from thinwire.comm.direct import gloo_group
+from thinwire.comm.elastic import NEVER_S, backends_of, gloo_group, group_like, limit_waits
 from thinwire.comm.failures import HeartbeatThread, explain_failure, stop_all
 from thinwire.comm.waiting import launches, left_s, one_deadline, waited
 from thinwire.errors import ThinwireError
@@ -31,14 +30,11 @@ _T = TypeVar("_T")
 _Pending = tuple[ProcessGroup, dist.Work, Sequence[Tensor]]
 
 
-_NEVER = datetime.timedelta(days=30)
 _EXIT_PATIENCE_S = 0.5
 _SMALL_BYTES = 64 << 10
 _SLACK_S = 1.6
 """Slack for waits at the store, which end up to a second late."""
 _RESTART_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-UNKNOWN_S = 1800.0
-"""Time-out of a backend that does not report its own, and of a rank alone; torch's default."""
 
 
 class Private:
@@ -77,18 +73,16 @@ class Private:
         data = self._gloo("data", timeout_s) if gloo else self._like(parent, timeout_s)
         self.group: ProcessGroup | None = data
         """None after `release`."""
-        found = {device.type: data._get_backend(device) for device in data._device_types}
+        found = backends_of(data)
         self.from_host = "cpu" in found
         """True if data travels from the host's memory."""
-        backends: dict[str, Any] = {k: one for k, one in found.items() if one.name() == "gloo"}
+        backends = {k: one for k, one in found.items() if one.name() == "gloo"}
         self.watched = "cpu" in backends and not timed
         """True if data travels by gloo, from the host's memory."""
         self.control = data if timed else self._gloo("control", timeout_s)
         for backend in backends.values():
             # set afterwards: the same value limits the construction, by the rest of a deadline
-            limit = datetime.timedelta(seconds=timeout_s) if timed else _NEVER
-            backend.options._timeout = limit
-            backend._set_default_timeout(limit)
+            limit_waits(backend, timeout_s if timed else NEVER_S)
         if not timed:
             self.heartbeats = HeartbeatThread(self._store, *self._here, timeout_s)
             weakref.finalize(self, self.heartbeats.stop).atexit = False
@@ -100,21 +94,8 @@ class Private:
 
     def _like(self, parent: ProcessGroup, timeout_s: float) -> ProcessGroup:
         """Return a group with the backend of the parent."""
-        torch_groups: Any = dist.distributed_c10d
-        backend = dist.get_backend(parent)
-        world = torch_groups._get_default_group()
-
-        def make(limit_s: float) -> ProcessGroup:
-            # as `new_group` does, whose names depend on the groups that this rank has made before
-            made: tuple[ProcessGroup, Any] = torch_groups._new_process_group_helper(
-                *(len(self.ranks), self._here[0], self.ranks, backend, self._store, self.name),
-                timeout=datetime.timedelta(seconds=limit_s),
-                device_id=world.bound_device_id,
-            )
-            torch_groups._world.pg_group_ranks[made[0]] = {r: i for i, r in enumerate(self.ranks)}
-            return made[0]
-
-        own = torch.device("cpu") in parent._device_types  # nccl stays on the thread of its device
+        make = partial(group_like, parent, self.ranks, self._here[0], self._store, self.name)
+        own = "cpu" in backends_of(parent)  # nccl stays on the thread of its device
         return self._limited(timeout_s, make, own_thread=own)
 
     def _limited(
@@ -264,13 +245,6 @@ def warn_of_restarts() -> None:
             f"torch 2.13 (pytorch issue 135712): set {_RESTART_VARIABLE}=1 in the environment of "
             "torchrun, on every machine"
         )
-
-
-def timeout_s_of(group: ProcessGroup) -> float:
-    """Return the time-out that the user gave to a group; torch has no public way to read it."""
-    options = getattr(group._get_backend(min(group._device_types, key=str)), "options", None)
-    timeout = getattr(options, "_timeout", None)
-    return timeout.total_seconds() if timeout is not None else UNKNOWN_S
 
 
 def made_within(limit_s: float, make: Callable[[], _T]) -> _T:

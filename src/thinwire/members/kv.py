@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, final
 
-from torch._C._distributed_c10d import Store
-from torch.distributed import DistError, DistNetworkError
+from torch.distributed import DistError, DistNetworkError, Store
 
 from thinwire._watchdog import Late, within
 from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled, ThinwireError

@@ -102,7 +102,8 @@ class Member:
     def __init__(self, kv: KeyValueView, terms: Terms, site: SingleRank, *, rejoin: bool) -> None:
         self.site = site
         self._rejoins = rejoin and site.mesh is None
-        self._failures = 0
+        self._failures = self._entries = 0
+        self._identity = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.terms = terms
         self.timeout_s = terms.timeout_s
         self.kv = kv if site.mesh is None else kv.under(f"shard/{site.rank}")
@@ -137,7 +138,9 @@ class Member:
         """States of the samplers that a joiner received."""
 
     def _join_run(self) -> Membership:
-        own_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        # identities of members that were lost do not come back
+        own_id = self._identity + (f"+{self._entries}" if self._entries else "")
+        self._entries += 1
         own_id = self.site.broadcast_value("naming the site", own_id)
         membership = Membership(self.kv.clone(), own_id, self.terms)
         membership.shared.shown = self._named
@@ -170,7 +173,7 @@ class Member:
 
     @property
     def id(self) -> str:
-        """Identity of this member: host, process and eight digits."""
+        """Identity of this member: host, process, eight digits, and how often it has returned."""
         return self._membership.shared.own_id
 
     @property
@@ -545,7 +548,7 @@ class Members:
 
     @property
     def id(self) -> str:
-        """Identity of this member: host, process and eight digits."""
+        """Identity of this member: host, process, eight digits, and how often it has returned."""
         return self._member.id
 
     @property

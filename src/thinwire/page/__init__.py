@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil, floor, log10
 from statistics import fmean, median
 from typing import Any
 
@@ -15,6 +16,8 @@ _SLOWER, _NARROWER = 1.15, 0.67
 _MOST_SAMPLES, _MOST_EVENTS, _MOST_POINTS = 8, 100, 400
 _MOST_NAME = 64
 _LEAST_SPAN_S, _MOST = 1e-3, 1e60  # rates of such numbers are finite
+_LEAST_STEP = 1e-99
+_SECONDS = 1, 5, 15, 60, 300, 600, 1800, 3600, 10800, 43200, 86400, 604800
 _Row = dict[str, Any]
 
 
@@ -33,6 +36,7 @@ def shown_name(name: object) -> str:
 class _Member:
     id: str
     since: float
+    until: float | None = None
     name: str = ""
     beat: Any = None
     beat_s: float = 0.0
@@ -57,6 +61,8 @@ class RunView:
         self._members: dict[str, _Member] = {}
         self._events: deque[tuple[float, _Member, str]] = deque(maxlen=_MOST_EVENTS)
         self._curve: list[tuple[float, float]] = []
+        self._sent: dict[str, float] = {}
+        """Bytes by process, with those that have gone."""
         self.latest: _Row = {}
         """JSON values for the page, replaced as a whole: other threads read them."""
 
@@ -71,6 +77,7 @@ class RunView:
         for id in [*self._members]:
             if id not in found:
                 member = self._members.pop(id)
+                member.until = now
                 self._events.append((now, member, fate(id)))
         self.generation = generation
         for id, (beat, report) in found.items():
@@ -86,6 +93,8 @@ class RunView:
             numbers = _numbers(report)
             if "at" in numbers and numbers not in member.reports:
                 member.reports.append(numbers)
+                # one that has returned goes on counting
+                self._sent[id.partition("+")[0]] = numbers.get("bytes_sent", 0.0)
         latest = [member.reports[-1] for member in self._members.values() if member.reports]
         losses = [report["loss"] for report in latest if "loss" in report]
         step = max((report.get("step", 0.0) for report in latest), default=0.0)
@@ -108,10 +117,33 @@ class RunView:
         for row in rows:
             silent = row["silent_s"] > self._silent_s
             row["note"] = f"silent for {row['silent_s']:.0f} s" if silent else _slow(row, rows)
-        run = {"now": now, "generation": self.generation, "members": rows}
+        sent = sum(self._sent.values())
+        run = {"now": now, "generation": self.generation, "sent": sent, "members": rows}
         # a name that came after the member itself counts for its first events too
         events = [{"at": at, "who": one.label, "what": event} for at, one, event in self._events]
-        return {**run, "events": events, "curve": [*self._curve]}
+        # the event of a present one may be among those that were dropped
+        known = [*(one for _, one, _ in self._events), *self._members.values()]
+        lives = {(one.since, one.id): one for one in known}
+        stays: dict[str, list[tuple[float, float | None]]] = {}
+        for _, one in sorted(lives.items()):
+            stays.setdefault(one.label, []).append((one.since, one.until))
+        steps, losses = zip(*self._curve or [(0.0, 0.0)], strict=True)
+        axes = {
+            "steps": _marks(steps[0], steps[-1], [1]),
+            "losses": _marks(min(losses), max(losses)),
+            "ago": _marks(0.0, now - min(lives, default=(now, ""))[0], _SECONDS),
+        }
+        drawn = {"curve": [*self._curve], "stays": stays, "axes": axes}
+        return {**run, "events": events, **drawn}
+
+
+def _marks(low: float, high: float, steps: Sequence[float] = ()) -> list[float]:
+    """Return at most six round numbers of an axis, one of `steps` apart if these are enough."""
+    least = max((high - low) / 5, _LEAST_STEP)
+    unit = 10.0 ** floor(log10(least))
+    round_steps = (factor * unit for factor in (1, 2, 5, 10, 20))
+    step = next(one for one in (*steps, *round_steps) if one >= least)
+    return [at * step for at in range(ceil(low / step), floor(high / step) + 1)]
 
 
 def _numbers(report: Any) -> dict[str, float]:

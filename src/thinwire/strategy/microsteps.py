@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from thinwire._wording import warn_user
 from thinwire.amp import LossScaler
 from thinwire.comm import Group, long_waits_logged
-from thinwire.comm.group import collective_calls
+from thinwire.comm.elastic import collective_calls
 from thinwire.compress.protocol import Limit
 from thinwire.compress.residuals import Grads
 from thinwire.core.several import all_of

@@ -12,8 +12,7 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import DistError
+from torch.distributed import DistError, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from thinwire._watchdog import Late, within

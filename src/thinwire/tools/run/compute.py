@@ -69,7 +69,7 @@ def _single_rank() -> Iterator[None]:
             "run thinwire probe --task under torchrun and give its file as probe"
         )
     drawn = random_state()
-    store = dist.HashStore()  # type: ignore[attr-defined]
+    store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         yield

@@ -1,22 +1,29 @@
-"""Gloo groups over a store alone, without `init_process_group`, for ranks that come and go."""
+"""Groups of torch for ranks that come and go, and every private name of torch's groups.
+
+`reconfigure` of a later torch may replace some: see tests/comm/test_private_names.py.
+"""
 
 import contextlib
 import datetime
 import json
 import socket
 import threading
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import ProcessGroupGloo, Store
-from torch.distributed import ProcessGroup
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo
+from torch.distributed import ProcessGroup, Store
 
 from thinwire.comm.sockets import Connection, Endpoint, connections, listeners
 
-_NEVER = datetime.timedelta(days=30)
+NEVER_S = 30 * 86400.0
+UNKNOWN_S = 1800.0
+"""Time-out of a backend that does not report its own, and of a rank alone; torch's default."""
 _Gloo: Any = ProcessGroupGloo  # torch has more of it than its stub
+_groups: Any = dist.distributed_c10d
 _DEVICES_TRIED = 20
 _listening = threading.Lock()
 
@@ -111,5 +118,50 @@ def gloo_group(
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
     # set afterwards: the same value limits the making; the caller that waits watches the time
-    backend._set_default_timeout(_NEVER)
+    backend._set_default_timeout(datetime.timedelta(seconds=NEVER_S))
     return group
+
+
+def group_like(
+    parent: ProcessGroup, ranks: Sequence[int], rank: int, store: Store, name: str, timeout_s: float
+) -> ProcessGroup:
+    """Return a group over ranks of the world, with the backend of the parent."""
+    # as `new_group` does, whose names depend on the groups that this rank has made before
+    made: tuple[ProcessGroup, Any] = _groups._new_process_group_helper(
+        *(len(ranks), rank, ranks, dist.get_backend(parent), store, name),
+        timeout=datetime.timedelta(seconds=timeout_s),
+        device_id=_groups._get_default_group().bound_device_id,
+    )
+    _groups._world.pg_group_ranks[made[0]] = {r: i for i, r in enumerate(ranks)}
+    return made[0]
+
+
+def backends_of(group: ProcessGroup) -> dict[str, Any]:
+    """Return the backends of a group by their types of device."""
+    return {device.type: group._get_backend(device) for device in group._device_types}
+
+
+def limit_waits(backend: Any, limit_s: float) -> None:
+    """Set the time-out of a backend, and what it reports as such."""
+    limit = datetime.timedelta(seconds=limit_s)
+    backend.options._timeout = limit
+    backend._set_default_timeout(limit)
+
+
+def timeout_s_of(group: ProcessGroup) -> float:
+    """Return the time-out that the user gave to a group; torch has no public way to read it."""
+    options = getattr(group._get_backend(min(group._device_types, key=str)), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout.total_seconds() if timeout is not None else UNKNOWN_S
+
+
+def collective_calls() -> int:
+    """Return the number of collectives of this process over its gloo and NCCL groups."""
+    # those of other libraries count, those of other threads of this library do not
+    groups = _groups._world.pg_map
+    backends: list[Any] = [g._get_backend(device) for g in groups for device in g._device_types]
+    return sum(
+        backend._get_sequence_number_for_group()
+        for backend in backends
+        if backend.name() in ("gloo", "nccl")
+    )
