@@ -158,6 +158,7 @@ class _Member:
             run=RUN,
             min_members=2,
             start_members=part.start_members,
+            rejoin=False,
             timeout=part.timeout_s,
         ) as members:
             self._member = member_of(members)

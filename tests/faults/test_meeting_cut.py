@@ -181,7 +181,7 @@ def test_rounds_go_on_without_the_meeting_point(ranks: Pool, tmp_path: Path, lin
 def _trains(rank: int, size: int, address: str, flag: str) -> Any:
     net, data = model(0), torch.Generator().manual_seed(rank)
     begun, before = time.monotonic(), len(listeners())
-    options = {"min_members": 2, "start_members": 3, "timeout": TIMEOUT_S}
+    options = {"min_members": 2, "start_members": 3, "timeout": TIMEOUT_S, "rejoin": False}
     try:
         with in_run(address, net, CONFIG, **options) as (members, sync, optimizer):
             while True:

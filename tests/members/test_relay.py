@@ -470,7 +470,8 @@ def test_silent_strangers_keep_no_member_out(words: bytes, monkeypatch: pytest.M
 def test_a_relay_that_stays_away_is_an_error(ranks: Pool, token_file: str, tmp_path: Path) -> None:
     flag, place = tmp_path / "go", relay_place()
     address = place.__enter__()
-    args = (in_order, address, CONFIGS["sparse"], {"token_file": token_file, "flag": str(flag)})
+    options = {"token_file": token_file, "flag": str(flag), "rejoin": False}
+    args = (in_order, address, CONFIGS["sparse"], options)
 
     def end() -> None:
         until(flag.exists, "the first averaging")
@@ -480,7 +481,7 @@ def test_a_relay_that_stays_away_is_an_error(ranks: Pool, token_file: str, tmp_p
     ending.start()
     found = ranks.run(*args, size=2, group=False, expect_errors=True)
     ending.join()
-    assert [one.type_name for one in found] == 2 * ["ThinwireError"]
+    assert [one.type_name for one in found] == 2 * ["PeerLost"]
     assert "the meeting place does not answer, and no new generation can form" in found[0].text
 
 

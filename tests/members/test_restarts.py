@@ -193,7 +193,7 @@ def ran_with(*options: str) -> str:
 
 
 @pytest.mark.parametrize("cut", [1, 5, 9])
-def test_a_file_whose_last_value_is_cut_off_keeps_the_others(tmp_path: Path, cut: int) -> None:
+def test_a_file_keeps_all_but_a_last_value_that_is_cut_off(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "journal"
     journal = Journal(path)
     for number in range(3):

@@ -273,7 +273,7 @@ def test_member_cut_off_from_a_restarted_run_is_evicted() -> None:
         kv = api.KeyValueView(api.connect(address, "test", None, timedelta(seconds=TIMEOUT_S)))
         with (
             pytest.raises(tw.errors.Evicted, match="generation 1 was formed without this member"),
-            tw.join(address, run="test", timeout=2.0) as members,
+            tw.join(address, run="test", timeout=2.0, rejoin=False) as members,
             tw.local_sgd(net, optimizer, tw.LocalSGD(1), members=members) as sync,
         ):
             kv.put_if_absent("members/1", api.Decision(("ann",), ("ann",), 0).to_dict())

@@ -139,6 +139,7 @@ def member(
     *,
     steps: int = 24,
     min_members: int = 1,
+    rejoin: bool = False,
     founders: int | None = None,
     flag: str = "",
     flag_at: int = 4,
@@ -156,7 +157,7 @@ def member(
 
     Args:
         until_size: Train on until there are so many members, and 12 steps more, instead.
-        timeout_s: Of the members; `relay` and `ca` are those of `join` too.
+        timeout_s: Of the members; `rejoin`, `relay` and `ca` are those of `join` too.
         founders: Ranks that begin; the others wait for the file `flag`, which rank 0 makes at step
             `flag_at`.
         fault: `rank`, `phase` (of `PHASES`, or "step"), `at` (number of the call) and `how`.
@@ -172,7 +173,7 @@ def member(
     longest_s, entered = 0.0, -1
     changes: list[tuple[int, int]] = []
     options = {"token_file": token_file, "timeout": timeout_s, "relay": relay, "ca": ca}
-    options |= {"min_members": min_members, "start_members": founders}
+    options |= {"min_members": min_members, "start_members": founders, "rejoin": rejoin}
     with faulty(rank, fault) as own, tw.join(address, run="test", **options) as members:
         members.on_change(lambda now: changes.append((now.generation, now.size)))
         rank_at_first = members.rank

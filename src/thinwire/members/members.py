@@ -9,6 +9,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -246,39 +247,31 @@ class Member:
             try:
                 self._enter_again(state, known)
             except AWAY as error:
-                for_good = error is not self._membership.shared.end_reason
                 self._membership.close()
-                if for_good and isinstance(error, Evicted):
-                    raise
                 why = error
             else:
                 _log.warning("entered the run again, at step %d", self.step())
                 for callback in self.group.on_rebind:
                     callback()
                 return
-        raise Evicted(f"this member failed to enter the run again, at last since: {why}")
+        raise Evicted(f"this member cannot enter the run again: {why}")
 
     def _enter_again(self, state: SharedState, known: int) -> None:
         """Join the run in which generation `known` was, as a new member that has a state."""
         self._close_donors()
         self._taken = {}
-        try:
-            self._membership = self._join_run()
-            alive = self._membership.shared.joiner
-        except QuorumLost:
-            alive = False
-        if not alive:
-            raise Evicted(
-                "no member of the run is alive, so it cannot be entered again: start all members "
-                "again, from the last copy"
-            )
-        while (found := self.kv.get_verified(f"members/{known + 1}")) is not None:
+        ended = "no member of the run is alive. Start all members again, from the last copy"
+        with suppress(QuorumLost):
+            self._membership = membership = self._join_run()
+            if membership.shared.joiner:
+                ended = ""
+        while not ended and (found := self.kv.get_verified(f"members/{known + 1}")) is not None:
             known += 1
             if not found["votes"]:
-                raise Evicted(
-                    f"the run has begun anew, with generation {known}, and this member holds the "
-                    "state of the one before: start it again to join"
-                )
+                ended = f"it has begun anew, with generation {known}. Start this member again"
+        if ended:
+            self._failures = _MOST_FAILURES
+            raise Evicted(ended)
         self.group.membership = self._membership
         self.group.bound = self.group.pending_after = None
         self.fetch_state(state)

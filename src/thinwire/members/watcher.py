@@ -180,7 +180,7 @@ class Watcher:
             self._stop_with(error)
         except RuntimeError as error:
             text = "the meeting place does not answer, and no new generation can form without it"
-            self._stop_with(ThinwireError(f"{text}: {error}"))
+            self._stop_with(PeerLost(f"{text}: {error}"))
         except Exception as error:  # the main thread may wait for this one
             _log.exception("the membership thread has failed")
             text = f"the membership thread failed: {type(error).__name__}: {error}"
