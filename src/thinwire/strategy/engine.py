@@ -319,8 +319,10 @@ class Engine:
             steps.refuse(why)
         with steps.with_advice(), steps.group.one_deadline():
             if steps.flush_compares_steps:
-                position = {"step": steps.position()}
-                position["microsteps of the unfinished update"] = merge.microsteps
+                position = {
+                    "step": steps.position(),
+                    "microsteps of the unfinished update": merge.microsteps,
+                }
                 require_agreement(steps.group, position, action="engine.flush()")
             if merge.microsteps:
                 steps.clear_grads()  # before a second set is made
@@ -408,12 +410,13 @@ class Engine:
             The counters by name.
         """
         steps = self._steps
+        publisher = self._publisher
         return numbers(
             microsteps=steps.merge.microsteps,
             k_steps=1 if steps.local is None else steps.local.k_steps,
             loss_scale=1.0 if steps.scaler is None else steps.scaler.scale,
             bytes_dense=4 * steps.step * sum(shard_of(p).numel() for p in steps.params.values()),
-            published_step=0 if self._publisher is None else self._publisher.step,
+            published_step=0 if publisher is None else publisher.step,
             **steps.counts(),
         )
 

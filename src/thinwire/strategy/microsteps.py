@@ -294,11 +294,6 @@ class Microsteps(ABC):
             self.plan_warning = None
             warn_user(warning)
 
-    def forget_merged(self) -> None:
-        """Clear the merge, after its update was made or dropped."""
-        if self.merge.microsteps:
-            self.merge.clear()
-
 
 _WATCHED = 8
 """Updates in which an optimizer of another library is watched."""

@@ -243,7 +243,7 @@ class EveryStep(Microsteps):
             _log.info("step %d was dropped for an overflow", self.step)
         if scaler is not None:
             scaler.update(verdict is StepDecision.OVERFLOW)
-        self.forget_merged()
+        self.merge.clear()
         with state_in_errors(_UPDATE_MADE):
             self.buffers.copy_()
         self._end_round()
@@ -253,7 +253,7 @@ class EveryStep(Microsteps):
         self, means: dict[str, Tensor], own: Grads, norms: Sequence[float]
     ) -> torch.optim.Optimizer | None:
         """See `thinwire.exchange.gradients.Apply`."""
-        self.forget_merged()  # other ranks may have made the update
+        self.merge.clear()  # other ranks may have made the update
         with state_in_errors(_AFTER_EXCHANGE):
             clipped = self.clip(means, norms)
         exchanging = self._step_optimizers(clipped)
@@ -408,7 +408,7 @@ class LocalStep(Microsteps):
             _log.info("step %d was dropped for an overflow", self.step)
             self._uncounted["dropped_steps"] += 1
         if not grads or overflow or self._drops(grads):
-            self.forget_merged()
+            self.merge.clear()
             local.skip_step()  # it counts towards the next averaging
         else:
             make_step(local, partial(self._step_here, self._limited(local.step, grads)))
@@ -431,7 +431,7 @@ class LocalStep(Microsteps):
         """Make a local step. An averaging that follows, and may fail, does not undo it."""
         self._step_optimizers(self.clip(grads, []))
         self.step += 1
-        self.forget_merged()
+        self.merge.clear()
 
 
 Steps = EveryStep | LocalStep
