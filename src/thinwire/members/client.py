@@ -29,7 +29,7 @@ class HostStore:
 
     def __init__(self, host: Address, timeout: timedelta, connect_s: float) -> None:
         self._host = host
-        self._timeout = timeout
+        self._limit = timeout
         self._connect_s = connect_s
         self._lock = threading.Lock()
         try:
@@ -45,7 +45,7 @@ class HostStore:
 
     def clone(self) -> "HostStore":
         """Return the same store over a connection of its own."""
-        return HostStore(self._host, self._timeout, self._connect_s)
+        return HostStore(self._host, self._limit, self._connect_s)
 
     def close(self) -> None:
         """End the connection; a call that waits on another thread ends with an error."""
@@ -88,7 +88,7 @@ class HostStore:
 
     def multi_get(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
         """Return values; wait for all of them until the time-out."""
-        limit_s = (timeout or self._timeout).total_seconds()
+        limit_s = (timeout or self._limit).total_seconds()
         values = [value for value in self._ask("wait", str(limit_s), *keys) if value is not None]
         if len(values) < len(keys):
             raise DistStoreError(f"wait timeout after {limit_s:g} s, keys: {', '.join(keys)}")
