@@ -27,7 +27,7 @@ LINKED = [
 FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SCRIPT = re.compile(r"# (\w+\.py): torchrun --nproc-per-node 2 \1\n")
 LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
-LANGUAGES = {"python", "bash", "yaml", "text", "diff", "", "{toctree}"}
+LANGUAGES = {"python", "bash", "yaml", "text", "diff", "ini", "", "{toctree}"}
 """Another spelling of python would hide a sample from these tests."""
 
 

@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -97,7 +98,9 @@ def token_in(folder: str | Path) -> Path:
 def host_command(*options: str, namespace: int = -1) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`thinwire host` as a process, in the namespace of a descriptor, and its address."""
     there = [sys.executable, enter.__file__, str(namespace), str(os.getpid())]
-    command = [*there, sys.executable, "-m", "thinwire", "host", *options]
+    # no run of an earlier test at the same address
+    kept = () if "--journal" in options else ("--journal", f"{tempfile.mkdtemp()}/runs")
+    command = [*there, sys.executable, "-m", "thinwire", "host", *options, *kept]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     passed = () if namespace < 0 else (namespace,)
     with running(command, cwd=Path.cwd(), pass_fds=passed, **pipes) as process:

@@ -140,7 +140,9 @@ def test_where_something_else_listens() -> None:
 
 def test_store_of_torch_is_no_meeting_point() -> None:
     server = TCPStore("127.0.0.1", 0, None, True, TIMEOUT, wait_for_workers=False)
-    assert "no meeting place" in refused(f"tcp://127.0.0.1:{server.port}", TOKEN, PeerLost)
+    assert "no meeting place" in refused(
+        f"tcp://127.0.0.1:{server.port}", TOKEN, PeerStalled, SHORT
+    )
 
 
 @pytest.mark.parametrize(

@@ -395,7 +395,7 @@ def _ending(rank: int, size: int, address: str, folder: str, case: str) -> tuple
     net = model(rank)
     optimizer = torch.optim.SGD(net.parameters(), 0.05)
     strategy = tw.DistributedStrategy(localsgd=tw.LocalSGD(4, begin_step=0))
-    passed, connect_all = api.Membership.accept_agreement, api.membership.MemberGroups
+    passed, connect_all = api.Membership.accept_agreement, api.watcher.MemberGroups
     heard = failures = 0
     last = {"one after another": (6, 14, 22), "closed inside": (14, 14, 6), "forgotten": (8, 8, 8)}
 
@@ -537,7 +537,7 @@ def _walled_off(rank: int, size: int, address: str, flag: str) -> Any:
         raise PeerStalled("said so by the test")
 
     options = {"founders": size - 1, "flag": flag, "step_s": 0.05, "steps": 120}
-    groups = refused if rank == size - 1 else api.membership.MemberGroups
+    groups = refused if rank == size - 1 else api.watcher.MemberGroups
     with patch.object(api.watcher, "MemberGroups", groups):
         return member(rank, size, address, SPARSE, **options)  # type: ignore[arg-type]
 

@@ -33,7 +33,7 @@ class Membership:
         self.shared = Shared(own_id, terms.timeout_s)
         self.watcher = Watcher(kv, self.shared, terms)
         self._thread = threading.Thread(
-            target=self.watcher.run, name="thinwire-members", daemon=True
+            target=self.watcher.form_generations, name="thinwire-members", daemon=True
         )
 
     def meet(self, founders: tuple[str, ...] | None = None) -> None:

@@ -27,6 +27,8 @@ POLL_S = 0.2
 """Seconds between two looks at the host."""
 _ANNOUNCE_S = 2.0
 """Time for members to announce themselves after a break; each does so within `POLL_S`."""
+_QUIET_S = 1.0
+"""Time since the last announcement after which the missing ones are left out."""
 _ALIVE_S = 3.0
 """Age in seconds from which a process without a new heartbeat counts as gone."""
 BUSY_BEAT_S = 1.2
@@ -164,7 +166,7 @@ class Watcher:
         self._unread: list[int] = []
         self._checked_s: dict[int, float] = {}
 
-    def run(self) -> None:
+    def form_generations(self) -> None:
         """Meet the others, then watch and do what the main thread asks, until this member ends."""
         try:
             self._meet()
@@ -535,9 +537,9 @@ class Watcher:
         """Return the next generation, of those present; they may need `connecting_s` more."""
         # the store keeps what is written first: a side that does not reach it forms none
         number = old.number + 1
-        begun = time.monotonic()
+        begun = grown_s = time.monotonic()
         self.kv.put(f"alive/{number}/{self.own_id}", self.shared.announcement(connecting_s))
-        news = 0
+        news = count = 0
         while True:
             self._beat()
             # taken before the announcements are read: every member had this long to announce itself
@@ -545,6 +547,9 @@ class Watcher:
             news, written, announced = self._announced(number, old.ids, news)
             if written is not None:
                 return written
+            if len(announced) > count:
+                count = len(announced)
+                grown_s = time.monotonic()
             missing = [member for member in old.ids if member not in announced]
             self._poll_heartbeats(missing)
             silent_s = min(map(self._silent_s, missing), default=math.inf)
@@ -556,6 +561,8 @@ class Watcher:
             most = not lost or 2 * len(decision.ids) > old.size - left
             limit_s = _ANNOUNCE_S if enough and most else self.timeout_s
             late = waited_s > self.timeout_s or silent_s > limit_s
+            # those that were all late announce themselves one after the other
+            late = late and time.monotonic() - grown_s > _QUIET_S
             if not missing or (late and waited_s > _ANNOUNCE_S + max(connecting, default=0.0)):
                 if enough:
                     return self._decided(number, decision)

@@ -157,7 +157,8 @@ def job_files(run: Run, rank: int, addresses: Sequence[str]) -> dict[str, str]:
         files["token"] = run.token_file.read_text(encoding="ascii")
         files["env"] += export({"THINWIRE_ADDRESS": f"tcp://{host_port(first, run.port)}"})
         files["env"] += f'export THINWIRE_TOKEN_FILE="$PWD/{token}"\n'
-        files["host.sh"] = _script("host", run.host_command(host_port(first, run.port), token))
+        command = run.host_command(host_port(first, run.port), f"{token} --journal .thinwire/runs")
+        files["host.sh"] = _script("host", f"rm -f .thinwire/runs; {command}")  # of an earlier run
     else:
         files["env"] += interface(addresses[rank])
     return files
