@@ -425,7 +425,7 @@ def test_receiver_that_reads_nothing_delays_its_senders() -> None:
             before = resident_bytes()
             client.send(api.Kind.DATA, bytes(size))
             time.sleep(1.0)
-            assert resident_bytes() - before < size + (24 << 20)
+            assert resident_bytes() - before < size + (24 << 20) + api.relay._QUEUE_BYTES
             taken = 0
             while taken < size:
                 taken += len(slow.recv(1 << 20))
@@ -520,6 +520,22 @@ def test_a_state_that_was_sent_has_arrived(monkeypatch: pytest.MonkeyPatch) -> N
         thread.join(PATIENCE_S)
         recipient.line.close()
     assert torch.equal(received[0].tensors["w"], sent["w"])
+
+
+def test_one_that_reads_nothing_slows_nobody_down() -> None:
+    """The others have all messages, up to the bytes that may wait for it."""
+    message = bytes(range(256)) * (1 << 14)
+    with relay_alone() as place:
+        clients = [api.RelayClient(place, "room", rank, 3) for rank in range(2)]
+        with rank_by_hand(place, "room", 2):
+            assert all(client.wait_for_all(PATIENCE_S) for client in clients)
+            for number in range(6):
+                clients[0].send(api.Kind.DATA, message)
+                wanted = {0: clients[1].claim(api.Kind.DATA, 0)}
+                until(lambda wanted=wanted: clients[1].arrived(api.Kind.DATA, wanted), str(number))
+                assert clients[1].pop(api.Kind.DATA, wanted)[0] == message
+        for client in clients:
+            client.close()
 
 
 def test_a_message_too_long_for_a_relay_is_an_error() -> None:

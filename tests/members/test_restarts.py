@@ -219,3 +219,37 @@ def test_a_full_disk_does_not_stop_the_host(tmp_path: Path) -> None:
     assert store.values == {b"run/a/gen": bytes(100)}
     assert "not kept in a file any more" in lines[0]
     assert not journal.path.exists()
+
+
+@pytest.mark.slow
+def test_a_run_is_ended_for_all_its_members(ranks: Pool, token_file: str, tmp_path: Path) -> None:
+    """After the same averaging; then its name begins another run, at a restarted host too."""
+    flag, journal = tmp_path / "flag", tmp_path / "journal"
+    port = free_port()
+    where = ["--bind", f"127.0.0.1:{port}", "--token-file", token_file]
+    options = OPTIONS | {"token_file": token_file, "steps": 10_000, "flag": str(flag)}
+    command = [sys.executable, "-m", "thinwire", "host", *where, "--end"]
+    ended = []
+
+    def end() -> None:
+        until(flag.exists, "the first averagings")
+        for name in ("other", "test"):
+            ended.append(
+                subprocess.run([*command, name], check=False, capture_output=True, text=True)
+            )
+
+    thread = threading.Thread(target=end)
+    with host_command(*where, "--journal", str(journal)) as (_, address):
+        thread.start()
+        found = ranks.run(trains, address, options, size=3, group=False)
+        thread.join()
+    assert all(one["left"] for one in found)
+    assert len({max(one["rounds"]) for one in found}) == 1
+    same_rounds(found)
+    assert "knows no such run" in ended[0].stderr
+    assert "these leave after their next averaging" in ended[1].stdout
+    assert ended[1].stdout.count(",") == 2
+    options = OPTIONS | {"token_file": token_file, "steps": 8}
+    with host_command(*where, "--journal", str(journal)) as (_, address):
+        again = ranks.run(trains, address, options, size=2, group=False)
+    assert [one["step"] for one in again] == [8, 8]

@@ -206,8 +206,8 @@ class HeartbeatThread:
         own = self._own_connections
         if own is None:  # the thread is connecting
             own = _connections_to(self._host) - self._other_connections
-        for connection in own:
-            shut_down(connection)
+        if len(own) == 1:  # else other code has connected to the store meanwhile
+            shut_down(*own)
 
 
 _heartbeat_threads: set[HeartbeatThread] = set()

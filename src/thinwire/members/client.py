@@ -14,14 +14,6 @@ from thinwire.members.server import GREETING, LENGTH, MOST_BYTES, framed, unfram
 
 _UNANSWERED_S = 5
 """Seconds without the host's acknowledgement after which a connection counts as lost."""
-_OPTIONS = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNANSWERED_S),
-)
-"""With which the kernel ends a connection to a machine that is gone; a stopped process answers."""
 
 
 class HostStore:
@@ -37,8 +29,15 @@ class HostStore:
             # not in `close`: another thread may wait for an answer
             weakref.finalize(self, self._socket.close)
             self._socket.settimeout(None)
-            for option in _OPTIONS:
-                self._socket.setsockopt(*option)
+            # the kernel ends a connection to a machine that is gone; a stopped process answers
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in (
+                (socket.TCP_NODELAY, 1),
+                (socket.TCP_KEEPIDLE, 1),
+                (socket.TCP_KEEPINTVL, 1),
+                (socket.TCP_USER_TIMEOUT, 1000 * _UNANSWERED_S),
+            ):
+                self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
             self._socket.sendall(GREETING)
         except OSError as error:
             raise DistNetworkError(f"no connection to tcp://{host}: {error}") from None

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,6 +31,7 @@ thinwire host --bind 10.0.0.1:29400 --token-file token --page 8080
 thinwire host --bind 203.0.113.7:29400 --token-file token --relay --cert cert.pem --key key.pem
 """
 _BACKLOG = 512
+_END_S = 10.0
 _EVERYWHERE = {"*": "0.0.0.0"}
 _REASONS: dict[int | None, str] = {
     errno.EADDRINUSE: "the port is in use: take another one, or end the process that uses it",
@@ -51,6 +53,7 @@ def host(
     page: int | None = None,
     journal: Path | None = None,
     recover: _Flag = False,
+    end: str | None = None,
     quiet: _Flag = False,
 ) -> None:
     """Run the meeting place of runs whose members join and leave: tw.join names its address.
@@ -75,6 +78,8 @@ def host(
             address in ~/.local/state/thinwire, unless the port is 0.
         recover: If that file is lost: go on with the members that are back, also with half of them
             or fewer. Only if the others have ended.
+        end: Let all members of this run leave after their next averaging, and exit. The host runs
+            at --bind.
         quiet: Print only the address on which it listens.
     """
     if new_token is not None:
@@ -94,6 +99,9 @@ def host(
     # before torch is loaded: else it logs every malformed message at length, and the store waits
     # for the reader of that log
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if end is not None:
+        print(_ended(requested, end, token))
+        return
     with contextlib.ExitStack() as ends:
         listener = ends.enter_context(_listener(requested, public=public))
         where = Address(*listener.getsockname()[:2])
@@ -146,6 +154,20 @@ def host(
             recover=recover,
         )
         say("ended: members train on; start it again, so that others can join")
+
+
+def _ended(host: Address, run: str, token: bytes | None) -> str:
+    """Ask the members of a run to leave; return who they are."""
+    from thinwire.members.kv import KeyValueView
+    from thinwire.members.meeting import connect  # loads torch
+    from thinwire.members.watcher import END_KEY
+
+    kv = KeyValueView(connect(f"tcp://{host}", run, token, timedelta(seconds=_END_S)))
+    members = kv.get(f"members/{kv.get('gen')}")
+    if members is None:
+        raise ValueError(f"--end {run}: the host at {host} knows no such run")
+    kv.put(END_KEY, True)
+    return f"run {run}: these leave after their next averaging: {', '.join(members['ids'])}"
 
 
 def _journal(path: Path | None, bind: Address, say: Callable[[str], None]) -> "Journal | None":

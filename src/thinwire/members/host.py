@@ -119,8 +119,9 @@ class _RunView:
 
     def is_over(self) -> bool:
         """Return True if all members have left: its name may begin another run."""
-        ids = _ids(self.known(f"members/{self.known('gen')}"))
-        return bool(ids) and all(self.known(f"left/{one}") is not None for one in ids)
+        members = self.known(f"members/{self.known('gen')}")
+        left = [self.known(f"left/{one}") is not None for one in _ids(members)]
+        return isinstance(members, dict) and all(left)
 
     def recovered(self, *, by_hand: bool) -> str:
         """Go on with a run whose file is lost, from what its members present; say how far it is."""

@@ -429,6 +429,7 @@ class Member:
         if self.group.rank == self.site.rank == 0:
             report["assign"] = self._membership.waiting_joiners()
             report["admit"] = self._membership.ready_joiners()
+            report["end"] = self._membership.shared.ending
         return report
 
     def receive_reports(self, reports: Sequence[Facts]) -> None:
@@ -448,7 +449,8 @@ class Member:
         # the generation of the agreement, equal on all members, even if a new one has formed since
         now = self.group.bound
         assert now is not None, "exchanged"
-        leaving_ids = [member for member in now.ids if member in agreed.get("leave", [])]
+        of_leaving = now.ids if agreed.get("end") else agreed.get("leave", [])
+        leaving_ids = [member for member in now.ids if member in of_leaving]
         remaining = [member for member in now.ids if member not in leaving_ids]
         admitted = [member for member in agreed.get("admit", []) if member not in now.ids]
         following = len(remaining) + len(admitted)

@@ -29,6 +29,8 @@ _HELLO_S = 5.0
 _SIGN_S = 2.0
 _SLOW_S = 120.0
 """Seconds after which a rank that reads nothing is dropped."""
+_QUEUE_BYTES = 32 << 20
+"""Bytes that may wait for a rank before those that send to it wait too."""
 _LONGEST_HELLO_BYTES = 1024
 _SENT_BY_MEMBERS = {Kind.DATA, Kind.CONTROL, Kind.DATA_DONE, Kind.CONTROL_DONE, Kind.GOODBYE}
 _MOST_PATIENCE_S = 5.0
@@ -90,6 +92,7 @@ class Relay:
         async with asyncio.timeout(_HELLO_S):
             name, rank, direct, patience_s = await self._admitted(reader, writer)
         admitted()
+        writer.transport.set_write_buffer_limits(_QUEUE_BYTES)
         with contextlib.ExitStack() as ends:
             room = self._rooms[name]
             if previous := room.pop(rank, None):  # its connection broke, and it is back

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import re
@@ -88,6 +87,8 @@ class Journal:
         self.rewrite(self.values)
 
     def _locked(self, path: Path) -> int:
+        import fcntl  # Windows has none, and members import this module
+
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -271,6 +272,7 @@ class _Front:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
                 self._strangers[sock] = task
+                await asyncio.sleep(0)  # a task that is cancelled before it runs closes nothing
                 if len(self._strangers) > MOST_CONNECTIONS:
                     self._strangers.pop(next(iter(self._strangers))).cancel()
 

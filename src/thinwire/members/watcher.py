@@ -40,6 +40,8 @@ _COME_BACK_S = 1.0
 CONNECT_S = 10.0
 """Longest time in seconds for the members of a generation to connect."""
 _MAX_ATTEMPTS = 3
+END_KEY = "end"
+"""Key that asks all members to leave."""
 _HELLOS = "hellos"
 """Key of the next free request number; a hint where to begin to search."""
 ALL_ATTEMPTS_S = (_MAX_ATTEMPTS + 2) * (CONNECT_S + _ANNOUNCE_S)
@@ -85,7 +87,7 @@ class Shared:
         """Members whose answers the last agreement holds, in the order of the answers."""
         self.recorded: tuple[int, tuple[bytes, ...], tuple[str, ...]] | None = None
         """Agreement that only other members had received, until the main thread takes it."""
-        self.frozen = self.voted = False
+        self.frozen = self.voted = self.ending = False
         self.expected: tuple[str, ...] = ()
         """Members of the latest generation, for a joiner that waits."""
         self.last_alive_s = time.monotonic()
@@ -377,8 +379,8 @@ class Watcher:
             if not self._is_known():
                 return
             other = now.ids[self._beat_count % now.size]
-            keys = [f"break/{now.number}", f"members/{now.number + 1}", f"hb/{other}"]
-            broken, following, beat = self.kv.look(keys)[1]
+            keys = [f"break/{now.number}", f"members/{now.number + 1}", f"hb/{other}", END_KEY]
+            broken, following, beat, end = self.kv.look(keys)[1]
             if broken is not None:
                 self.regroup("another member reported it")
                 return
@@ -389,6 +391,9 @@ class Watcher:
                 return
             if now.rank == 0:
                 self._check_joiners()
+                if end is not None:  # its own thread reports it to the others
+                    shared.ending = True
+                    self.kv.put(END_KEY, None)  # not for a later run of this name
             self._take_heartbeat(other, beat)
             shown = shared.shown
             shared.shown = {}
