@@ -3,15 +3,19 @@
 import contextlib
 import socket
 import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 from torch.distributed import DistNetworkError, DistStoreError
 
+from thinwire._watchdog import addresses_of
+from thinwire.errors import PeerLost, PeerStalled
 from thinwire.members.credentials import Address
 from thinwire.members.server import GREETING, LENGTH, MOST_BYTES, framed, unframed
 
+_SHORTEST_S = 0.1
 _UNANSWERED_S = 5
 """Seconds without the host's acknowledgement after which a connection counts as lost."""
 
@@ -24,23 +28,23 @@ class HostStore:
         self._limit = timeout
         self._connect_s = connect_s
         self._lock = threading.Lock()
-        try:
-            self._socket = socket.create_connection(host, connect_s)
-            # not in `close`: another thread may wait for an answer
-            weakref.finalize(self, self._socket.close)
-            self._socket.settimeout(None)
-            # the kernel ends a connection to a machine that is gone; a stopped process answers
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in (
-                (socket.TCP_NODELAY, 1),
-                (socket.TCP_KEEPIDLE, 1),
-                (socket.TCP_KEEPINTVL, 1),
-                (socket.TCP_USER_TIMEOUT, 1000 * _UNANSWERED_S),
-            ):
-                self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
+        self._socket = _connected(host, connect_s)
+        # not in `close`: another thread may wait for an answer
+        weakref.finalize(self, self._socket.close)
+        self.own_address = str(self._socket.getsockname()[0])
+        """Address of this machine from which it reaches the host."""
+        self._socket.settimeout(None)
+        # the kernel ends a connection to a machine that is gone; a stopped process answers
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (
+            (socket.TCP_NODELAY, 1),
+            (socket.TCP_KEEPIDLE, 1),
+            (socket.TCP_KEEPINTVL, 1),
+            (socket.TCP_USER_TIMEOUT, 1000 * _UNANSWERED_S),
+        ):
+            self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
+        with self._explaining():
             self._socket.sendall(GREETING)
-        except OSError as error:
-            raise DistNetworkError(f"no connection to tcp://{host}: {error}") from None
 
     def clone(self) -> "HostStore":
         """Return the same store over a connection of its own."""
@@ -53,16 +57,20 @@ class HostStore:
 
     def _ask(self, *parts: str | bytes) -> list[bytes | None]:
         message = framed([part.encode() if isinstance(part, str) else part for part in parts])
-        with self._lock:
-            try:
-                self._socket.sendall(message)
-                (length,) = LENGTH.unpack(self._read(LENGTH.size))
-                if length > MOST_BYTES:
-                    raise ValueError("it is no host of thinwire")
-                return unframed(self._read(length))
-            except (OSError, ValueError) as error:
-                self.close()
-                raise DistNetworkError(f"the connection was lost: {error}") from None
+        with self._lock, self._explaining():
+            self._socket.sendall(message)
+            (length,) = LENGTH.unpack(self._read(LENGTH.size))
+            if length > MOST_BYTES:
+                raise ValueError("it is no host of thinwire")
+            return unframed(self._read(length))
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            self.close()
+            raise DistNetworkError(f"the connection was lost: {error}") from None
 
     def _read(self, nbytes: int) -> bytes:
         found = bytearray()
@@ -117,3 +125,38 @@ class HostStore:
     def age_s(self) -> float:
         """Return the seconds since the host was started."""
         return float(self._ask("age")[0] or 0)
+
+
+def _connected(host: Address, limit_s: float) -> socket.socket:
+    """Return a connection to a listening host."""
+    try:
+        return _first_connection(host, time.monotonic() + limit_s)
+    except socket.gaierror as error:
+        raise PeerLost(
+            f"{host.host} does not resolve to an address: {error.strerror or error}"
+        ) from None
+    except ConnectionRefusedError as error:
+        raise PeerLost(
+            f"nothing listens at tcp://{host} ({error.strerror}): start `thinwire host "
+            f"--bind {host}` there first"
+        ) from None
+    except OSError as error:  # no answer in time, or no route
+        why = f" ({error.strerror})" if error.strerror else ""
+        raise PeerStalled(
+            f"nothing answers at tcp://{host} within {limit_s:g} s{why}: is the machine up, and "
+            "does a firewall let the port through?"
+        ) from None
+
+
+def _first_connection(host: Address, until: float) -> socket.socket:
+    addresses = addresses_of(host.host, until - time.monotonic())
+    # one after the other: there may be no route to the first, such as over IPv6
+    for tried, address in enumerate(addresses, 1):
+        rest = len(addresses) - tried
+        part_s = max(until - time.monotonic(), _SHORTEST_S) / (1 + rest)
+        try:
+            return socket.create_connection((address, host.port), timeout=part_s)
+        except OSError:
+            if rest == 0:
+                raise
+    raise AssertionError(f"{host.host} has been found without an address")

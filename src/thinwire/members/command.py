@@ -96,9 +96,6 @@ def host(
         raise ValueError("--cert and --key are for the relay: give --relay too")
     if key and not cert:
         raise ValueError("--cert is missing: the certificate that belongs to --key")
-    # before torch is loaded: else it logs every malformed message at length, and the store waits
-    # for the reader of that log
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if end is not None:
         print(_ended(requested, end, token))
         return

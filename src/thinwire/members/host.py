@@ -5,7 +5,7 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -39,9 +39,8 @@ def run_host(
     signer = Signer(host_secret(token))
     session = _kept_session(journal, signer) or secrets.token_hex(16)
     store = HostedStore(journal, say)
-    for prefix in _prefixes(store):
-        run = prefix.split("/")[1]
-        if _RunView(store, Signer(run_secret(token, run, session)), prefix).is_over():
+    for run, _, of_run in _runs(store, token, session):
+        if of_run.is_over():
             store.forget(f"run/{run}/")
     greeting = {"meeting": MEETING_VERSION, "thinwire": __version__, "session": session}
     content = json.dumps(greeting).encode()
@@ -55,9 +54,7 @@ def run_host(
         ready("" if shown is None else shown.url)
         reported: dict[str, str] = {}
         while not stop.wait(_LOOK_S):
-            for prefix in _prefixes(store):
-                run = prefix.split("/")[1]
-                of_run = _RunView(store, Signer(run_secret(token, run, session)), prefix)
+            for run, prefix, of_run in _runs(store, token, session):
                 generation, ids, line = _state(of_run)
                 if line is None:
                     line = of_run.recovered(by_hand=recover)
@@ -91,10 +88,14 @@ def _kept_session(journal: Journal | None, signer: Signer) -> str | None:
 _PREFIX = re.compile(rf"(run/{RUN_NAME.pattern}/(shard/[0-9]+/)?)(gen|recover/.+)".encode())
 
 
-def _prefixes(store: HostedStore) -> list[str]:
-    """Return the prefixes of the runs that have members; a stranger may write any."""
+def _runs(
+    store: HostedStore, token: bytes | None, session: str
+) -> Iterator[tuple[str, str, "_RunView"]]:
+    """Yield name, prefix and values of the runs that have members; a stranger may write any."""
     found = filter(None, map(_PREFIX.fullmatch, list(store.values)))
-    return sorted({match[1].decode() for match in found})
+    for prefix in sorted({match[1].decode() for match in found}):
+        run = prefix.split("/")[1]
+        yield run, prefix, _RunView(store, Signer(run_secret(token, run, session)), prefix)
 
 
 class _RunView:

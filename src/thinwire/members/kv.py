@@ -58,13 +58,18 @@ class AuthenticatedStore(Store):
         """End the connection; a call that waits on another thread ends with an error."""
         self._store.close()
 
+    @property
+    def own_address(self) -> str:
+        """Address of this machine from which it reaches the host."""
+        return str(self._store.own_address)
+
     def age_s(self) -> float:
         """Return the seconds since the host was started."""
         return float(self._store.age_s())
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
-        self._store.set(self._prefix + key, self._sealed(key, value))
+        self._store.set(self._prefix + key, self._signed(key, value))
 
     def get(self, key: str) -> bytes:
         """Return a value; wait for it until the store's time-out."""
@@ -97,8 +102,8 @@ class AuthenticatedStore(Store):
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
     ) -> bytes:
         """Write a value if `expected_value` is there (empty: none); return what is there then."""
-        expected = self._sealed(key, expected_value) if expected_value else b""
-        desired = self._sealed(key, desired_value)
+        expected = self._signed(key, expected_value) if expected_value else b""
+        desired = self._signed(key, desired_value)
         return self._verified(key, self._store.compare_set(self._prefix + key, expected, desired))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
@@ -115,7 +120,7 @@ class AuthenticatedStore(Store):
         limit = [] if timeout is None else [timeout]
         self._store.wait([self._prefix + key for key in keys], *limit)
 
-    def _sealed(self, key: str, value: str | bytes) -> bytes:
+    def _signed(self, key: str, value: str | bytes) -> bytes:
         content = value.encode() if isinstance(value, str) else bytes(value)
         return self._signer.sign(self._prefix + key, content)
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import socket
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -11,7 +10,7 @@ from typing import Any
 from torch.distributed import DistError
 
 from thinwire._version import __version__
-from thinwire._watchdog import Late, addresses_of, within
+from thinwire._watchdog import Late, within
 from thinwire.errors import Mismatch, PayloadCorrupt, PeerLost, PeerStalled
 from thinwire.members.client import HostStore
 from thinwire.members.credentials import (
@@ -39,11 +38,10 @@ def connect(
     host = parse_address("address", address, scheme=True)
     limit_s = min(timeout.total_seconds(), at_most_s)
     begun = time.monotonic()
-    reached_from(host, limit_s)
     where = f"tcp://{host}"
+    store = HostStore(host, timeout, limit_s)
     try:
         left_s = max(limit_s - (time.monotonic() - begun), _SHORTEST_S)
-        store = HostStore(host, timeout, left_s)
         session = within(
             left_s, lambda: _checked_session(store, token, host), name="thinwire-meeting"
         )
@@ -74,43 +72,6 @@ def require_same(store: AuthenticatedStore, facts: Mapping[str, Any]) -> None:
                 f"this member does not fit the run: {name} is {own_value} here and {run_value} "
                 "there. Start it as the others were started, or as another run"
             )
-
-
-def reached_from(host: Address, limit_s: float) -> str:
-    """Return the address of this machine from which it reaches a listening host."""
-    # torch would retry until the time-out where no process listens
-    try:
-        return _local_address(host, time.monotonic() + limit_s)
-    except socket.gaierror as error:
-        raise PeerLost(
-            f"{host.host} does not resolve to an address: {error.strerror or error}"
-        ) from None
-    except ConnectionRefusedError as error:
-        raise PeerLost(
-            f"nothing listens at tcp://{host} ({error.strerror}): start `thinwire host "
-            f"--bind {host}` there first"
-        ) from None
-    except OSError as error:  # no answer in time, or no route
-        why = f" ({error.strerror})" if error.strerror else ""
-        raise PeerStalled(
-            f"nothing answers at tcp://{host} within {limit_s:g} s{why}: is the machine up, and "
-            "does a firewall let the port through?"
-        ) from None
-
-
-def _local_address(host: Address, until: float) -> str:
-    addresses = addresses_of(host.host, until - time.monotonic())
-    # one after the other: there may be no route to the first, such as over IPv6
-    for tried, address in enumerate(addresses, 1):
-        rest = len(addresses) - tried
-        part_s = max(until - time.monotonic(), _SHORTEST_S) / (1 + rest)
-        try:
-            with socket.create_connection((address, host.port), timeout=part_s) as connection:
-                return str(connection.getsockname()[0])
-        except OSError:
-            if rest == 0:
-                raise
-    raise AssertionError(f"{host.host} has been found without an address")
 
 
 def _checked_session(store: HostStore, token: bytes | None, host: Address) -> str:

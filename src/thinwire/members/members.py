@@ -36,7 +36,7 @@ from thinwire.members.credentials import parse_address, read_token
 from thinwire.members.generation import Generation
 from thinwire.members.group import ElasticGroup, SingleRank, Site, SiteGroup
 from thinwire.members.kv import KeyValueView
-from thinwire.members.meeting import connect, reached_from, require_same
+from thinwire.members.meeting import connect, require_same
 from thinwire.members.membership import Membership
 from thinwire.members.relay import relay_key
 from thinwire.members.transfer import (
@@ -690,7 +690,7 @@ def join(
     site = SingleRank() if mesh is None else Site(mesh, timeout_s)
     reach = partial(connect, address, run, token, limit)
     kv = KeyValueView(reach(), timeout_s, reach)
-    own_address = None if relay else reached_from(host, timeout_s)
+    own_address = None if relay else kv.store.own_address
     endpoint = RelayEndpoint(*host, relay_key(token), tls, own_address, timeout_s / 4)
     if relay:
         require_relay(endpoint, timeout_s)

@@ -391,7 +391,7 @@ class Watcher:
                 return
             if now.rank == 0:
                 self._check_joiners()
-                if end is not None:  # its own thread reports it to the others
+                if end is not None:  # the main thread reports it to the others
                     shared.ending = True
                     self.kv.put(END_KEY, None)  # not for a later run of this name
             self._take_heartbeat(other, beat)
