@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError
 
@@ -55,7 +56,7 @@ class HostStore:
         with contextlib.suppress(OSError):  # it has ended
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _ask(self, *parts: str | bytes) -> list[bytes | None]:
+    def _ask(self, *parts: str | bytes) -> list[Any]:
         message = framed([part.encode() if isinstance(part, str) else part for part in parts])
         with self._lock, self._explaining():
             self._socket.sendall(message)
@@ -87,7 +88,7 @@ class HostStore:
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Write a value if `expected` is there (empty: none); return what is there then."""
-        return self._ask("swap", key, expected, desired)[0] or b""
+        return bytes(self._ask("swap", key, expected, desired)[0])
 
     def get(self, key: str) -> bytes:
         """Return a value; wait for it until the time-out."""
@@ -96,8 +97,8 @@ class HostStore:
     def multi_get(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
         """Return values; wait for all of them until the time-out."""
         limit_s = (timeout or self._limit).total_seconds()
-        values = [value for value in self._ask("wait", str(limit_s), *keys) if value is not None]
-        if len(values) < len(keys):
+        values = self._ask("wait", str(limit_s), *keys)
+        if None in values:
             raise DistStoreError(f"wait timeout after {limit_s:g} s, keys: {', '.join(keys)}")
         return values
 
@@ -114,17 +115,17 @@ class HostStore:
     ) -> tuple[int, list[bytes | None]]:
         """Return the values of keys, or None; see `AuthenticatedStore`."""
         number, *values = self._ask("look", str(limit_s), str(since), *keys)
-        return int(number or 0), values
+        return int(number), values
 
     def entries(self, prefix: str) -> list[tuple[str, bytes]]:
         """Return keys with this prefix and their values."""
         found = self._ask("list", prefix)
-        pairs = zip(found[::2], found[1::2], strict=True)
-        return [((key or b"").decode(errors="replace"), value or b"") for key, value in pairs]
+        keys = [key.decode(errors="replace") for key in found[::2]]
+        return [*zip(keys, found[1::2], strict=True)]
 
     def age_s(self) -> float:
         """Return the seconds since the host was started."""
-        return float(self._ask("age")[0] or 0)
+        return float(self._ask("age")[0])
 
 
 def _connected(host: Address, limit_s: float) -> socket.socket:

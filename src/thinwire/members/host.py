@@ -128,9 +128,10 @@ class _RunView:
         """Go on with a run whose file is lost, from what its members present; say how far it is."""
         # more than half of the members of the latest generation that anybody presents: its members
         # that are not back may have formed a later one
-        start = f"{self._prefix}recover/"
-        names = [key.decode() for key in list(self._store.values) if key.startswith(start.encode())]
-        found = {name[len(start) :]: self.known(name[len(self._prefix) :]) for name in names}
+        start = f"{self._prefix}recover/".encode()
+        keys = [key for key in list(self._store.values) if key.startswith(start)]
+        names = [key[len(start) :].decode() for key in keys]
+        found = {one: self.known(f"recover/{one}") for one in names}
         shown = {one: value for one, value in found.items() if _is_presented(value)}
         if not shown:
             return ""
@@ -153,15 +154,17 @@ class _RunView:
 
 def _is_presented(value: Any) -> bool:
     """Return True for what a member presents; without a token a stranger may write anything."""
-    numbers = [value.get(name) for name in ("number", "votes")] if isinstance(value, dict) else [""]
-    whole = all(type(number) is int for number in numbers)
-    return whole and bool(_ids(value)) and isinstance(value.get("timeout_s"), int | float)
+    if not _ids(value):
+        return False
+    whole = all(type(value.get(name)) is int for name in ("number", "votes"))
+    return whole and isinstance(value.get("timeout_s"), int | float)
 
 
 def _ids(value: Any) -> list[str]:
     found = value.get("ids") if isinstance(value, dict) else None
-    texts = isinstance(found, list) and all(isinstance(one, str) for one in found)
-    return found if texts and found is not None else []
+    if isinstance(found, list) and all(isinstance(one, str) for one in found):
+        return found
+    return []
 
 
 def _state(of_run: _RunView) -> tuple[Any, list[str], str | None]:

@@ -201,8 +201,8 @@ class HostedStore:
                 )
                 return [b"%d" % self._revision, *map(self.values.get, keys)]
             case [b"list", prefix]:
-                found_items = [item for item in self.values.items() if item[0].startswith(prefix)]
-                return [part for item in found_items for part in item]
+                items = self.values.items()
+                return [part for item in items if item[0].startswith(prefix) for part in item]
             case [b"age"]:
                 return [b"%f" % self.age_s]
         raise ValueError("no request of a client")
