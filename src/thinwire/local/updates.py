@@ -41,6 +41,7 @@ from thinwire.local.model import (
     warn_of_others,
 )
 from thinwire.local.steps import FollowedSteps, require_tokens
+from thinwire.members.closing import Late
 from thinwire.members.members import AWAY, Member, Members, member_of
 from thinwire.wire.message import WIRE_VERSION
 
@@ -202,7 +203,7 @@ class LocalUpdates:
         self._when = Timetable(config, optimizer)
         self._when.keep_batch = member is not None and member.terms.keep_batch
         self._skipped = 0
-        self._looked = False
+        self._looked = self._was_late = False
         self._averager: Averager | None = None
         self._start: Mapping[str, Any] | None = None
         self._hooks: list[Any] = []
@@ -303,6 +304,7 @@ class LocalUpdates:
     @contextmanager
     def _rejoining(self) -> Iterator[None]:
         """Enter the run again if the others continued without this member, which was away."""
+        self._was_late = False
         try:
             yield
         except AWAY as error:
@@ -313,6 +315,7 @@ class LocalUpdates:
             with self._rejoining():
                 averager.pace.exclude(receive_state(averager, member, error), "joining")
             averager.group.take_regroup_s()
+            self._was_late = isinstance(error, Late)
 
     def _after_averaging(self, goes_on: bool) -> bool:
         """Admit joiners and release leaving members; return True if this rank continues."""
@@ -433,8 +436,10 @@ class LocalUpdates:
                         return
         finally:
             averager.flushing = False
-        with self._rejoining(), group.one_deadline():  # the others have flushed before it is back
-            averager.flush()
+        self._was_late = True
+        while self._was_late:  # the others wait; a member that was away finds that they have not
+            with self._rejoining(), group.one_deadline():
+                averager.flush()
         if group.size > 1 and not self._looked:
             self._looked = True
             warn_of_averages(self._tensors.model, self._when.counters.averagings)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar, final
 
 from torch.distributed import DistError, DistNetworkError, Store
@@ -241,7 +242,13 @@ class KeyValueView:
 
     def put_if_absent(self, key: str, value: Value) -> Value:
         """Write a value unless the key has one."""
-        return json.loads(self.call(lambda: self.store.compare_set(key, "", json.dumps(value))))
+        return self.swap(key, None, value)
+
+    def swap(self, key: str, before: Value, value: Value) -> Value:
+        """Write a value if `before` is there (None: nothing); return what is there then."""
+        expected = "" if before is None else json.dumps(before)
+        set_if = partial(self.store.compare_set, key, expected, json.dumps(value))
+        return json.loads(self.call(set_if))
 
     def get(self, key: str) -> Value:
         """Return the value; None if there is none."""

@@ -28,7 +28,7 @@ _TLS_CLIENT = b"\x16"
 _HELLO_S = 5.0
 _RETRY_S = 0.2
 _JOIN_S = 2.0
-_PASSING = re.compile(rb"run/[^/]+/(.*/)?(hb|shown|gloo|copy)/")
+_PASSING = re.compile(rb"run/[^/]+/(.*/)?(hb|here|shown|gloo|copy)/")
 """Keys that are of no use to a host that was restarted."""
 
 Parts = Sequence[bytes | None]

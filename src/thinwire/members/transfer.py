@@ -36,6 +36,7 @@ _MAX_PLAIN_BYTES = 64 << 20
 _BATCH_BYTES = 4 << 20
 _BLOCK_BYTES = 64 << 10
 _POLL_S = 0.1
+_WANTED_S = 1.0
 _JOIN_S = 2.0
 _log = logging.getLogger("thinwire")
 _Tensors = Mapping[str, Tensor]
@@ -81,6 +82,11 @@ class TransferContext(NamedTuple):
         return self._replace(kv=self.kv.clone())
 
 
+def wanted_key(number: int) -> str:
+    """Return the key by which a recipient asks a donor to connect."""
+    return f"copy/{number}/wanted"
+
+
 @dataclass(frozen=True)
 class Part:
     """Which of the parts of the state of a round a donor sends."""
@@ -121,8 +127,12 @@ class Donor:
         tensors: _Tensors,
         first: Iterable[StateMessage],
         busy: Callable[[], bool] = lambda: False,
+        *,
+        wanted: bool = False,
     ) -> None:
-        # `tensors` change later: this part of them is copied, and what is compared with others
+        # `tensors` change later: this part of them is copied, and what is compared with others.
+        # With `wanted` it connects once the recipient asks for it
+        self._wanted = wanted
         self.number = number
         self.joiner = joiner
         self.part = part
@@ -146,6 +156,12 @@ class Donor:
     def alive(self) -> bool:
         """True until the transfer has ended or failed."""
         return self._thread.is_alive()
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of the messages that have not been sent."""
+        with self._changed:
+            return sum(message.nbytes for message in self._messages if message is not None)
 
     def enqueue(self, message: StateMessage) -> None:
         """Send a message after the waiting ones."""
@@ -171,6 +187,8 @@ class Donor:
         try:
             context = self._context.cloned()
             part = self.part
+            if self._wanted and not self._is_wanted(context.kv):
+                return
             if part.index == 0:
                 context.kv.put(f"donor/{self.number}", part.donors)
             line = self._line = context.line(
@@ -182,6 +200,15 @@ class Donor:
                 line.close()
         except Exception as error:  # nobody waits for this thread but the joiner
             _log.warning("joiner %d was lost while it received the state: %s", self.number, error)
+
+    def _is_wanted(self, kv: KeyValueView) -> bool:
+        """Wait until the recipient asks; return False if this end is closed before."""
+        since = 0
+        while None not in self._messages:
+            since, (wanted,) = kv.look([wanted_key(self.number)], _WANTED_S, since)
+            if wanted:
+                return True
+        return False
 
     def _send_state(self, line: Line) -> None:
         digests = [[_digest(copy) for copy in copies] for copies in self._copies]
