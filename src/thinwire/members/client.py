@@ -117,6 +117,10 @@ class HostStore:
         number, *values = self._ask("look", str(limit_s), str(since), *keys)
         return int(number), values
 
+    def drop(self, prefix: str) -> None:
+        """Remove all keys with this prefix, which a host that is started again may still have."""
+        self._ask("drop", prefix)
+
     def entries(self, prefix: str) -> list[tuple[str, bytes]]:
         """Return keys with this prefix and their values."""
         found = self._ask("list", prefix)

@@ -15,7 +15,7 @@ from thinwire.comm import Group, Pending, Regrouped, is_alone, require_mesh
 from thinwire.comm.member_groups import MemberGroups
 from thinwire.comm.private import forget_ended, in_flight
 from thinwire.comm.waiting import Limit, own_deadlines, progressed, set_activity, whole_s
-from thinwire.errors import Evicted, PayloadCorrupt, PeerLost, ThinwireError
+from thinwire.errors import Evicted, PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
 from thinwire.members.closing import ClosingVote, Late
 from thinwire.members.generation import Generation, packed, unpacked
 from thinwire.members.kv import KeyValueView
@@ -201,6 +201,9 @@ class ElasticGroup(Group):
         """Exchange with all members again, unless in an attempt of a round."""
         now = self.bound
         if attempt is None and now is not None and now.present is not None:
+            if now.present.rank == 0:
+                with suppress(PeerLost, PeerStalled):  # the host need not be there
+                    self._kv.call(lambda: self._kv.store.drop(f"gloo/{now.number}/"))
             now.release_present()
             self._use(now, str(now.number))
 

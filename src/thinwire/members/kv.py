@@ -93,6 +93,10 @@ class AuthenticatedStore(Store):
         found = {key[skipped:]: value for key, value in self._store.entries(self._prefix + prefix)}
         return {rest: self._checked(prefix + rest, value) for rest, value in found.items()}
 
+    def drop(self, prefix: str) -> None:
+        """Remove all keys with this prefix, which a host that is started again may still have."""
+        self._store.drop(self._prefix + prefix)
+
     def _checked(self, key: str, found: bytes | None) -> bytes | PayloadCorrupt | None:
         try:
             return None if found is None else self._verified(key, found)

@@ -8,10 +8,9 @@ import secrets
 import socket
 import ssl
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,6 +47,7 @@ from thinwire.members.transfer import (
     Part,
     StateMessage,
     TransferContext,
+    offer_key,
     wanted_key,
 )
 from thinwire.members.watcher import CLOSED_KEY, Terms
@@ -57,8 +57,8 @@ _TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _NEWS_S = 10.0
 _MOST_KEPT = 0.1
-_MOST_WAITING = 64 << 20
-"""Bytes of rounds, beside one and a state, that wait for a late member at most."""
+_MOST_WAITING = 256 << 20
+"""Bytes of rounds, beside the last one, that wait for a late member at most."""
 _LEAVE_S = 2.0
 """Longest time in seconds for the announcement of a member that leaves."""
 _MOST_FAILURES = 3
@@ -69,9 +69,25 @@ _log = logging.getLogger("thinwire")
 Facts = Mapping[str, Any]
 
 
-def _rounds_number(averaging: int, member: str) -> int:
-    """Return the number of a transfer of averagings, from this one on, to a late member."""
-    return (1 << 62) + (averaging << 32) + zlib.crc32(member.encode())
+@dataclass(slots=True)
+class _SentRounds:
+    """Rounds that a late member receives, the first of them, and the member that sends them."""
+
+    since: int
+    donor: str
+    sending: Donor | None = None
+
+    def enqueue(self, update: StateMessage) -> None:
+        """Send one more round, if this member sends them and the late one asks in time."""
+        if self.sending is not None:
+            self.sending.enqueue(update)
+            if self.sending.waiting_bytes > update.nbytes + _MOST_WAITING:
+                self.close()
+
+    def close(self) -> None:
+        """End the transfer."""
+        if self.sending is not None:
+            self.sending.close()
 
 
 class SharedState(Protocol):
@@ -140,10 +156,12 @@ class Member:
         self._outgoing_handoff: Donor | None = None
         self._reports: Sequence[Facts] = ()
         """Reports of all members of the round, until it ends."""
-        self._late: dict[str, Donor | None] = {}
-        """Members that are late, with what sends them the rounds, if this one does."""
+        self._late: dict[str, _SentRounds] = {}
+        """Members that are late."""
         self._rounds: Download | None = None
         """Rounds that this member was late for, as long as it is."""
+        self._offers: set[int] = set()
+        """Numbers of the transfers of rounds to this member."""
         self.step: Callable[[], int] = lambda: 0
         self._samplers: dict[Any, Callable[[], Any]] = {}
         """Samplers of this member, and what returns the progress of each."""
@@ -243,8 +261,10 @@ class Member:
         self.kv.disconnect()
 
     def _close_donors(self) -> None:
-        for donor in filter(None, [*self._donors, *self._late.values()]):
+        for donor in self._donors:
             donor.close()
+        for sent in self._late.values():
+            sent.close()
         self._donors = []
         self._late = {}
 
@@ -467,6 +487,7 @@ class Member:
         assert now is not None, "exchanged"
         shared = self._membership.shared
         made = {
+            "averaging": state.averagings,
             "vote": shared.votes,
             "voters": shared.voters,
             "answers": packed(shared.answers),
@@ -495,11 +516,7 @@ class Member:
         self._donors = [donor for donor in self._donors if donor.alive]
         if update is None and (update := state.last_update()) is not None:
             update = replace(update, plain={**update.plain, "made": made})
-        self._kept = [] if update is None else [*self._kept, (state.averagings, update)]
-        whole = sum(tensor.nbytes for tensor in state.tensors().values())
-        while sum(kept.nbytes for _, kept in self._kept) > _MOST_KEPT * whole:
-            del self._kept[0]
-        self._send_to_late(state.averagings, made, update, [*remaining, *admitted], whole)
+        self._keep(state, made, update, [*remaining, *admitted])
         for donor in self._donors:
             if donor.part.index == 0:
                 assert update is not None, "somebody listens"
@@ -531,50 +548,85 @@ class Member:
                 return
             self.group.pending_after = number  # the next one connects while this member trains
 
-    def _send_to_late(
-        self,
-        averaging: int,
-        made: Facts,
-        update: StateMessage | None,
-        ids: Sequence[str],
-        whole: int,
+    def _keep(
+        self, state: SharedState, made: Facts, update: StateMessage | None, ids: Sequence[str]
     ) -> None:
+        """Keep the round for joiners, and send it to those that were late for it."""
+        for member in [one for one in self._late if one in made["voters"] or one not in ids]:
+            self._late.pop(member).close()
+        self._kept = [] if update is None else [*self._kept, (state.averagings, update)]
+        if update is not None:
+            self._send_to_late(made, update, ids)
+        whole = sum(tensor.nbytes for tensor in state.tensors().values())
+        most = max(_MOST_KEPT * whole, _MOST_WAITING * bool(self._late))
+        while sum(kept.nbytes for _, kept in self._kept) > most:
+            del self._kept[0]
+
+    def _send_to_late(self, made: Facts, update: StateMessage, ids: Sequence[str]) -> None:
         """Send the round to members that were late for it, each by one that was not."""
         voters = made["voters"]
         present = [member for member in ids if member in voters]
-        for member in [one for one in self._late if one in voters or one not in ids]:
-            if (donor := self._late.pop(member)) is not None:
-                donor.close()
         late = [one for one in made["ids"] if one in ids and one not in voters]
         for index, member in enumerate(late):
-            if member not in self._late:
-                self._late[member] = None
-                if present[index % len(present)] == self.id:
-                    number = _rounds_number(averaging, member)
-                    where = self._transfer_context, number, member, Part(0, 1, "")
-                    self._late[member] = Donor(*where, {}, [], wanted=True)
-            donor = self._late[member]
-            if donor is not None and update is not None:
-                donor.enqueue(update)
-                if donor.waiting_bytes > update.nbytes + whole + _MOST_WAITING:
-                    donor.close()  # it enters again, by blocks that differ
+            sent = self._late.get(member)
+            if sent is not None and sent.donor in ids:
+                sent.enqueue(update)
+                continue
+            since = made["averaging"] if sent is None else sent.since
+            sent = self._late[member] = _SentRounds(since, present[index % len(present)])
+            rounds = [kept for at, kept in self._kept if at >= since]
+            # without some of them it enters the run again
+            if sent.donor == self.id and len(rounds) > made["averaging"] - since:
+                number = (1 << 62) + secrets.randbits(61)
+                where = self._transfer_context, number, member, Part(0, 1, "")
+                sent.sending = Donor(*where, {}, rounds, offered_by=self.id)
 
     def catch_up(self, state: SharedState) -> None:
         """Apply the rounds that this member was late for, and continue with the others."""
         shared = self._membership.shared
-        if self._rounds is None:
-            number = _rounds_number(state.averagings + 1, self.id)
-            self.kv.put(wanted_key(number), True)
-            self._rounds = Download(self._transfer_context, number, 1, {}, state.max_bytes)
         while (closed := self.kv.get_verified(CLOSED_KEY)) and closed["vote"] > shared.votes:
-            update = self._rounds.next(wait=True)
-            assert update is not None, "waited for"
+            update = self._next_missed(state)
             made = update.plain["made"]
             state.apply(update)
             self._membership.accept_closed(made["vote"], unpacked(made["answers"]), made["voters"])
             self.receive_reports(made["reports"])
             self._end_round(state, made, update)
-            _log.info("took up round %d, for which this member was late", state.averagings)
+            _log.info("took over averaging %d, for which this member was late", state.averagings)
+
+    def _next_missed(self, state: SharedState) -> StateMessage:
+        """Return the next round that this member was late for."""
+        while True:
+            if self._rounds is None:
+                sender, number = self._offered()
+                self.kv.put(wanted_key(number), True)
+                is_there = partial(self._is_member, sender)
+                self._rounds = Download(
+                    self._transfer_context, number, 1, {}, state.max_bytes, is_there
+                )
+            try:
+                update = self._rounds.next(wait=True)
+            except PeerLost as error:  # another member sends them
+                _log.warning("asking another member for what was missed: %s", error)
+                self._close_rounds()
+                continue
+            assert update is not None, "waited for"
+            if update.plain["made"]["averaging"] > state.averagings:
+                return update
+
+    def _is_member(self, other: str) -> bool:
+        return other in self._membership.current().ids
+
+    def _offered(self) -> tuple[str, int]:
+        """Wait until a member sends the rounds that this one misses; return it, and the number."""
+        until = time.monotonic() + self.timeout_s
+        since = 0
+        while time.monotonic() < until:
+            self._membership.current()
+            since, (offer,) = self.kv.look([offer_key(self.id)], _POLL_S, since)
+            if offer is not None and offer["number"] not in self._offers:
+                self._offers.add(offer["number"])
+                return offer["by"], offer["number"]
+        raise PeerStalled("no member sends the averagings that this one was late for")
 
     def _close_rounds(self) -> None:
         if self._rounds is not None:

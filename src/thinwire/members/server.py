@@ -187,7 +187,10 @@ class HostedStore:
         match parts:
             case [b"set", key, value]:
                 self.write(key, value)
-                return []
+            case [b"drop", prefix]:
+                for key in [key for key in self.values if key.startswith(prefix)]:
+                    del self.values[key]
+                    self._revisions.pop(key, None)
             case [b"swap", key, expected, desired]:
                 return [self._swapped(key, expected, desired)]
             case [b"wait", limit_s, *keys]:
@@ -205,7 +208,9 @@ class HostedStore:
                 return [part for item in items if item[0].startswith(prefix) for part in item]
             case [b"age"]:
                 return [b"%f" % self.age_s]
-        raise ValueError("no request of a client")
+            case _:
+                raise ValueError("no request of a client")
+        return []
 
     def _swapped(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
         now = self.values.get(key)
