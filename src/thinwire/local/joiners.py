@@ -18,8 +18,8 @@ from thinwire.local.averager import Averager
 from thinwire.local.averaging import Changes, PendingAveraging, real_view, widened
 from thinwire.local.interval import Stage
 from thinwire.local.saving import copied
-from thinwire.members.group import ElasticGroup
-from thinwire.members.members import AWAY, Member
+from thinwire.members.group import AWAY, ElasticGroup
+from thinwire.members.members import Member
 from thinwire.members.transfer import StateMessage
 
 _log = logging.getLogger("thinwire")

@@ -34,7 +34,7 @@ from thinwire.errors import (
 )
 from thinwire.members.credentials import parse_address, read_token
 from thinwire.members.generation import Generation
-from thinwire.members.group import ElasticGroup, SingleRank, Site, SiteGroup
+from thinwire.members.group import AWAY, ElasticGroup, SingleRank, Site, SiteGroup
 from thinwire.members.kv import KeyValueView
 from thinwire.members.meeting import connect, require_same
 from thinwire.members.membership import Membership
@@ -58,8 +58,6 @@ _LEAVE_S = 2.0
 """Longest time in seconds for the announcement of a member that leaves."""
 _MOST_FAILURES = 3
 """Attempts to enter a run again without an averaging."""
-AWAY = Evicted, PeerLost, PeerStalled
-"""Errors of a member that was away: it reached nobody, or the others continued without it."""
 _log = logging.getLogger("thinwire")
 Facts = Mapping[str, Any]
 
@@ -230,10 +228,11 @@ class Member:
             donor.close()
         self._donors = []
 
-    def may_rejoin(self, error: ThinwireError) -> bool:
-        """Return True if this member, whose part ended by this error, may enter again."""
+    @property
+    def may_rejoin(self) -> bool:
+        """True if this member, once it was away, may enter the run again."""
         closed = self._membership.watcher.stopped.is_set()
-        return self._rejoins and not (closed or self.left) and isinstance(error, AWAY)
+        return self._rejoins and not (closed or self.left)
 
     def rejoin(self, state: SharedState, why: ThinwireError) -> None:
         """Enter the run again as a joiner that has `state`; `Evicted` after three failures."""
