@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, final
 
-from torch.distributed import DistError, DistNetworkError, Store
+from torch.distributed import DistError, DistNetworkError, DistStoreError, Store
 
 from thinwire._watchdog import Late, within
 from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
@@ -65,15 +65,15 @@ class AuthenticatedStore(Store):
 
     def age_s(self) -> float:
         """Return the seconds since the host was started."""
-        return float(self._store.age_s())
+        return float(self._store.ask("age")[0])
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
-        self._store.set(self._prefix + key, self._signed(key, value))
+        self._store.ask("set", self._prefix + key, self._signed(key, value))
 
     def get(self, key: str) -> bytes:
         """Return a value; wait for it until the store's time-out."""
-        return self._verified(key, self._store.get(self._prefix + key))
+        return self.multi_get([key])[0]
 
     def look(
         self, keys: Sequence[str], limit_s: float = 0.0, since: int = 0
@@ -83,14 +83,16 @@ class AuthenticatedStore(Store):
         Waits until one of them is written after `since`, for at most `limit_s`. A value that does
         not verify is returned as the error.
         """
-        number, found = self._store.look([self._prefix + key for key in keys], limit_s, since)
-        return number, [self._checked(*item) for item in zip(keys, found, strict=True)]
+        full = [self._prefix + key for key in keys]
+        number, *found = self._store.ask("look", str(limit_s), str(since), *full)
+        return int(number), [self._checked(*item) for item in zip(keys, found, strict=True)]
 
     def entries(self, prefix: str) -> dict[str, bytes | PayloadCorrupt | None]:
         """Return all values under keys with this prefix, by the rest of the key."""
-        skipped = len(self._prefix + prefix)
-        found = {key[skipped:]: value for key, value in self._store.entries(self._prefix + prefix)}
-        return {rest: self._checked(prefix + rest, value) for rest, value in found.items()}
+        found = self._store.ask("list", self._prefix + prefix)
+        keys = [key.decode(errors="replace").removeprefix(self._prefix) for key in found[::2]]
+        items = zip(keys, found[1::2], strict=True)
+        return {key.removeprefix(prefix): self._checked(key, value) for key, value in items}
 
     def _checked(self, key: str, found: bytes | None) -> bytes | PayloadCorrupt | None:
         try:
@@ -104,21 +106,28 @@ class AuthenticatedStore(Store):
         """Write a value if `expected_value` is there (empty: none); return what is there then."""
         expected = self._signed(key, expected_value) if expected_value else b""
         desired = self._signed(key, desired_value)
-        return self._verified(key, self._store.compare_set(self._prefix + key, expected, desired))
+        (found,) = self._store.ask("swap", self._prefix + key, expected, desired)
+        return self._verified(key, found)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Return several values, as `get` does."""
-        found = self._store.multi_get([self._prefix + key for key in keys])
+        found = self._awaited(keys, self._store.limit)
         return [self._verified(key, value) for key, value in zip(keys, found, strict=True)]
 
     def check(self, keys: list[str]) -> bool:
         """Return True if all keys exist. The values are not verified."""
-        return bool(self._store.check([self._prefix + key for key in keys]))
+        return None not in self.look(keys)[1]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys exist. The values are not verified."""
-        limit = [] if timeout is None else [timeout]
-        self._store.wait([self._prefix + key for key in keys], *limit)
+        self._awaited(keys, timeout or self._store.limit)
+
+    def _awaited(self, keys: Sequence[str], limit: timedelta) -> list[bytes]:
+        full = [self._prefix + key for key in keys]
+        values: list[bytes] = self._store.ask("wait", str(limit.total_seconds()), *full)
+        if None in values:
+            raise DistStoreError(f"wait timeout after {limit}, keys: {', '.join(full)}")
+        return values
 
     def _signed(self, key: str, value: str | bytes) -> bytes:
         content = value.encode() if isinstance(value, str) else bytes(value)
@@ -249,10 +258,6 @@ class KeyValueView:
         if isinstance(found, PayloadCorrupt):
             raise found
         return None if found is None else json.loads(found)
-
-    def has(self, key: str) -> bool:
-        """Return True if a member has written this key; a stranger's value does not count."""
-        return self.get_verified(key) is not None
 
     def get_verified(self, key: str) -> Value:
         """Return the value that a member wrote; None if there is none, or a stranger wrote it."""

@@ -105,10 +105,16 @@ class Member:
         self._identity = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.terms = terms
         self.timeout_s = terms.timeout_s
-        self.kv = kv if site.mesh is None else kv.under(f"shard/{site.rank}")
-        self._named = {} if terms.name is None else {"name": terms.name}
+        self.kv = kv
         self._facts: dict[str, Facts] = {}
         """Facts of the set-up by occasion."""
+        facts = {"shards of a site": site.size, "streams": terms.streams}
+        facts["keep_batch"] = terms.keep_batch
+        self.require_same_setup("site", facts)
+        if site.mesh is not None:  # there a host that has lost its file gets them again
+            self.kv = kv.under(f"shard/{site.rank}")
+            self.require_same_setup("site", facts)
+        self._named = {} if terms.name is None else {"name": terms.name}
         try:
             self._membership = self._join_run()
         except BaseException:
@@ -333,10 +339,8 @@ class Member:
 
     def require_same_setup(self, occasion: str, facts: Facts) -> None:
         """Raise if these facts differ from those of the other members."""
-        kv = self.kv
-        own = dict(leaves("", facts))
-        self._facts[occasion] = own
-        kv.call(lambda: require_same(kv.store.under(occasion), own))
+        self._facts[occasion] = own = dict(leaves("", facts))
+        require_same(self.kv, occasion, own)
 
     def fetch_state(self, state: SharedState) -> None:
         """Copy the state of the run from donors, and wait for admission."""
@@ -695,8 +699,6 @@ def join(
         require_relay(endpoint, timeout_s)
     streams = None if streams is None else check.integer("streams", streams, at_least=1)
     check.boolean("keep_batch", keep_batch)
-    facts = {"shards of a site": site.size, "streams": streams, "keep_batch": keep_batch}
-    kv.call(lambda: require_same(kv.store.under("site"), facts))
     terms = Terms(endpoint, min_members, start_members, timeout_s, streams, keep_batch, name)
     return Members(Member(kv, terms, site, rejoin=rejoin))
 
