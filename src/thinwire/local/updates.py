@@ -41,6 +41,7 @@ from thinwire.local.model import (
     warn_of_others,
 )
 from thinwire.local.steps import FollowedSteps, require_tokens
+from thinwire.members.group import AWAY
 from thinwire.members.members import Member, Members, member_of
 from thinwire.wire.message import WIRE_VERSION
 
@@ -309,9 +310,13 @@ class LocalUpdates:
         if not member.may_rejoin:
             raise error
         self._when.synced = False
-        averager.pace.exclude(receive_state(averager, member, error), "joining")
-        averager.group.take_regroup_s()
-        self.on_return()
+        try:
+            averager.pace.exclude(receive_state(averager, member, error), "joining")
+        except AWAY as another:
+            self._come_back(member, another)
+        else:
+            averager.group.take_regroup_s()
+            self.on_return()
 
     def _after_averaging(self, goes_on: bool) -> bool:
         """Admit joiners and release leaving members; return True if this rank continues."""

@@ -95,9 +95,7 @@ class ElasticGroup(Group):
         except AWAY as error:
             if not outermost or self.come_back is None:
                 raise
-            self._in_call = False
-            with self.one_deadline():  # it may be away again
-                self.come_back(error)
+            self.come_back(error)
         finally:
             self._in_call = not outermost
 
