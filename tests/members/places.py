@@ -69,7 +69,7 @@ class Plain(HostStore):
         return AuthenticatedStore(self, None).get(key)
 
     def check(self, keys: list[str]) -> bool:
-        return AuthenticatedStore(self, None).check(keys)
+        return None not in AuthenticatedStore(self, None).look(keys)[1]
 
 
 @contextlib.contextmanager

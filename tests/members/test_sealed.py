@@ -41,13 +41,11 @@ def test_store_calls_equal_torchs(plain: Plain, secret: bytes | None, direct: bo
     assert store.compare_set("new", "", "other") == b"mine"
     assert store.compare_set("new", "wrong", "other") == b"mine"
     assert store.compare_set("new", "mine", "next") == b"next"
-    assert store.check(["one", "new"]) is True
-    assert store.check(["one", "none"]) is False
     store.wait(["one"])
     store.wait(["one"], SHORT)
     if direct:
         assert store.clone().get("new") == b"next"
-        assert not store.under("deep").under("er").check(["new"])
+        assert store.under("deep").under("er").look(["new"])[1] == [None]
 
 
 def test_a_wait_ends_at_its_time_out(plain: Plain) -> None:

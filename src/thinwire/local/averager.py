@@ -49,10 +49,10 @@ class Averager(Synchronizer):
         averaging: Averaging,
         *,
         scaler: OwnScale | None,
-        identity: str = "",
-        digest_every: int = 0,
-        member: Member | None = None,
-        after_averaging: Callable[[bool], bool] = lambda goes_on: True,
+        identity: str,
+        digest_every: int,
+        member: Member | None,
+        after_averaging: Callable[[bool], bool],
     ) -> None:
         # after_averaging(another follows in this call) -> this rank continues with the others
         self.other_buffers = OtherBuffers(tensors)

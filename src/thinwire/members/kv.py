@@ -77,28 +77,14 @@ class AuthenticatedStore(Store):
 
     def look(
         self, keys: Sequence[str], limit_s: float = 0.0, since: int = 0
-    ) -> tuple[int, list[bytes | PayloadCorrupt | None]]:
-        """Return the values of keys, or None, in one answer, and a number for the next `since`.
+    ) -> tuple[int, list[bytes | None]]:
+        """Return what is under keys, not `verified`, and a number for the next `since`.
 
-        Waits until one of them is written after `since`, for at most `limit_s`. A value that does
-        not verify is returned as the error.
+        Waits until one of them is written after `since`, for at most `limit_s`.
         """
         full = [self._prefix + key for key in keys]
         number, *found = self._store.ask("look", str(limit_s), str(since), *full)
-        return int(number), [self._checked(*item) for item in zip(keys, found, strict=True)]
-
-    def entries(self, prefix: str) -> dict[str, bytes | PayloadCorrupt | None]:
-        """Return all values under keys with this prefix, by the rest of the key."""
-        found = self._store.ask("list", self._prefix + prefix)
-        keys = [key.decode(errors="replace").removeprefix(self._prefix) for key in found[::2]]
-        items = zip(keys, found[1::2], strict=True)
-        return {key.removeprefix(prefix): self._checked(key, value) for key, value in items}
-
-    def _checked(self, key: str, found: bytes | None) -> bytes | PayloadCorrupt | None:
-        try:
-            return None if found is None else self._verified(key, found)
-        except PayloadCorrupt as error:
-            return error
+        return int(number), found
 
     def compare_set(
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
@@ -107,16 +93,12 @@ class AuthenticatedStore(Store):
         expected = self._signed(key, expected_value) if expected_value else b""
         desired = self._signed(key, desired_value)
         (found,) = self._store.ask("swap", self._prefix + key, expected, desired)
-        return self._verified(key, found)
+        return self.verified(key, found)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Return several values, as `get` does."""
         found = self._awaited(keys, self._store.limit)
-        return [self._verified(key, value) for key, value in zip(keys, found, strict=True)]
-
-    def check(self, keys: list[str]) -> bool:
-        """Return True if all keys exist. The values are not verified."""
-        return None not in self.look(keys)[1]
+        return [self.verified(key, value) for key, value in zip(keys, found, strict=True)]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys exist. The values are not verified."""
@@ -133,7 +115,8 @@ class AuthenticatedStore(Store):
         content = value.encode() if isinstance(value, str) else bytes(value)
         return self._signer.sign(self._prefix + key, content)
 
-    def _verified(self, key: str, found: bytes) -> bytes:
+    def verified(self, key: str, found: bytes) -> bytes:
+        """Return a value; raise `PayloadCorrupt` if no member wrote it."""
         return self._signer.verify(self._prefix + key, found)
 
 
@@ -253,13 +236,6 @@ class KeyValueView:
         return json.loads(self.call(lambda: self.store.compare_set(key, "", json.dumps(value))))
 
     def get(self, key: str) -> Value:
-        """Return the value; None if there is none."""
-        (found,) = self.call(lambda: self.store.look([key]))[1]
-        if isinstance(found, PayloadCorrupt):
-            raise found
-        return None if found is None else json.loads(found)
-
-    def get_verified(self, key: str) -> Value:
         """Return the value that a member wrote; None if there is none, or a stranger wrote it."""
         return self.look([key])[1][0]
 
@@ -274,17 +250,11 @@ class KeyValueView:
         number, found = self.call(lambda: self.store.look(keys, limit_s, since))
         return number, [self._read(*item) for item in zip(keys, found, strict=True)]
 
-    def entries(self, prefix: str) -> dict[str, Value]:
-        """Return all values that members wrote under keys with this prefix, by the rest of it."""
-        found = self.call(lambda: self.store.entries(prefix))
-        read = {rest: self._read(prefix + rest, value) for rest, value in found.items()}
-        return {rest: value for rest, value in read.items() if value is not None}
-
-    def _read(self, key: str, found: bytes | PayloadCorrupt | None) -> Value:
-        if isinstance(found, PayloadCorrupt):
-            self.warn_once(key, found)
-            return None
-        return None if found is None else json.loads(found)
+    def _read(self, key: str, found: bytes | None) -> Value:
+        try:
+            return None if found is None else json.loads(self.store.verified(key, found))
+        except PayloadCorrupt as error:
+            return self.warn_once(key, error)
 
     def warn_once(self, key: str, error: PayloadCorrupt) -> None:
         """Log once per key that a stranger has written there."""

@@ -270,7 +270,7 @@ class Member:
             self._membership = membership = self._join_run()
             if membership.shared.joiner:
                 ended = ""
-        while not ended and (found := self.kv.get_verified(f"members/{known + 1}")) is not None:
+        while not ended and (found := self.kv.get(f"members/{known + 1}")) is not None:
             known += 1
             if not found["votes"]:
                 ended = f"it has begun anew, with generation {known}. Start this member again"
@@ -415,7 +415,7 @@ class Member:
 
     def _wait_for_donor(self, number: int) -> list[str]:
         began = logged = time.monotonic()
-        while (found := self.kv.get_verified(f"donor/{number}")) is None:
+        while (found := self.kv.get(f"donor/{number}")) is None:
             self._membership.require_heartbeat()
             time.sleep(_POLL_S)
             if time.monotonic() - logged > _NEWS_S:

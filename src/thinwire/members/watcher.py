@@ -42,6 +42,8 @@ CONNECT_S = 10.0
 _MAX_ATTEMPTS = 3
 END_KEY = "end"
 """Key that asks all members to leave."""
+_RECOVERING = "recovering"
+"""Key that tells founders of members that were in the run before its host lost it."""
 _HELLOS = "hellos"
 """Key of the next free request number; a hint where to begin to search."""
 _HELLOS_AT_ONCE = 16
@@ -137,7 +139,7 @@ class Shared:
 
     def say_hello(self, kv: KeyValueView, first: int | None = None, **asks: Any) -> int:
         """Ask for admission, or to found generation `first`; return the number of the request."""
-        number = max(self.next_own_hello, kv.get_verified(_HELLOS) or 0)
+        number = max(self.next_own_hello, kv.get(_HELLOS) or 0)
         while True:
             key = f"hello/{number}"
             try:
@@ -267,7 +269,8 @@ class Watcher:
         """Return True if members of a run that the host does not know may be coming back."""
         if self.kv.call(self.kv.store.age_s) < _COME_BACK_S:
             return True
-        return bool(self.kv.entries("recover/")) and self.kv.get("gen") is None
+        recovering, known = self.kv.look([_RECOVERING, "gen"])[1]
+        return recovering is not None and known is None
 
     def _present_founders(self, number: int) -> tuple[str, ...]:
         self._read_hellos()
@@ -297,9 +300,9 @@ class Watcher:
 
     def _latest_from(self, number: int) -> int:
         # a host that was started anew knows no earlier ones
-        if (hint := self.kv.get_verified("gen")) is not None:
+        if (hint := self.kv.get("gen")) is not None:
             number = max(number, int(hint))
-        while self.kv.get_verified(f"members/{number + 1}") is not None:
+        while self.kv.get(f"members/{number + 1}") is not None:
             number += 1
         return number
 
@@ -419,6 +422,7 @@ class Watcher:
         if now is None:
             raise PeerLost("the host was started anew while this member joined: join again")
         facts = {"number": now.number, "ids": now.ids, "votes": shared.votes}
+        self.kv.put(_RECOVERING, True)
         self.kv.put(f"recover/{self.own_id}", facts | {"timeout_s": self.timeout_s})
         latest, decided = self.kv.look(["gen", f"members/{now.number}"])[1]
         if latest is None:
