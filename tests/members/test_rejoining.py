@@ -404,3 +404,29 @@ def test_a_member_that_slept_comes_back_whatever_it_calls(
     assert stayed == [False, 0]
     for folder in tmp_path.glob("1/*"):  # of the state that it has, not that it had
         assert int(folder.name.rsplit("_", 1)[-1]) > 6
+
+
+def _at_the_end(rank: int, size: int, address: str, config: tw.LocalSGD) -> tuple[str, list[float]]:
+    """The loop of both ends with the averaging after which the one that slept is back."""
+    net = model(rank)
+    options = {"timeout": TIMEOUT_S, "start_members": size}
+    with in_run(address, net, config, **options) as (members, sync, optimizer):
+        own_id, last = members.id, False
+        while not last and members.id == own_id:
+            net(torch.randn(8, 24)).square().mean().backward()
+            if rank == 1 and sync.step == 6:
+                stop_for(TIMEOUT_S + 3)
+            ready = members._member._membership.ready_joiners()
+            averagings = sync.stats()["averagings"]
+            optimizer.step()
+            last = bool(ready) and sync.stats()["averagings"] > averagings
+            time.sleep(0.03)
+    return digest(sync), [float(p.detach().double().sum()) for p in net.parameters()]
+
+
+@pytest.mark.parametrize("name", ["dense", "one bit", "late", "outer momentum, parts"])
+def test_one_that_is_back_when_its_loop_ends_leaves_with_the_model_of_the_run(
+    ranks: Pool, name: str
+) -> None:
+    first, second = met(ranks, _at_the_end, CONFIGS[name], size=2)
+    assert first == second

@@ -254,7 +254,8 @@ class KeyValueView:
         try:
             return None if found is None else json.loads(self.store.verified(key, found))
         except PayloadCorrupt as error:
-            return self.warn_once(key, error)
+            self.warn_once(key, error)
+            return None
 
     def warn_once(self, key: str, error: PayloadCorrupt) -> None:
         """Log once per key that a stranger has written there."""

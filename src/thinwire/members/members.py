@@ -251,7 +251,7 @@ class Member:
             self._membership.close()
             try:
                 self._enter_again(state, known)
-            except AWAY as error:
+            except (*AWAY, QuorumLost) as error:
                 self._membership.close()
                 why = error
             else:
