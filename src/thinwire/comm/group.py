@@ -122,6 +122,8 @@ class Group:
     """Ranks that hold the same part of a model as this rank, on a group of all ranks."""
     parts: Sequence[int] = ()
     """Index of each rank's part, a shard or a stage; empty if every rank holds the whole model."""
+    early = False
+    """True if the next agreement may be made without members that are late."""
     near = False
     """True if large messages travel in few pieces; the same on all ranks. Same bits."""
     macs: MessageMacs | None = None

@@ -72,6 +72,8 @@ class Averager(Synchronizer):
         """Last applied averaging, kept while a joiner needs it."""
         self.applied = 0
         """Averagings that were applied here, whatever a loaded state counts."""
+        self.unsent = False
+        """True if this member has changes that it has not sent, after it was late or away."""
         self.weight = 1.0
         self._member = member
         self._after_averaging = after_averaging
@@ -178,11 +180,13 @@ class Averager(Synchronizer):
 
     def make(self, due: Due) -> None:
         """Average what is due, or share the first loss."""
+        # a rank that only waits for the end waits for all
+        early = not self.flushing
         if due is Due.EVERYTHING:
-            self._average("averaging", self.tensors.params)
+            self._average("averaging", self.tensors.params, early=early)
         elif due is Due.FRAGMENT:
             part = self.when.fragment
-            self._average(f"averaging part {part}", self._parts[part], part)
+            self._average(f"averaging part {part}", self._parts[part], part, early=early)
         elif due is Due.FIRST_LOSS:
             self.interval.read(self._ask("first loss").wait(), self.counters.step)
 
@@ -191,16 +195,21 @@ class Averager(Synchronizer):
         work = self.when.work_report()
         changed = list(self.tensors.changed_buffers())
         # a write that is not from these steps, such as by a second optimizer after the averaging
-        still = self.counters.averagings and not self.when.unsynced
+        still = self.counters.averagings and not (self.when.unsynced or self.unsent)
         moved = self.averaging.written() if still else None
         self.settle()
         answers = self.agreement(
-            self.counters.step, "flushing", first=False, work=work, state=changed, moved=moved
+            *(self.counters.step, "flushing"),
+            first=False,
+            work=work,
+            state=changed,
+            moved=moved,
+            unsent=self.unsent or None,
         )
         self._advance(Stage.APPLIED, goes_on=True)
         # decided from the answers, so that all ranks enter the averaging or none does: other ranks
         # may have made steps
-        some = any(steps for _, (_, steps, _) in answers.of("work"))
+        some = any(steps for _, (_, steps, _) in answers.of("work")) or any(answers.of("unsent"))
         parted = any(answers.differences("moved"))
         if some or self.counters.step > self.counters.last_full_sync:
             self._average("averaging for the last time", self.tensors.params, adapt=False)
@@ -216,17 +225,21 @@ class Averager(Synchronizer):
         *,
         adapt: bool = True,
         written: bool = False,
+        early: bool = False,
     ) -> None:
         """Average these parameters: a fragment, or everything without a delay."""
         self._advance(Stage.APPLIED, goes_on=True)  # a loaded state may hold one
         delayed = part is not None and self.config.delay > 0
         measured, problem, state = self._measure(names, keep=delayed, written=written)
+        self.group.early = early
         agreement = self._ask(phase, problem, state, part)
         pending = OneAveraging(measured, self._stages(measured, agreement, part, adapt=adapt))
         pending.advance(self._first_stage if delayed else Stage.APPLIED)
         if self.all_flush:
             return
         self.when.synced |= bool(names)
+        if part is None or len(self._parts) == 1:
+            self.unsent = False
         if delayed:
             self.pending = pending
         else:

@@ -18,6 +18,7 @@ from thinwire.local.averager import Averager
 from thinwire.local.averaging import Changes, PendingAveraging, real_view, widened
 from thinwire.local.interval import Stage
 from thinwire.local.saving import copied
+from thinwire.members.closing import Late
 from thinwire.members.group import AWAY, ElasticGroup
 from thinwire.members.members import Member
 from thinwire.members.transfer import StateMessage
@@ -39,6 +40,11 @@ def receive_state(averager: Averager, member: Member, why: ThinwireError | None 
         averager.pending = None  # of a loaded state: the others have applied it
         if why is None:
             member.fetch_state(state)
+        elif isinstance(why, Late):
+            try:
+                member.catch_up(state)
+            finally:
+                state.begin()
         else:
             member.rejoin(state, why)
         for optimizer in averager.tensors.optimizers:
@@ -157,11 +163,13 @@ class JoinerState:
         self._averager.other_buffers.take_(given.tensors)
         self._when.load(given.plain["timetable"])
         if given.last:
-            self._begin()
+            self.begin()
 
-    def _begin(self) -> None:
+    @torch.no_grad()
+    def begin(self) -> None:
         """Continue from the shared state: parameters at their anchors, but for what was kept."""
         tensors, averager = self._tensors, self._averager
+        averager.unsent = bool(self._unsent)
         tensors.forget_common()
         for tensor in self._own_tensors().values():
             tensor.zero_()

@@ -41,6 +41,7 @@ from thinwire.local.model import (
     warn_of_others,
 )
 from thinwire.local.steps import FollowedSteps, require_tokens
+from thinwire.members.closing import Late
 from thinwire.members.group import AWAY
 from thinwire.members.members import Member, Members, member_of
 from thinwire.wire.message import WIRE_VERSION
@@ -203,7 +204,7 @@ class LocalUpdates:
         self._when = Timetable(config, optimizer)
         self._when.keep_batch = member is not None and member.terms.keep_batch
         self._skipped = 0
-        self._looked = False
+        self._looked = self._was_late = False
         self._averager: Averager | None = None
         self._start: Mapping[str, Any] | None = None
         self._hooks: list[Any] = []
@@ -307,7 +308,7 @@ class LocalUpdates:
     def _come_back(self, member: Member, error: ThinwireError) -> None:
         """Enter the run again, in which the others continued without this member."""
         averager = open_averager(self, or_left=True)
-        if not member.may_rejoin:
+        if not member.may_rejoin(error):
             raise error
         self._when.synced = False
         try:
@@ -316,6 +317,7 @@ class LocalUpdates:
             self._come_back(member, another)
         else:
             averager.group.take_regroup_s()
+            self._was_late = isinstance(error, Late)
             self.on_return()
 
     def _after_averaging(self, goes_on: bool) -> bool:
@@ -429,16 +431,19 @@ class LocalUpdates:
         self._steps.finish()
         group = averager.group
         averager.all_flush, averager.flushing = False, True
-        with group.one_deadline():
-            try:
-                with own_deadlines():
-                    while self.config.by_time and not averager.all_flush:
-                        self._follow(averager.end_round)
-                        if self.left:
-                            return
-            finally:
-                averager.flushing = False
-            averager.flush()
+        self._was_late = True
+        while self._was_late:  # the others wait; a member that was away finds that they have not
+            with group.one_deadline():
+                try:
+                    with own_deadlines():
+                        while self.config.by_time and not averager.all_flush:
+                            self._follow(averager.end_round)
+                            if self.left:
+                                return
+                finally:
+                    averager.flushing = False
+                averager.flush()
+                self._was_late = False
         if group.size > 1 and not self._looked:
             self._looked = True
             warn_of_averages(self._tensors.model, self._when.counters.averagings)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from thinwire.comm.macs import MessageMacs
 from thinwire.comm.member_groups import MemberGroups
 
 
@@ -16,6 +17,8 @@ class Decision:
     continuing: tuple[str, ...]
     votes: int
     answers: tuple[bytes, ...] = ()
+    voters: tuple[str, ...] = ()
+    """Members whose answers these are, in their order."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return a form that JSON can represent."""
@@ -25,7 +28,8 @@ class Decision:
     def from_dict(cls, value: Mapping[str, Any]) -> "Decision":
         """Return the decision that `to_dict` wrote."""
         answers = tuple(unpacked(value["answers"]))
-        return cls(tuple(value["ids"]), tuple(value["continuing"]), value["votes"], answers)
+        ids, continuing = tuple(value["ids"]), tuple(value["continuing"])
+        return cls(ids, continuing, value["votes"], answers, tuple(value["voters"]))
 
 
 @dataclass
@@ -39,11 +43,34 @@ class Generation:
     continuing: tuple[str, ...]
     """Members that were in the one before, all after an agreement; the others are joiners."""
     groups: MemberGroups | None = None
+    present: "Generation | None" = None
+    """Those of its members that make the present round, if others are late."""
+    macs: tuple[MessageMacs | None, MessageMacs | None] | None = None
+    """MACs of its messages and agreements, which count them."""
+
+    def present_ids(self, present: Sequence[str] | None) -> tuple[str, ...]:
+        """Return its members among those present; None: all."""
+        return self.ids if present is None else tuple(one for one in self.ids if one in present)
 
     def disconnect(self) -> None:
         """End all waits of its members for each other."""
         if self.groups is not None:
             self.groups.disconnect()
+        if self.present is not None:
+            self.present.disconnect()
+
+    def release(self) -> None:
+        """Close the connections of its members for good."""
+        if self.groups is not None:
+            self.groups.release()
+            self.groups = None
+        self.release_present()
+
+    def release_present(self) -> None:
+        """Close the connections of a round that some members were late for."""
+        if self.present is not None:
+            self.present.release()
+            self.present = None
 
     @property
     def size(self) -> int:
@@ -72,7 +99,8 @@ def next_decision(
     lost = [member for member in continuing if member not in left and member not in present]
     stay = tuple(member for member in present if member in continuing)
     answers = tuple(unpacked(latest["answers"]))
-    return Decision(tuple(present), stay, latest["votes"], answers), lost
+    voters = tuple(latest["voters"])
+    return Decision(tuple(present), stay, latest["votes"], answers, voters), lost
 
 
 def _connected(reached: Mapping[str, Sequence[str]], first: str) -> list[str]:

@@ -12,14 +12,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.comm import Group, Pending, Regrouped, is_alone, require_mesh
+from thinwire.comm.member_groups import MemberGroups
 from thinwire.comm.private import forget_ended, in_flight
-from thinwire.comm.waiting import own_deadlines, progressed, whole_s
+from thinwire.comm.waiting import Limit, own_deadlines, progressed, set_activity, whole_s
 from thinwire.errors import Evicted, PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
+from thinwire.members.closing import ClosingVote, Late
 from thinwire.members.generation import Generation, packed, unpacked
+from thinwire.members.kv import KeyValueView
 from thinwire.members.membership import Membership
-from thinwire.members.watcher import BUSY_BEAT_S
+from thinwire.members.watcher import BUSY_BEAT_S, CONNECT_S, Terms
 
-AWAY = Evicted, PeerLost, PeerStalled
+AWAY = Evicted, Late, PeerLost, PeerStalled
 """Errors of a member that was away: it reached nobody, or the others continued without it."""
 
 
@@ -32,9 +35,11 @@ class ElasticGroup(Group):
     static_membership = False
     _advice = ""
 
-    def __init__(self, membership: Membership) -> None:
+    def __init__(self, membership: Membership, kv: KeyValueView, terms: Terms) -> None:
         self.membership = membership
-        self._begin(membership.timeout_s)
+        self._begin(terms.timeout_s)
+        self._kv = kv
+        self._terms = terms
         self.on_rebind: list[Callable[[], None]] = []
         self.bound: Generation | None = None
         self.pending_after: int | None = None
@@ -50,6 +55,11 @@ class ElasticGroup(Group):
     def device(self) -> torch.device:
         return torch.device("cpu")
 
+    @property
+    def answer_index(self) -> int:
+        voters, own_id = self.membership.shared.voters, self.membership.shared.own_id
+        return voters.index(own_id)
+
     def bind_latest(self) -> int:
         """Bind to the last generation, waiting for a pending one; return its number."""
         if self.pending_after is not None:
@@ -63,19 +73,61 @@ class ElasticGroup(Group):
     def _bind(self, now: Generation) -> None:
         first = self.bound is None
         self.bound = now
+        self._use(now, str(now.number))
+        forget_ended()
+        progressed()  # an interrupted wait does not count against the remaining members
+        if not first:
+            for callback in self.on_rebind:
+                callback()
+
+    def _use(self, now: Generation, name: str) -> None:
+        """Exchange with these members from now on; `name` is that of no others."""
         self.rank = now.rank
         self.size = now.size
         groups: Any = now.groups  # it has the attributes of a Private that Group uses
         self._shared = groups
         self.relayed = groups is not None and groups.relayed
         self.copies = groups.copies if self.relayed else 1
-        if key := self.membership.kv.store.key_for("exchange", str(now.number)):
+        key = self.membership.kv.store.key_for("exchange", name)
+        if key and now.macs is None:
             self.authenticate(key)
-        forget_ended()
-        progressed()  # an interrupted wait does not count against the remaining members
-        if not first:
-            for callback in self.on_rebind:
-                callback()
+            now.macs = self.macs, self._agreement_macs
+        self.macs, self._agreement_macs = now.macs or (None, None)
+
+    @property
+    def present_ids(self) -> tuple[str, ...]:
+        """Members that make the present round; the others are late."""
+        return () if self.bound is None else self.bound.present_ids(self.membership.shared.present)
+
+    @property
+    def some_are_late(self) -> bool:
+        """True if members are late for the present round."""
+        return self.bound is not None and len(self.present_ids) < self.bound.size
+
+    def _leave_out_late(self) -> None:
+        """Exchange with the members that make the present round alone."""
+        now = self.bound
+        if now is None or not self.some_are_late:
+            return
+        shared, ids = self.membership.shared, self.present_ids
+        name = f"{now.number}/{shared.votes}"
+        if now.present is None or now.present.ids != ids:
+            present = Generation(now.number, ids, ids.index(shared.own_id), now.continuing)
+            broken = None
+            try:
+                if present.size > 1:
+                    where = self._kv.store.under(f"gloo/{name}"), present.rank, present.size
+                    limit_s = min(CONNECT_S, self.timeout_s)
+                    present.groups = MemberGroups(*where, limit_s, self._terms.endpoint)
+            except ThinwireError as error:
+                broken = str(error)
+            if broken is not None:
+                raise self._broken(now.number, broken)
+            with shared.changed:
+                now.present = present
+                if shared.frozen:  # its waits were to be ended before it was there
+                    present.disconnect()
+        self._use(now.present, name)
 
     def is_exchanging(self) -> bool:
         return self._shared is not None and in_flight([self._shared.group, *self._shared.more])
@@ -85,7 +137,7 @@ class ElasticGroup(Group):
         """Enclose a call; nothing is exchanged outside.
 
         A member that was away enters the run again, and the outermost block ends there: the others
-        have made the rest of it.
+        have made the rest of it. One that was late ends the innermost block.
         """
         outermost = not self._in_call
         self._in_call = True
@@ -93,7 +145,9 @@ class ElasticGroup(Group):
             with super().one_deadline():
                 yield
         except AWAY as error:
-            if not outermost or self.come_back is None:
+            # others wait for the rest of the call of one that was only late
+            ends_here = outermost or isinstance(error, Late)
+            if self.come_back is None or not ends_here:
                 raise
             self.come_back(error)
         finally:
@@ -102,6 +156,7 @@ class ElasticGroup(Group):
     @contextmanager
     def one_attempt(self) -> Iterator[None]:
         self._attempt = self.bind_latest()
+        self._leave_out_late()
         try:
             yield
         finally:
@@ -128,30 +183,89 @@ class ElasticGroup(Group):
         """Repeat an agreement until it counts; pause whenever it has been launched."""
         if self.bound is None and self.pending_after is None:
             return [payload]
-        vote = self.membership.shared.votes + 1
-        attempt = self._attempt
+        membership, attempt = self.membership, self._attempt
+        vote = membership.shared.votes + 1
+        closing = self._at_host(vote, payload) if attempt is None else None
         try:
             while True:
                 # another member may have received all answers: then they are in the store
-                if (known := self.membership.recorded(vote)) is not None:
-                    return known
+                if (known := membership.recorded(vote)) is not None:
+                    return self._taken(known)
                 number = self.bind_latest()
                 if attempt not in (None, number):
                     raise Regrouped
+                self._take_back_late(attempt)
                 try:
+                    if closing is not None and closing.launch():
+                        yield
+                        if (answers := self._closed(closing, action)) is not None:
+                            return self._taken(answers)
+                        continue
                     gathered = super().launch_bytes(payload, action=action)
                     yield
                     answers = [row for row in gathered.wait() if row is not None]
                 except Regrouped:
                     continue
-                if self.membership.accept_agreement(number, vote, answers):
+                if membership.accept_agreement(number, vote, answers):
                     return answers
                 self._wait_for_next(number)
         except Evicted:
             # the others may have used the answer of this member, which then takes the result too
-            if (known := self.membership.missed(vote)) is None:
+            if (known := membership.missed(vote)) is None:
                 raise
             return known
+
+    def _at_host(self, vote: int, payload: bytes) -> ClosingVote | None:
+        """Return an agreement of all members at the host; None if they agree by themselves."""
+        self.membership.shared.present = None
+        grace_s = self._terms.grace_s
+        if grace_s is None:
+            return None
+        early = self.early
+        self.early = False
+        return ClosingVote(self._kv, self.membership, vote, payload, grace_s if early else None)
+
+    def _take_back_late(self, attempt: int | None) -> None:
+        """Exchange with all members again, unless in an attempt of a round."""
+        now = self.bound
+        if attempt is None and now is not None and now.present is not None:
+            if now.present.rank == 0:
+                with suppress(PeerLost, PeerStalled):  # the host need not be there
+                    self._kv.call(lambda: self._kv.store.drop(f"gloo/{now.number}/"))
+            now.release_present()
+            self._use(now, str(now.number))
+
+    def _closed(self, closing: ClosingVote, action: str) -> list[bytes] | None:
+        """Wait for an agreement at the host; None if the host ends meanwhile."""
+        limit = Limit(self.timeout_s, self._ask_before_s, self._extension_s, lambda _: None)
+        begin_s = time.perf_counter()
+        set_activity(action, ("host", True, closing.vote))
+        number = self.membership.current().number
+        broken = None
+        try:
+            limit.wait(closing, in_slices=True)
+        except RuntimeError:
+            broken = f"{action}: {closing.missing()} did not answer within {limit.within}"
+        finally:
+            self.wait_s += time.perf_counter() - begin_s
+            set_activity(action, None)
+        if broken is not None:
+            raise self._broken(number, broken)
+        if closing.error is not None:
+            raise closing.error
+        return closing.answers
+
+    def _taken(self, answers: list[bytes]) -> list[bytes]:
+        """Return the answers of an agreement, if this member was in time for it."""
+        shared = self.membership.shared
+        if shared.own_id not in shared.voters:
+            raise Late
+        now = self.membership.current()
+        missing = [one for one in now.ids if one not in shared.voters]
+        shared.present = shared.voters if missing else None
+        if any(map(self.membership.watcher.is_gone, missing)):
+            self.membership.report_broken(now.number, f"no heartbeat of {', '.join(missing)}")
+        return answers
 
     def _launched(self, *exchange: Any, **options: Any) -> Pending[Tensor]:
         number = -1 if self.bound is None else self.bound.number

@@ -148,7 +148,8 @@ class _RunView:
             return f"{line}; waiting for {limit_s:g} s"
         if not by_hand and 2 * len(missing) >= len(ids):
             return f"{line}: more than half are needed. `--recover` goes on without them"
-        decision = {"ids": ids, "continuing": ids, "votes": latest["votes"], "answers": []}
+        decision = {"ids": ids, "continuing": ids, "votes": latest["votes"]}
+        decision |= {"answers": [], "voters": []}
         for key, value in ((f"members/{number}", decision), ("gen", number)):
             where = self._prefix + key
             self._store.write_soon(where, self._signer.sign(where, json.dumps(value).encode()))

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar, final
 
 from torch.distributed import DistError, DistNetworkError, DistStoreError, Store
@@ -85,6 +86,10 @@ class AuthenticatedStore(Store):
         full = [self._prefix + key for key in keys]
         number, *found = self._store.ask("look", str(limit_s), str(since), *full)
         return int(number), found
+
+    def drop(self, prefix: str) -> None:
+        """Remove all keys with this prefix, which a host that is started again may still have."""
+        self._store.ask("drop", self._prefix + prefix)
 
     def compare_set(
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
@@ -233,7 +238,13 @@ class KeyValueView:
 
     def put_if_absent(self, key: str, value: Value) -> Value:
         """Write a value unless the key has one."""
-        return json.loads(self.call(lambda: self.store.compare_set(key, "", json.dumps(value))))
+        return self.swap(key, None, value)
+
+    def swap(self, key: str, before: Value, value: Value) -> Value:
+        """Write a value if `before` is there (None: nothing); return what is there then."""
+        expected = "" if before is None else json.dumps(before)
+        set_if = partial(self.store.compare_set, key, expected, json.dumps(value))
+        return json.loads(self.call(set_if))
 
     def get(self, key: str) -> Value:
         """Return the value that a member wrote; None if there is none, or a stranger wrote it."""

@@ -10,7 +10,7 @@ import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,8 +32,9 @@ from thinwire.errors import (
     QuorumLost,
     ThinwireError,
 )
+from thinwire.members.closing import Late
 from thinwire.members.credentials import parse_address, read_token
-from thinwire.members.generation import Generation
+from thinwire.members.generation import packed, unpacked
 from thinwire.members.group import AWAY, ElasticGroup, SingleRank, Site, SiteGroup
 from thinwire.members.kv import KeyValueView
 from thinwire.members.meeting import connect, require_same
@@ -46,20 +47,45 @@ from thinwire.members.transfer import (
     Part,
     StateMessage,
     TransferContext,
+    offer_key,
+    wanted_key,
 )
-from thinwire.members.watcher import Terms
+from thinwire.members.watcher import CLOSED_KEY, Terms
 from thinwire.page import report_of, shown_name
 
 _TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _NEWS_S = 10.0
 _MOST_KEPT = 0.1
+_MOST_WAITING = 256 << 20
+"""Bytes of rounds, beside the last one, that wait for a late member at most."""
 _LEAVE_S = 2.0
 """Longest time in seconds for the announcement of a member that leaves."""
 _MOST_FAILURES = 3
 """Attempts to enter a run again without an averaging."""
 _log = logging.getLogger("thinwire")
 Facts = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class _SentRounds:
+    """Rounds that a late member receives, the first of them, and the member that sends them."""
+
+    since: int
+    donor: str
+    sending: Donor | None = None
+
+    def enqueue(self, update: StateMessage) -> None:
+        """Send one more round, if this member sends them and the late one asks in time."""
+        if self.sending is not None:
+            self.sending.enqueue(update)
+            if self.sending.waiting_bytes > update.nbytes + _MOST_WAITING:
+                self.close()
+
+    def close(self) -> None:
+        """End the transfer."""
+        if self.sending is not None:
+            self.sending.close()
 
 
 class SharedState(Protocol):
@@ -108,8 +134,9 @@ class Member:
         self.kv = kv
         self._facts: dict[str, Facts] = {}
         """Facts of the set-up by occasion."""
-        facts = {"shards of a site": site.size, "streams": terms.streams}
-        facts["keep_batch"] = terms.keep_batch
+        of_terms = "streams", "keep_batch", "grace_seconds"
+        facts = {"shards of a site": site.size}
+        facts |= {name: getattr(terms, name) for name in of_terms}
         self.require_same_setup("site", facts)
         if site.mesh is not None:  # there a host that has lost its file gets them again
             self.kv = kv.under(f"shard/{site.rank}")
@@ -120,7 +147,7 @@ class Member:
         except BaseException:
             self.kv.disconnect()
             raise
-        self.group = ElasticGroup(self._membership)
+        self.group = ElasticGroup(self._membership, self.kv, terms)
         self.group.streams = terms.streams
         self.job = SiteGroup(site, self.group) if isinstance(site, Site) else self.group
         self._donors: list[Donor] = []
@@ -132,7 +159,14 @@ class Member:
         self._refused_donors: set[str] = set()
         self.leaving = self._has_state = self.left = False
         self._outgoing_handoff: Donor | None = None
-        self._agreed: Facts = {}
+        self._reports: Sequence[Facts] = ()
+        """Reports of all members of the round, until it ends."""
+        self._late: dict[str, _SentRounds] = {}
+        """Members that are late."""
+        self._rounds: Download | None = None
+        """Rounds that this member was late for, as long as it is."""
+        self._offers: set[int] = set()
+        """Numbers of the transfers of rounds to this member."""
         self.step: Callable[[], int] = lambda: 0
         self._samplers: dict[Any, Callable[[], Any]] = {}
         """Samplers of this member, and what returns the progress of each."""
@@ -205,9 +239,10 @@ class Member:
         return (not self.joiner and self._membership.shared.admitted) or (-1, ())
 
     def _hand_over(
-        self, state: SharedState, leaving_id: str, successor: str, now: Generation, factor: float
+        self, state: SharedState, leaving_id: str, successor: str, made: Facts, factor: float
     ) -> None:
-        number = (1 << 40) + (now.number << 20) + now.ids.index(leaving_id)  # joiners count from 0
+        # joiners count from 0
+        number = (1 << 40) + (made["generation"] << 20) + made["ids"].index(leaving_id)
         if successor == self.id:
             download = Download(self._transfer_context, number, 1, {}, state.max_bytes)
             self._incoming_handoffs.append((download, factor))
@@ -220,6 +255,7 @@ class Member:
     def close(self, *, leaves: bool) -> None:
         """Leave the run; unless `leaves`, as a member that was lost."""
         self._close_donors()
+        self._close_rounds()
         if self._outgoing_handoff is not None:
             self._outgoing_handoff.close(self.timeout_s)
         shared = self._membership.shared
@@ -232,13 +268,16 @@ class Member:
     def _close_donors(self) -> None:
         for donor in self._donors:
             donor.close()
+        for sent in self._late.values():
+            sent.close()
         self._donors = []
+        self._late = {}
 
-    @property
-    def may_rejoin(self) -> bool:
-        """True if this member, once it was away, may enter the run again."""
+    def may_rejoin(self, error: ThinwireError) -> bool:
+        """Return True if this member, which was away or late, may enter the run again."""
         closed = self._membership.watcher.stopped.is_set()
-        return self._rejoins and not (closed or self.left)
+        wanted = self._rejoins or isinstance(error, Late)
+        return wanted and not (closed or self.left)
 
     def rejoin(self, state: SharedState, why: ThinwireError) -> None:
         """Enter the run again as a joiner that has `state`; `Evicted` after three failures."""
@@ -264,6 +303,7 @@ class Member:
     def _enter_again(self, state: SharedState, known: int) -> None:
         """Join the run in which generation `known` was, as a new member that has a state."""
         self._close_donors()
+        self._close_rounds()
         self._taken = {}
         ended = "no member of the run is alive. Start all members again, from the last copy"
         with suppress(QuorumLost):
@@ -437,43 +477,58 @@ class Member:
 
     def receive_reports(self, reports: Sequence[Facts]) -> None:
         """Take the reports of all members, which all of them have agreed on."""
-        # identities, not ranks: the reports may belong to a generation that has ended by now
-        leaving_ids = [report["leaving"] for report in reports if "leaving" in report]
-        self._agreed = {**reports[0], "leave": leaving_ids}
+        self._reports = reports
         progress = [report["taken"] for report in reports if "taken" in report]
         self._taken |= {(member, rank): taken for member, rank, taken in progress}
 
     def end_round(self, state: SharedState, *, goes_on: bool = False) -> None:
         """Send states, admit joiners and release leaving members, as all members have agreed."""
         # goes_on: the same call makes another round at once, before which no member joins or leaves
-        agreed = {} if goes_on else self._agreed
-        self._agreed = {}
         self._failures = 0
         # the generation of the agreement, equal on all members, even if a new one has formed since
         now = self.group.bound
         assert now is not None, "exchanged"
-        of_leaving = now.ids if agreed.get("end") else agreed.get("leave", [])
-        leaving_ids = [member for member in now.ids if member in of_leaving]
-        remaining = [member for member in now.ids if member not in leaving_ids]
-        admitted = [member for member in agreed.get("admit", []) if member not in now.ids]
+        shared = self._membership.shared
+        made = {
+            "averaging": state.averagings,
+            "vote": shared.votes,
+            "voters": shared.voters,
+            "answers": packed(shared.answers),
+            "generation": now.number,
+            "ids": now.ids,
+            "reports": [] if goes_on else self._reports,
+            "goes_on": goes_on,
+        }
+        self._reports = ()
+        self._close_rounds()
+        self._end_round(state, made, None)
+
+    def _end_round(self, state: SharedState, made: Facts, update: StateMessage | None) -> None:
+        """End a round that was `made`; a member that was late for it gives the `update`."""
+        ids, voters, reports = made["ids"], made["voters"], made["reports"]
+        # identities, not ranks: the reports may belong to a generation that has ended by now
+        agreed = reports[0] if reports else {}
+        of_leaving = [report["leaving"] for report in reports if "leaving" in report]
+        leaving_ids = [one for one in ids if one in of_leaving or agreed.get("end")]
+        remaining = [member for member in ids if member not in leaving_ids]
+        admitted = [member for member in agreed.get("admit", []) if member not in ids]
         following = len(remaining) + len(admitted)
-        state.begin_round(now.size, following or now.size)
-        if not goes_on:
+        state.begin_round(len(ids), following or len(ids))
+        if not made["goes_on"]:
             self._redistribute_samples([*remaining, *admitted])
         self._donors = [donor for donor in self._donors if donor.alive]
-        update = state.last_update()
-        self._kept = [] if update is None else [*self._kept, (state.averagings, update)]
-        most = _MOST_KEPT * sum(tensor.nbytes for tensor in state.tensors().values())
-        while sum(kept.nbytes for _, kept in self._kept) > most:
-            del self._kept[0]
+        if update is None and (update := state.last_update()) is not None:
+            update = replace(update, plain={**update.plain, "made": made})
+        self._keep(state, made, update, [*remaining, *admitted])
         for donor in self._donors:
             if donor.part.index == 0:
                 assert update is not None, "somebody listens"
                 last = donor.joiner in admitted
                 plain = {**update.plain, **(self._sampler_facts() if last else {})}
                 donor.enqueue(replace(update, plain=plain, last=last))
+        present = [member for member in remaining if member in voters]
         for number, hello in agreed.get("assign", []):
-            self._assign_donors(state, number, hello, remaining)
+            self._assign_donors(state, number, hello, present)
         for download, factor in [one for one in self._incoming_handoffs if not one[0].alive]:
             self._incoming_handoffs.remove((download, factor))
             try:
@@ -485,15 +540,101 @@ class Member:
                 state.add_handoff(message, factor)
         if admitted or leaving_ids:
             # the residual's share of the mean over all members stays the same
-            factor = following / now.size
-            for leaving_id in leaving_ids if remaining else ():
-                self._hand_over(state, leaving_id, remaining[0], now, factor)
-            self._membership.change_members(now.number, [*remaining, *admitted], remaining)
+            factor = following / len(ids)
+            for leaving_id in leaving_ids if present else ():
+                self._hand_over(state, leaving_id, present[0], made, factor)
+            number = made["generation"]
+            self._membership.change_members(number, [*remaining, *admitted], remaining)
             if self.id in leaving_ids:
                 self._membership.wait_for_decision()
                 self.left = True
                 return
-            self.group.pending_after = now.number  # the next one connects while this member trains
+            self.group.pending_after = number  # the next one connects while this member trains
+
+    def _keep(
+        self, state: SharedState, made: Facts, update: StateMessage | None, ids: Sequence[str]
+    ) -> None:
+        """Keep the round for joiners, and send it to those that were late for it."""
+        for member in [one for one in self._late if one in made["voters"] or one not in ids]:
+            self._late.pop(member).close()
+        self._kept = [] if update is None else [*self._kept, (state.averagings, update)]
+        if update is not None:
+            self._send_to_late(made, update, ids)
+        whole = sum(tensor.nbytes for tensor in state.tensors().values())
+        most = max(_MOST_KEPT * whole, _MOST_WAITING * bool(self._late))
+        while sum(kept.nbytes for _, kept in self._kept) > most:
+            del self._kept[0]
+
+    def _send_to_late(self, made: Facts, update: StateMessage, ids: Sequence[str]) -> None:
+        """Send the round to members that were late for it, each by one that was not."""
+        voters = made["voters"]
+        present = [member for member in ids if member in voters]
+        late = [one for one in made["ids"] if one in ids and one not in voters]
+        for index, member in enumerate(late):
+            sent = self._late.get(member)
+            if sent is not None and sent.donor in ids:
+                sent.enqueue(update)
+                continue
+            since = made["averaging"] if sent is None else sent.since
+            sent = self._late[member] = _SentRounds(since, present[index % len(present)])
+            rounds = [kept for at, kept in self._kept if at >= since]
+            # without some of them it enters the run again
+            if sent.donor == self.id and len(rounds) > made["averaging"] - since:
+                number = (1 << 62) + secrets.randbits(61)
+                where = self._transfer_context, number, member, Part(0, 1, "")
+                sent.sending = Donor(*where, {}, rounds, offered_by=self.id)
+
+    def catch_up(self, state: SharedState) -> None:
+        """Apply the rounds that this member was late for, and continue with the others."""
+        shared = self._membership.shared
+        while (closed := self.kv.get(CLOSED_KEY)) and closed["vote"] > shared.votes:
+            update = self._next_missed(state)
+            made = update.plain["made"]
+            state.apply(update)
+            self._membership.accept_closed(made["vote"], unpacked(made["answers"]), made["voters"])
+            self.receive_reports(made["reports"])
+            self._end_round(state, made, update)
+            _log.info("took over averaging %d, for which this member was late", state.averagings)
+
+    def _next_missed(self, state: SharedState) -> StateMessage:
+        """Return the next round that this member was late for."""
+        while True:
+            if self._rounds is None:
+                sender, number = self._offered()
+                self.kv.put(wanted_key(number), True)
+                is_there = partial(self._is_member, sender)
+                self._rounds = Download(
+                    self._transfer_context, number, 1, {}, state.max_bytes, is_there
+                )
+            try:
+                update = self._rounds.next(wait=True)
+            except PeerLost as error:  # another member sends them
+                _log.warning("asking another member for what was missed: %s", error)
+                self._close_rounds()
+                continue
+            assert update is not None, "waited for"
+            if update.plain["made"]["averaging"] > state.averagings:
+                return update
+
+    def _is_member(self, other: str) -> bool:
+        return other in self._membership.current().ids
+
+    def _offered(self) -> tuple[str, int]:
+        """Wait until a member sends the rounds that this one misses; return it, and the number."""
+        until = time.monotonic() + self.timeout_s
+        since = 0
+        while time.monotonic() < until:
+            self._membership.current()
+            since, (offer,) = self.kv.look([offer_key(self.id)], _POLL_S, since)
+            if offer is not None and offer["number"] not in self._offers:
+                self._offers.add(offer["number"])
+                return offer["by"], offer["number"]
+        raise PeerStalled("no member sends the averagings that this one was late for")
+
+    def _close_rounds(self) -> None:
+        if self._rounds is not None:
+            self._rounds.close()
+        self._rounds = None
 
     def _assign_donors(
         self, state: SharedState, number: int, hello: Facts, remaining: Sequence[str]
@@ -517,7 +658,9 @@ class Member:
         self._donors.append(Donor(*where, [*since, counters], self.group.is_exchanging))
 
     def records(self, *, compressed: bool) -> bool:
-        """Return True if the messages of the next averaging must be kept for joiners."""
+        """Return True if the messages of the next averaging must be kept for other members."""
+        if self.group.some_are_late:
+            return True
         return (compressed and len(self.ids) > 1) or any(donor.alive for donor in self._donors)
 
 
@@ -621,6 +764,7 @@ def join(
     min_members: int = 1,
     start_members: int | None = None,
     rejoin: bool = True,
+    grace_seconds: float | None = None,
     timeout: float | datetime.timedelta | None = None,
     mesh: DeviceMesh | None = None,
     relay: bool = False,
@@ -646,6 +790,9 @@ def join(
         rejoin: True if this member, once it was away longer than the time-out, enters the run again
             with what it has trained: `sync.step` jumps to that of the others. With False, for a
             member of shards, and after three failures it gets `Evicted`. May differ.
+        grace_seconds: Seconds, from when more than half of the members have come to an averaging,
+            after which it is made without the late ones. A late member takes its result over, and
+            its own change is part of its next averaging. None: all are waited for. Same on all.
         timeout: Longest wait for others, in seconds or as a timedelta; 60 s by default.
         mesh: Mesh (1, shards) of a member with a sharded model, "replicate" and "shard", over all
             ranks of this site, which are a job of their own. They join and leave together.
@@ -699,7 +846,12 @@ def join(
         require_relay(endpoint, timeout_s)
     streams = None if streams is None else check.integer("streams", streams, at_least=1)
     check.boolean("keep_batch", keep_batch)
-    terms = Terms(endpoint, min_members, start_members, timeout_s, streams, keep_batch, name)
+    if grace_seconds is not None:
+        grace_seconds = check.real("grace_seconds", grace_seconds, at_least=0)
+        if mesh is not None:
+            raise ValueError("grace_seconds is not for members that are sites: omit it, or mesh")
+    limits = endpoint, min_members, start_members, timeout_s
+    terms = Terms(*limits, streams, keep_batch, name, grace_seconds)
     return Members(Member(kv, terms, site, rejoin=rejoin))
 
 

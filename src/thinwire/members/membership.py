@@ -89,6 +89,13 @@ class Membership:
             )
         return self.current()
 
+    def accept_closed(self, vote: int, answers: Sequence[bytes], voters: Sequence[str]) -> None:
+        """Accept an agreement that the host keeps, whatever the generation."""
+        with self.shared.changed:
+            shared = self.shared
+            shared.votes, shared.answers, shared.voters = vote, tuple(answers), tuple(voters)
+            shared.recorded = None
+
     def accept_agreement(self, number: int, vote: int, answers: Sequence[bytes]) -> bool:
         """Accept an agreement; return False if its generation has been left meanwhile."""
         with self.shared.changed:
@@ -101,7 +108,8 @@ class Membership:
             shared.votes = vote
             shared.answers = tuple(answers)
             shared.voted = True
-            shared.voters = now.continuing = now.ids
+            shared.voters = now.present_ids(shared.present)
+            now.continuing = now.ids
             return True
 
     def recorded(self, vote: int) -> list[bytes] | None:
@@ -119,9 +127,11 @@ class Membership:
         now = self.shared.generation
         self.kv.limit_s = self.timeout_s  # the thread has ended
         decision = None if now is None else self.watcher._decision(now.number + 1)
-        if now is None or decision is None or decision.votes != vote:
+        if decision is None or decision.votes != vote:
             return None
-        self.shared.votes, self.shared.voters = vote, now.ids
+        if self.shared.own_id not in decision.voters:
+            return None
+        self.shared.votes, self.shared.voters = vote, decision.voters
         return list(decision.answers)
 
     def extension_s(self, timeout_s: float) -> float:
@@ -186,7 +196,6 @@ class Membership:
                 self._thread.join(limit_s)
             self.kv.disconnect()  # the thread may still wait for the host
         now = shared.generation
-        if now is not None and now.groups is not None:
-            now.groups.release()
-            now.groups = None
+        if now is not None:
+            now.release()
         forget_ended(_EXIT_S / 4)

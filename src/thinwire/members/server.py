@@ -30,7 +30,7 @@ _TLS_CLIENT = b"\x16"
 _HELLO_S = 5.0
 _RETRY_S = 0.2
 _JOIN_S = 2.0
-_PASSING = re.compile(rb"run/[^/]+/(.*/)?(hb|shown|gloo|copy)/")
+_PASSING = re.compile(rb"run/[^/]+/(.*/)?(hb|here|shown|gloo|copy)/")
 """Keys that are of no use to a host that was restarted."""
 
 Parts = Sequence[bytes | None]
@@ -189,7 +189,10 @@ class HostedStore:
         match parts:
             case [b"set", key, value]:
                 self.write(key, value)
-                return []
+            case [b"drop", prefix]:
+                for key in [key for key in self.values if key.startswith(prefix)]:
+                    del self.values[key]
+                    self._revisions.pop(key, None)
             case [b"swap", key, expected, desired]:
                 return [self._swapped(key, expected, desired)]
             case [b"wait", limit_s, *keys]:
@@ -204,7 +207,9 @@ class HostedStore:
                 return [b"%d" % self._revision, *map(self.values.get, keys)]
             case [b"age"]:
                 return [b"%f" % self.age_s]
-        raise ValueError("no request of a client")
+            case _:
+                raise ValueError("no request of a client")
+        return []
 
     def _swapped(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
         now = self.values.get(key)

@@ -1,5 +1,6 @@
 """Transfer of the run's state from donors to a joiner, while the members train on."""
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -20,7 +21,7 @@ from torch import Tensor
 from thinwire.comm.member_groups import Channel
 from thinwire.comm.relay import RelayEndpoint
 from thinwire.comm.waiting import Progress
-from thinwire.errors import LineTooSlow, PayloadCorrupt, ThinwireError
+from thinwire.errors import LineTooSlow, PayloadCorrupt, PeerLost, ThinwireError
 from thinwire.members.kv import KeyValueView
 from thinwire.members.line import CHECKSUM_BYTES, LENGTH, Line
 
@@ -36,6 +37,7 @@ _MAX_PLAIN_BYTES = 64 << 20
 _BATCH_BYTES = 4 << 20
 _BLOCK_BYTES = 64 << 10
 _POLL_S = 0.1
+_WANTED_S = 1.0
 _JOIN_S = 2.0
 _log = logging.getLogger("thinwire")
 _Tensors = Mapping[str, Tensor]
@@ -81,6 +83,16 @@ class TransferContext(NamedTuple):
         return self._replace(kv=self.kv.clone())
 
 
+def offer_key(recipient: str) -> str:
+    """Return the key at which a donor says the number of its transfer to a late member."""
+    return f"copy/{recipient}/offer"
+
+
+def wanted_key(number: int) -> str:
+    """Return the key by which a recipient asks a donor to connect."""
+    return f"copy/{number}/wanted"
+
+
 @dataclass(frozen=True)
 class Part:
     """Which of the parts of the state of a round a donor sends."""
@@ -121,8 +133,13 @@ class Donor:
         tensors: _Tensors,
         first: Iterable[StateMessage],
         busy: Callable[[], bool] = lambda: False,
+        *,
+        offered_by: str = "",
     ) -> None:
-        # `tensors` change later: this part of them is copied, and what is compared with others
+        # `tensors` change later: this part of them is copied, and what is compared with others.
+        # A transfer that a member offers begins once the recipient asks for it
+        self._offered_by = offered_by
+        self._closed = False
         self.number = number
         self.joiner = joiner
         self.part = part
@@ -147,6 +164,12 @@ class Donor:
         """True until the transfer has ended or failed."""
         return self._thread.is_alive()
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of the messages that have not been sent."""
+        with self._changed:
+            return sum(message.nbytes for message in self._messages if message is not None)
+
     def enqueue(self, message: StateMessage) -> None:
         """Send a message after the waiting ones."""
         with self._changed:
@@ -159,6 +182,7 @@ class Donor:
 
     def close(self, limit_s: float = 0.0) -> None:
         """End the thread once all messages are sent, or after `limit_s` seconds."""
+        self._closed = True
         with self._changed:
             self._messages.append(None)
             self._changed.notify()
@@ -171,6 +195,8 @@ class Donor:
         try:
             context = self._context.cloned()
             part = self.part
+            if self._offered_by and not self._is_wanted(context.kv):
+                return
             if part.index == 0:
                 context.kv.put(f"donor/{self.number}", part.donors)
             line = self._line = context.line(
@@ -181,7 +207,18 @@ class Donor:
             finally:
                 line.close()
         except Exception as error:  # nobody waits for this thread but the joiner
-            _log.warning("joiner %d was lost while it received the state: %s", self.number, error)
+            if not self._closed:
+                _log.warning("%s was lost while it received the state: %s", self.joiner, error)
+
+    def _is_wanted(self, kv: KeyValueView) -> bool:
+        """Wait until the recipient asks; return False if this end is closed before."""
+        kv.put(offer_key(self.joiner), {"number": self.number, "by": self._offered_by})
+        since = 0
+        while not self._closed:
+            since, (wanted,) = kv.look([wanted_key(self.number)], _WANTED_S, since)
+            if wanted:
+                return True
+        return False
 
     def _send_state(self, line: Line) -> None:
         digests = [[_digest(copy) for copy in copies] for copies in self._copies]
@@ -277,8 +314,16 @@ class Download:
     """State of a round, from several donors at once, and the message of each round since."""
 
     def __init__(
-        self, context: TransferContext, number: int, count: int, tensors: _Tensors, max_bytes: int
+        self,
+        context: TransferContext,
+        number: int,
+        count: int,
+        tensors: _Tensors,
+        max_bytes: int,
+        is_there: Callable[[], bool] = lambda: True,
     ) -> None:
+        # `is_there`: False once the donor will not connect any more
+        self._is_there = is_there
         self._tensors = tensors
         self._flat = flattened(tensors)
         self._recipients: list[Recipient | None] = [None] * count
@@ -352,15 +397,12 @@ class Download:
                 return None
             if not wait:
                 self._report()
-            try:
-                index, arrived = self._arrived.get(timeout=_POLL_S)
-            except queue.Empty:
-                continue
+            index, arrived = self._next_arrived()
             if isinstance(arrived, Exception):
                 self.refused = [index] if isinstance(arrived, PayloadCorrupt) else []
                 raise arrived
-            if isinstance(arrived, StateMessage):
-                self._messages.append(arrived)
+            if arrived is None or isinstance(arrived, StateMessage):
+                self._messages += [] if arrived is None else [arrived]
                 continue
             if len({*self._states, arrived}) > 1:
                 self.refused = [index]
@@ -373,6 +415,14 @@ class Download:
                 for name, flat in self._flat.items():
                     if flat.data_ptr() != self._tensors[name].data_ptr():
                         self._tensors[name].copy_(flat.view_as(self._tensors[name]))
+
+    def _next_arrived(self) -> tuple[int, Any]:
+        """Return what arrives next, and the index of its donor; None if nothing does for now."""
+        with contextlib.suppress(queue.Empty):
+            return self._arrived.get(timeout=_POLL_S)
+        if not self._is_there():
+            raise PeerLost("the member that was to send has been lost")
+        return 0, None
 
     def _compare(self) -> None:
         """Raise unless each part is what two members hold; one of both is wrong."""

@@ -40,6 +40,8 @@ _COME_BACK_S = 1.0
 CONNECT_S = 10.0
 """Longest time in seconds for the members of a generation to connect."""
 _MAX_ATTEMPTS = 3
+CLOSED_KEY = "closed"
+"""Key of the last agreement that was made at the host."""
 END_KEY = "end"
 """Key that asks all members to leave."""
 _RECOVERING = "recovering"
@@ -62,6 +64,7 @@ class Terms(NamedTuple):
     streams: int | None = None
     keep_batch: bool = False
     name: str | None = None
+    grace_s: float | None = None
 
 
 class Shared:
@@ -88,6 +91,8 @@ class Shared:
         self.answers: tuple[bytes, ...] = ()
         self.voters: tuple[str, ...] = (own_id,)
         """Members whose answers the last agreement holds, in the order of the answers."""
+        self.present: tuple[str, ...] | None = None
+        """Members that make the present round, if others are late; used by the main thread."""
         self.recorded: tuple[int, tuple[bytes, ...], tuple[str, ...]] | None = None
         """Agreement that only other members had received, until the main thread takes it."""
         self.frozen = self.voted = self.ending = False
@@ -124,8 +129,9 @@ class Shared:
         """Return the last agreement, for members that have not received it."""
         # an agreement taken from another member counts even before the main thread asks for it
         with self.changed:
-            votes, answers, _ = self.recorded or (self.votes, self.answers, ())
+            votes, answers, voters = self.recorded or (self.votes, self.answers, self.voters)
         agreed = {"votes": votes, "answers": packed(answers), "voted": self.voted}
+        agreed |= {"voters": voters}
         return agreed | {"connecting_s": connecting_s, "reached": self.reached}
 
     def announce_leaving(self, kv: KeyValueView) -> None:
@@ -252,6 +258,7 @@ class Watcher:
                 found = self._present_founders(first_generation)
                 enough_s = min(enough_s, now) if len(found) >= self._start_members else math.inf
                 if now - enough_s >= 2 * POLL_S:  # wait for founders that come at the same time
+                    self.kv.put(CLOSED_KEY, {"vote": 0})  # of a run that had this name before
                     self._decided(first, Decision(found, found, 0))
                 elif now - begun > self.timeout_s:
                     raise QuorumLost(
@@ -499,7 +506,8 @@ class Watcher:
             return
         with shared.changed:
             shared.frozen = True
-            decision = Decision(ids, continuing, shared.votes, shared.answers)
+            agreed = shared.votes, shared.answers, shared.voters
+            decision = Decision(ids, continuing, *agreed)
         self._enter(number + 1, self._decided(number + 1, decision))
 
     def regroup(self, why: str, number: int | None = None) -> None:
@@ -557,6 +565,10 @@ class Watcher:
                     f"{', '.join(lost)}"
                 )
 
+    def is_gone(self, other: str) -> bool:
+        """Return True if another member has sent no heartbeat for the time-out."""
+        return other in self.shared.heartbeats and self._silent_s(other) > self.timeout_s
+
     def _silent_s(self, other: str) -> float:
         return time.monotonic() - self.shared.heartbeats.get(other, (0, -math.inf))[1]
 
@@ -575,8 +587,7 @@ class Watcher:
                 )
             with shared.changed:
                 if shared.generation is not None and decision.votes == shared.votes + 1:
-                    # the last agreement took the answers of all members of this generation
-                    shared.recorded = (decision.votes, decision.answers, shared.generation.ids)
+                    shared.recorded = (decision.votes, decision.answers, decision.voters)
                 shared.past_members.update(decision.ids)
             self.kv.put("gen", number)
             rank = decision.ids.index(self.own_id)

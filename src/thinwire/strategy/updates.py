@@ -378,7 +378,7 @@ class LocalStep(Microsteps):
                     self.add_or_update({}, 1.0, False)
                 else:
                     self.local.end_round()
-                    self.joining.due = self.local.synced
+                    self.joining.due |= self.local.synced
 
     def end(self) -> None:
         """See `EveryStep`."""
@@ -421,7 +421,7 @@ class LocalStep(Microsteps):
             local.skip_step()  # it counts towards the next averaging
         else:
             make_step(local, partial(self._step_here, self._limited(local.step, grads)))
-        self.joining.due = self.joining.inside and local.synced
+        self.joining.due |= self.joining.inside and local.synced
         return StepDecision.APPLY
 
     def _drops(self, grads: Grads) -> bool:
