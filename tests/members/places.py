@@ -15,6 +15,7 @@ from typing import Any
 
 from tests.api import (
     Address,
+    AuthenticatedStore,
     HostedStore,
     HostStore,
     RelayEndpoint,
@@ -58,18 +59,31 @@ def hosted(listener: socket.socket, token: bytes | None, **more: Any) -> Iterato
         thread.join(PATIENCE_S)
 
 
+class Plain(HostStore):
+    """A connection of somebody without the token, who reads and writes any value."""
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.ask("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        return AuthenticatedStore(self, None).get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return None not in AuthenticatedStore(self, None).look(keys)[1]
+
+
 @contextlib.contextmanager
-def store_alone() -> Iterator[HostStore]:
+def store_alone() -> Iterator[Plain]:
     """A connection to a store in this process, without a host's greeting."""
     listener = socket.create_server(("127.0.0.1", 0))
     place = Address(*listener.getsockname())
     with serving(listener, HostedStore()):
-        yield HostStore(place, TIMEOUT, PATIENCE_S)
+        yield Plain(place, TIMEOUT, PATIENCE_S)
 
 
-def stranger(address: str) -> HostStore:
+def stranger(address: str) -> Plain:
     """A connection of somebody without the token."""
-    return HostStore(parse_address("address", address, scheme=True), TIMEOUT, PATIENCE_S)
+    return Plain(parse_address("address", address, scheme=True), TIMEOUT, PATIENCE_S)
 
 
 def met(

@@ -202,7 +202,7 @@ def test_no_key_or_value_of_a_stranger_ends_it() -> None:
             store.set("run/x/gen", value)
             time.sleep(1.2)  # it looks once a second
             assert process.poll() is None
-        store._ask("set", b"run/\xff\xfe/gen", b"v")  # a key that is no text
+        store.ask("set", b"run/\xff\xfe/gen", b"v")  # a key that is no text
         time.sleep(1.2)
         assert process.poll() is None
 

@@ -16,7 +16,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 import thinwire as tw
-from tests.api import Address, AuthenticatedStore, connect, host, parse_address, require_same
+from tests.api import Address, KeyValueView, connect, host, parse_address, require_same
 from tests.lab.namespaces import needs_netns
 from tests.members.places import TIMEOUT, TOKEN, meeting_place, stranger
 from tests.processes import ran
@@ -48,7 +48,7 @@ def test_members_of_a_run_have_a_store_of_their_own(token: bytes | None) -> None
         other = connect(address, "other", token, TIMEOUT)
         one.set("gen", "3")
         assert two.get("gen") == b"3"
-        assert not other.check(["gen"])
+        assert other.look(["gen"])[1] == [None]
         assert (one.key_for("messages") is None) == (token is None)
         assert stranger(address).check(["run/llm/gen"])
         assert one.key_for("messages") == two.key_for("messages")
@@ -185,22 +185,23 @@ def test_malformed_run_name_is_refused(place: str, run: str) -> None:
 
 
 def test_another_layout_is_reported_to_the_joiner_alone(place: str) -> None:
-    first, same, other = (connect(place, "facts", TOKEN, TIMEOUT) for _ in range(3))
+    stores = [connect(place, "facts", TOKEN, TIMEOUT) for _ in range(3)]
+    first, same, other = map(KeyValueView, stores)
     facts = {"strategy": "localsgd", "layout": [3, 4], "wire": 1}
-    require_same(first, facts)
-    require_same(same, facts)
+    require_same(first, "local", facts)
+    require_same(same, "local", facts)
     with pytest.raises(Mismatch, match=r"layout is \[3, 5\] here and \[3, 4\] there. Start it as"):
-        require_same(other, {**facts, "layout": [3, 5], "wire": 2})
+        require_same(other, "local", {**facts, "layout": [3, 5], "wire": 2})
     with pytest.raises(Mismatch, match="wire is nothing here and 1 there"):
-        require_same(other, {"strategy": "localsgd", "layout": [3, 4]})
-    require_same(first, facts)
+        require_same(other, "local", {"strategy": "localsgd", "layout": [3, 4]})
+    require_same(first, "local", facts)
 
 
 def test_a_store_is_refused_that_a_stranger_filled_beforehand(place: str) -> None:
-    stranger(place).set("run/squat/facts", "{}")
-    store: AuthenticatedStore = connect(place, "squat", TOKEN, TIMEOUT)
-    with pytest.raises(PayloadCorrupt, match="run/squat/facts"):
-        require_same(store, {"wire": 1})
+    stranger(place).set("run/squat/local/facts", "{}")
+    kv = KeyValueView(connect(place, "squat", TOKEN, TIMEOUT))
+    with pytest.raises(PayloadCorrupt, match="run/squat/local/facts"):
+        require_same(kv, "local", {"wire": 1})
 
 
 def silent_name_server(work: str) -> str:

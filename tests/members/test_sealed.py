@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.distributed import DistError
 
 from tests.api import AuthenticatedStore, HostStore
-from tests.members.places import store_alone
+from tests.members.places import Plain, store_alone
 from tests.waiting import PATIENCE_S
 from thinwire.errors import PayloadCorrupt
 
@@ -21,7 +21,7 @@ SHORT = timedelta(seconds=0.3)
 
 
 @pytest.fixture
-def plain() -> Iterator[HostStore]:
+def plain() -> Iterator[Plain]:
     """What a stranger has: a connection."""
     with store_alone() as store:
         yield store
@@ -29,7 +29,7 @@ def plain() -> Iterator[HostStore]:
 
 @pytest.mark.parametrize("secret", [SECRET, None])
 @pytest.mark.parametrize("direct", [True, False])
-def test_store_calls_equal_torchs(plain: HostStore, secret: bytes | None, direct: bool) -> None:
+def test_store_calls_equal_torchs(plain: Plain, secret: bytes | None, direct: bool) -> None:
     sealed = AuthenticatedStore(plain, secret, "run/a/")
     store: Any = sealed if direct else PrefixStore("part", sealed)
     store.set("one", "first")
@@ -41,22 +41,20 @@ def test_store_calls_equal_torchs(plain: HostStore, secret: bytes | None, direct
     assert store.compare_set("new", "", "other") == b"mine"
     assert store.compare_set("new", "wrong", "other") == b"mine"
     assert store.compare_set("new", "mine", "next") == b"next"
-    assert store.check(["one", "new"]) is True
-    assert store.check(["one", "none"]) is False
     store.wait(["one"])
     store.wait(["one"], SHORT)
     if direct:
         assert store.clone().get("new") == b"next"
-        assert not store.under("deep").under("er").check(["new"])
+        assert store.under("deep").under("er").look(["new"])[1] == [None]
 
 
-def test_a_wait_ends_at_its_time_out(plain: HostStore) -> None:
+def test_a_wait_ends_at_its_time_out(plain: Plain) -> None:
     store = AuthenticatedStore(plain, SECRET)
     with pytest.raises(DistError, match="timeout"):
         store.wait(["never"], SHORT)
 
 
-def test_without_a_secret_values_are_as_they_were(plain: HostStore) -> None:
+def test_without_a_secret_values_are_as_they_were(plain: Plain) -> None:
     store = AuthenticatedStore(plain, None)
     store.set("key", "value")
     assert plain.get("key") == b"value"
@@ -66,25 +64,25 @@ def test_without_a_secret_values_are_as_they_were(plain: HostStore) -> None:
     assert len(keys | {sealed.under("shard/1").key_for("m")}) == 4
 
 
-def moved(plain: HostStore) -> None:
+def moved(plain: Plain) -> None:
     plain.set("run/a/key", plain.get("run/a/other"))
 
 
-def of_another_run(plain: HostStore) -> None:
+def of_another_run(plain: Plain) -> None:
     AuthenticatedStore(plain, b"another run's secret", "run/a/").set("key", "value")
 
 
-def from_another_prefix(plain: HostStore) -> None:
+def from_another_prefix(plain: Plain) -> None:
     AuthenticatedStore(plain, SECRET, "run/b/").set("key", "value")
     plain.set("run/a/key", plain.get("run/b/key"))
 
 
-def last_byte(plain: HostStore) -> None:
+def last_byte(plain: Plain) -> None:
     there = plain.get("run/a/key")
     plain.set("run/a/key", there[:-1] + bytes([there[-1] ^ 1]))
 
 
-FORGERIES: list[Callable[[HostStore], None]] = [
+FORGERIES: list[Callable[[Plain], None]] = [
     lambda plain: plain.set("run/a/key", "value"),
     lambda plain: plain.set("run/a/key", ""),
     lambda plain: plain.set("run/a/key", "tws1"),
@@ -99,9 +97,7 @@ FORGERIES: list[Callable[[HostStore], None]] = [
 
 
 @pytest.mark.parametrize("forge", FORGERIES)
-def test_unverified_message_is_refused(
-    plain: HostStore, forge: Callable[[HostStore], None]
-) -> None:
+def test_unverified_message_is_refused(plain: Plain, forge: Callable[[Plain], None]) -> None:
     store = AuthenticatedStore(plain, SECRET, "run/a/")
     store.set("key", "value")
     store.set("other", "value")
@@ -131,16 +127,16 @@ class Noting:
     def __init__(self, store: HostStore, keys: list[str]) -> None:
         self.store, self.keys = store, keys
 
-    def set(self, key: str, value: bytes) -> None:
-        self.keys.append(key)
-        self.store.set(key, value)
+    def ask(self, *parts: Any) -> list[Any]:
+        self.keys += [parts[1]] if parts[0] == "set" else []
+        return self.store.ask(*parts)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
 
 
 @pytest.mark.parametrize("prefixed", [True, False])
-def test_gloo_meets_through_it(plain: HostStore, prefixed: bool) -> None:
+def test_gloo_meets_through_it(plain: Plain, prefixed: bool) -> None:
     size, keys = 4, list[str]()
     clones: list[Any] = [Noting(plain.clone(), keys) for _ in range(size)]
     stores = [AuthenticatedStore(clone, SECRET, "run/a/") for clone in clones]
@@ -159,7 +155,7 @@ def test_gloo_meets_through_it(plain: HostStore, prefixed: bool) -> None:
     assert all(plain.get(key).startswith(b"tws1") for key in keys)
 
 
-def test_an_address_that_a_stranger_gives_to_gloo_is_refused_at_once(plain: HostStore) -> None:
+def test_an_address_that_a_stranger_gives_to_gloo_is_refused_at_once(plain: Plain) -> None:
     store = AuthenticatedStore(plain, SECRET, "run/a/")
     stranger = AuthenticatedStore(plain.clone(), None, "run/a/")
     with ThreadPoolExecutor(2) as threads:

@@ -32,10 +32,10 @@ def exchange_endpoints(
     store: Store, rank: int, size: int, timeout_s: float, local: Endpoint | None
 ) -> dict[int, Endpoint]:
     """Return the endpoints of the ranks that listen; `local` is None if this one does not."""
-    prefetching = PrefetchingStore(store, size)
-    prefetching.set(f"endpoint/{rank}", json.dumps(local))
-    prefetching.wait([f"endpoint/{rank}"], datetime.timedelta(seconds=timeout_s))
-    values = [json.loads(prefetching.get(f"endpoint/{other}")) for other in range(size)]
+    keys = [f"endpoint/{other}" for other in range(size)]
+    store.set(keys[rank], json.dumps(local))
+    store.wait(keys, datetime.timedelta(seconds=timeout_s))
+    values = map(json.loads, store.multi_get(keys))
     return {rank: (value[0], value[1]) for rank, value in enumerate(values) if value is not None}
 
 

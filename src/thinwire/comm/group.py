@@ -109,7 +109,7 @@ class Group:
     static_membership = True
     """True if the ranks never change; False if members join and leave."""
     relayed = False
-    """True if some ranks reach each other only through a relay; sums are then gathered."""
+    """True if some ranks reach each other only through a relay."""
     copies = 1
     """Times that a message for all ranks leaves this one, if `relayed`."""
     node_size = 1
@@ -405,16 +405,14 @@ class Group:
         By gloo the sum of an entry is made in the order of the ranks, so that its bits depend on
         neither pieces nor connections.
         """
-        if self.size == 1:
+        if self.size == 1 or not buffer.nbytes:
             return Pending(lambda: buffer)
-        carrier = self._carrier(buffer.device)
-        if self.size > 2 and not self.relayed and carrier.type == "cpu" and buffer.nbytes:
+        on_host = self._carrier(buffer.device).type == "cpu"
+        if on_host and (self.size > 2 or self.relayed):
             return Pending.started(self._summed(buffer, action))
         carried, pieces = self._carried(buffer)
         launches = [partial(dist.all_reduce, piece) for piece in pieces]
         wire = (round(2 * (self.size - 1) / self.size * buffer.nbytes),) * 2  # of a ring
-        if self.relayed:
-            wire = self.copies * buffer.nbytes, (self.size - 1) * buffer.nbytes
 
         def done() -> Tensor:
             return buffer.copy_(uploaded(carried, buffer.device))

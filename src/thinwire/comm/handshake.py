@@ -116,11 +116,11 @@ def while_busy(
     action: str,
     act: Callable[[], _T],
     *,
-    limit_s: float | None = None,
-    moved: Callable[[], float] | None = None,
+    limit_s: float = math.inf,
+    moved: Callable[[], float] = float,
     error: type[ThinwireError] = ThinwireError,
 ) -> list[_T]:
-    """Run `act` on every rank and wait for all of them, however long they take."""
+    """Run `act` on every rank and wait for all of them, while it has `moved` within the limit."""
     # on a second thread, so that the main thread can report that it is still running. Work that
     # exceeds `limit_s` keeps running, and its result is lost
     outcome = started(act, "thinwire-work")
@@ -162,23 +162,21 @@ def _answers(
     group: Group,
     action: str,
     outcome: Future[Any],
-    limit_s: float | None,
-    moved: Callable[[], float] | None,
+    limit_s: float,
+    moved: Callable[[], float],
 ) -> list[_Answer]:
     """Return all ranks' answers once all have ended their work, or one has taken too long."""
     begun = logged_s = time.monotonic()
 
     def left_s() -> float:
-        since = begun if moved is None else max(begun, moved())
-        return math.inf if limit_s is None else max(limit_s - (time.monotonic() - since), 0.0)
+        return max(limit_s - (time.monotonic() - max(begun, moved())), 0.0)
 
     while True:
         # all ranks see the same answers, so all leave the loop in the same round
         wait([outcome], min(group.timeout_s / 4, _PACE_S, left_s()))
         answer: _Answer = _answer(outcome) if outcome.done() else {"busy": True}
         if not outcome.done() and left_s() == 0:
-            failure = "did not end within" if moved is None else "made no progress for"
-            answer = {"problem": f"it {failure} {limit_s:g} s", "late": True}
+            answer = {"problem": f"it made no progress for {limit_s:g} s", "late": True}
         with own_deadlines():
             rows = group.gather_bytes(
                 json.dumps({"work": action, **answer}).encode(), action=action

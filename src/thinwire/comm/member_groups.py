@@ -143,11 +143,8 @@ class MemberGroups:
         """True until `release`."""
         return self.group is not None
 
-    def disconnect(self) -> None:
+    def disconnect(self, wait_s: float = 0.0) -> None:
         """Close the connections, which ends all waits; what was sent to the relay arrives."""
-        self._disconnect(0.0)
-
-    def _disconnect(self, wait_s: float) -> None:
         for connection in self._connections:
             shut_down(connection)
         for client in self._clients:
@@ -155,7 +152,7 @@ class MemberGroups:
 
     def release(self) -> None:
         """Close the connections and drop the groups; may be called twice."""
-        self._disconnect(_JOIN_S)
+        self.disconnect(_JOIN_S)
         self.group = self.control = None
         self.more = []
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,19 +114,12 @@ class RelayedGroup(ProcessGroup):
         keep_alive(self._direct, work, tensors)
         return work
 
-    def _gathered(
-        self, own: Tensor, rows: Sequence[Tensor], then: Callable[[], None] = lambda: None
-    ) -> Work:
+    def _gathered(self, own: Tensor, rows: Sequence[Tensor]) -> Work:
         rows[self._own_rank].copy_(own)
         direct = []
         if self._reached:
             direct = [self._launched(dist.all_gather, [rows[r] for r in self._reached], own)]
-
-        def store(received: _Received) -> None:
-            _fill(rows, received)
-            then()
-
-        return self._exchanged(_bytes_of(own), direct, self._client.others, store)
+        return self._exchanged(_bytes_of(own), direct, self._client.others, partial(_fill, rows))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         return self._gathered(input, output.view(-1, input.numel()).unbind())
@@ -135,18 +129,6 @@ class RelayedGroup(ProcessGroup):
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         return self._gathered(inputs[0], outputs[0])
-
-    def allreduce(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
-        # the first of torch's three forms; the sum is in the order of the ranks
-        (total,) = tensors
-        rows = [torch.empty_like(total) for _ in range(self.size())]
-
-        def add() -> None:
-            total.copy_(rows[0])
-            for row in rows[1:]:
-                total.add_(row)
-
-        return self._gathered(total, rows, add)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
         source = opts.rootRank
@@ -195,7 +177,7 @@ class RelayedGroup(ProcessGroup):
 
     def recv(self, tensors: Any, source: int, tag: int) -> Work:
         row = {source: tensors[0]}
-        return self._exchanged(None, [], [source], lambda received: _fill(row, received))
+        return self._exchanged(None, [], [source], partial(_fill, row))
 
 
 def _bytes_of(tensor: Tensor) -> bytes:

@@ -51,10 +51,6 @@ class RunMember(Protocol):
         """All ranks that agree."""
 
     @property
-    def timeout_s(self) -> float:
-        """Time in seconds for which a member waits for others."""
-
-    @property
     def rank_and_size(self) -> tuple[int, int]:
         """Rank of this process, and number of ranks."""
 
@@ -115,7 +111,7 @@ class Ranks:
     def deadline(self) -> AbstractContextManager[None]:
         """Return a context in which all waiting counts against one time-out."""
         if self.member is not None:
-            return one_deadline(self.member.timeout_s)
+            return self.member.job.one_deadline()
         return one_deadline(time_limit_s(self.process_group, self.timeout_s))
 
     def identity(self, kind: str) -> str:

@@ -49,10 +49,10 @@ class Averager(Synchronizer):
         averaging: Averaging,
         *,
         scaler: OwnScale | None,
-        identity: str = "",
-        digest_every: int = 0,
-        member: Member | None = None,
-        after_averaging: Callable[[bool], bool] = lambda goes_on: True,
+        identity: str,
+        digest_every: int,
+        member: Member | None,
+        after_averaging: Callable[[bool], bool],
     ) -> None:
         # after_averaging(another follows in this call) -> this rank continues with the others
         self.other_buffers = OtherBuffers(tensors)
@@ -123,8 +123,9 @@ class Averager(Synchronizer):
 
     def require_equal(self, step: int | None = None) -> None:
         """Compare the ranks as `Synchronizer.require_equal` does, at the local step by default."""
-        self.settle()
-        super().require_equal(self.counters.step if step is None else step)
+        with self.group.one_deadline():
+            self.settle()
+            super().require_equal(self.counters.step if step is None else step)
 
     def refuse(self, problem: str) -> None:
         """Raise this user error on all ranks, at the next agreement of the others."""
@@ -134,9 +135,9 @@ class Averager(Synchronizer):
 
     def settle(self) -> None:
         """Wait for an agreement in flight: ranks agree on one thing at a time."""
-        pending = self.pending
-        if pending is not None and pending.stage in (Stage.PROPOSED, Stage.ARRIVED):
-            self._advance(Stage(pending.stage + 1))
+        while (now := self.pending) is not None and now.stage in (Stage.PROPOSED, Stage.ARRIVED):
+            with self.group.one_deadline():
+                self._advance(Stage(now.stage + 1))
 
     def before_step(self) -> None:
         """Set anchors to weights that were loaded since the last full sync."""

@@ -19,8 +19,8 @@ from thinwire.local.averaging import Changes, PendingAveraging, real_view, widen
 from thinwire.local.interval import Stage
 from thinwire.local.saving import copied
 from thinwire.members.closing import Late
-from thinwire.members.group import ElasticGroup
-from thinwire.members.members import AWAY, Member
+from thinwire.members.group import AWAY, ElasticGroup
+from thinwire.members.members import Member
 from thinwire.members.transfer import StateMessage
 
 _log = logging.getLogger("thinwire")

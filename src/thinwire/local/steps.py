@@ -99,7 +99,7 @@ def require_tokens(tokens: object, config: LocalConfig | None) -> None:
 class RoundWork:
     """Work of this rank: in the round, and on each fragment since it was averaged last."""
 
-    def __init__(self, seconds: float, fragments: int = 1) -> None:
+    def __init__(self, seconds: float, fragments: int) -> None:
         self._seconds = seconds
         self._fragments: list[RoundTotals] = [(0, 0)] * fragments
         self.begin()
@@ -133,7 +133,7 @@ class RoundWork:
                 "tokens: call sync.observe(loss, tokens=n) before every optimizer.step(), or never"
             )
 
-    def over(self, most_steps: int, share: float = 1.0) -> bool:
+    def over(self, most_steps: int, share: float) -> bool:
         """Return True after `most_steps` steps of the round, or after `share` of its seconds."""
         return self.steps >= most_steps or time.monotonic() >= self._begun_s + self._seconds * share
 

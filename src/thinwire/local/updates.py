@@ -3,9 +3,9 @@
 import datetime
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from thinwire.compress import tag_of
 from thinwire.compress.protocol import Compression, report_coverage
 from thinwire.core.arithmetic import arithmetic
 from thinwire.core.norms import grad_norm
-from thinwire.errors import PeerLost
+from thinwire.errors import PeerLost, ThinwireError
 from thinwire.exchange.digest import DIGEST_EVERY
 from thinwire.exchange.provenance import PROVENANCE, Provenance, without_provenance
 from thinwire.exchange.synchronizer import NO_TRAFFIC, Ranks
@@ -42,7 +42,8 @@ from thinwire.local.model import (
 )
 from thinwire.local.steps import FollowedSteps, require_tokens
 from thinwire.members.closing import Late
-from thinwire.members.members import AWAY, Member, Members, member_of
+from thinwire.members.group import AWAY
+from thinwire.members.members import Member, Members, member_of
 from thinwire.wire.message import WIRE_VERSION
 
 _log = logging.getLogger("thinwire")
@@ -208,6 +209,8 @@ class LocalUpdates:
         self._start: Mapping[str, Any] | None = None
         self._hooks: list[Any] = []
         self._entered_once = False
+        self.on_return: Callable[[], None] = lambda: None
+        """Called after this member, which was away, has entered the run again."""
 
     def __enter__(self) -> "LocalUpdates":
         enter(self)
@@ -264,6 +267,8 @@ class LocalUpdates:
         )
         warner = tensors.model.register_forward_pre_hook(_warn_of_evaluation)
         self._hooks = [self._steps, warner]
+        if member is not None:
+            member.group.come_back = partial(self._come_back, member)
         _open.append(self)
         for optimizer in tensors.optimizers:
             if call_params := getattr(optimizer, "call_params", None):  # of this library
@@ -286,7 +291,6 @@ class LocalUpdates:
         # on a change, do so at the averaging instead
         shared = None if member is None or member.site.mesh is not None else member.group
         with (
-            self._rejoining(),
             averager.group.one_deadline(),
             long_waits_logged(f"local step {self.step + 1}", lambda: averager.waited_s),
         ):
@@ -301,21 +305,20 @@ class LocalUpdates:
         if self.k_steps != k_steps:
             _log.info("ranks average every %d steps from now on, not %d", self.k_steps, k_steps)
 
-    @contextmanager
-    def _rejoining(self) -> Iterator[None]:
-        """Enter the run again if the others continued without this member, which was away."""
-        self._was_late = False
+    def _come_back(self, member: Member, error: ThinwireError) -> None:
+        """Enter the run again, in which the others continued without this member."""
+        averager = open_averager(self, or_left=True)
+        if not member.may_rejoin(error):
+            raise error
+        self._when.synced = False
         try:
-            yield
-        except AWAY as error:
-            member, averager = self._member, open_averager(self, or_left=True)
-            if member is None or not member.may_rejoin(error):
-                raise
-            self._when.synced = False
-            with self._rejoining():
-                averager.pace.exclude(receive_state(averager, member, error), "joining")
+            averager.pace.exclude(receive_state(averager, member, error), "joining")
+        except AWAY as another:
+            self._come_back(member, another)
+        else:
             averager.group.take_regroup_s()
             self._was_late = isinstance(error, Late)
+            self.on_return()
 
     def _after_averaging(self, goes_on: bool) -> bool:
         """Admit joiners and release leaving members; return True if this rank continues."""
@@ -428,26 +431,26 @@ class LocalUpdates:
         self._steps.finish()
         group = averager.group
         averager.all_flush, averager.flushing = False, True
-        try:
-            with own_deadlines():
-                while self.config.by_time and not averager.all_flush:
-                    self._follow(averager.end_round)
-                    if self.left:
-                        return
-        finally:
-            averager.flushing = False
         self._was_late = True
         while self._was_late:  # the others wait; a member that was away finds that they have not
-            with self._rejoining(), group.one_deadline():
+            with group.one_deadline():
+                try:
+                    with own_deadlines():
+                        while self.config.by_time and not averager.all_flush:
+                            self._follow(averager.end_round)
+                            if self.left:
+                                return
+                finally:
+                    averager.flushing = False
                 averager.flush()
+                self._was_late = False
         if group.size > 1 and not self._looked:
             self._looked = True
             warn_of_averages(self._tensors.model, self._when.counters.averagings)
 
     def require_equal(self) -> None:
         """Raise `Diverged` on all ranks if values that must be equal differ; call it on all."""
-        with self._rejoining():
-            open_averager(self, or_left=True).require_equal()
+        open_averager(self, or_left=True).require_equal()
 
     def stats(self) -> dict[str, float]:
         """Return flat numbers about this rank so far; names as in `thinwire.Engine.stats`.
@@ -469,10 +472,7 @@ class LocalUpdates:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of this rank's state without the optimizer's; communicates nothing."""
-        averager = open_averager(self, or_left=True)
-        with self._rejoining():
-            averager.settle()
-        state = saving.saved(averager)
+        state = saving.saved(open_averager(self, or_left=True))
         return {
             **state,
             PROVENANCE: Provenance(

@@ -5,11 +5,11 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed import DistNetworkError
 
 from thinwire._watchdog import addresses_of
 from thinwire.errors import PeerLost, PeerStalled
@@ -22,11 +22,12 @@ _UNANSWERED_S = 5
 
 
 class HostStore:
-    """The calls of torch's store that thinwire makes, and `look`, over one connection."""
+    """Connection to the store of a host: a request and its answer at a time."""
 
     def __init__(self, host: Address, timeout: timedelta, connect_s: float) -> None:
         self._host = host
-        self._limit = timeout
+        self.limit = timeout
+        """Longest wait for a key."""
         self._connect_s = connect_s
         self._lock = threading.Lock()
         self._socket = _connected(host, connect_s)
@@ -49,14 +50,15 @@ class HostStore:
 
     def clone(self) -> "HostStore":
         """Return the same store over a connection of its own."""
-        return HostStore(self._host, self._limit, self._connect_s)
+        return HostStore(self._host, self.limit, self._connect_s)
 
     def close(self) -> None:
         """End the connection; a call that waits on another thread ends with an error."""
         with contextlib.suppress(OSError):  # it has ended
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _ask(self, *parts: str | bytes) -> list[Any]:
+    def ask(self, *parts: str | bytes) -> list[Any]:
+        """Make a request, and return the answer; see `HostedStore`."""
         message = framed([part.encode() if isinstance(part, str) else part for part in parts])
         with self._lock, self._explaining():
             self._socket.sendall(message)
@@ -81,55 +83,6 @@ class HostStore:
                 raise OSError("it was closed")
             found += piece
         return bytes(found)
-
-    def set(self, key: str, value: str | bytes) -> None:
-        """Write a value."""
-        self._ask("set", key, value)
-
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Write a value if `expected` is there (empty: none); return what is there then."""
-        return bytes(self._ask("swap", key, expected, desired)[0])
-
-    def get(self, key: str) -> bytes:
-        """Return a value; wait for it until the time-out."""
-        return self.multi_get([key])[0]
-
-    def multi_get(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
-        """Return values; wait for all of them until the time-out."""
-        limit_s = (timeout or self._limit).total_seconds()
-        values = self._ask("wait", str(limit_s), *keys)
-        if None in values:
-            raise DistStoreError(f"wait timeout after {limit_s:g} s, keys: {', '.join(keys)}")
-        return values
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys exist."""
-        self.multi_get(keys, timeout)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Return True if all keys exist."""
-        return None not in self.look(keys)[1]
-
-    def look(
-        self, keys: Sequence[str], limit_s: float = 0.0, since: int = 0
-    ) -> tuple[int, list[bytes | None]]:
-        """Return the values of keys, or None; see `AuthenticatedStore`."""
-        number, *values = self._ask("look", str(limit_s), str(since), *keys)
-        return int(number), values
-
-    def drop(self, prefix: str) -> None:
-        """Remove all keys with this prefix, which a host that is started again may still have."""
-        self._ask("drop", prefix)
-
-    def entries(self, prefix: str) -> list[tuple[str, bytes]]:
-        """Return keys with this prefix and their values."""
-        found = self._ask("list", prefix)
-        keys = [key.decode(errors="replace") for key in found[::2]]
-        return [*zip(keys, found[1::2], strict=True)]
-
-    def age_s(self) -> float:
-        """Return the seconds since the host was started."""
-        return float(self._ask("age")[0])
 
 
 def _connected(host: Address, limit_s: float) -> socket.socket:

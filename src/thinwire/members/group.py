@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import cycle
 from typing import Any
 
@@ -21,6 +21,9 @@ from thinwire.members.generation import Generation, packed, unpacked
 from thinwire.members.kv import KeyValueView
 from thinwire.members.membership import Membership
 from thinwire.members.watcher import BUSY_BEAT_S, CONNECT_S, Terms
+
+AWAY = Evicted, Late, PeerLost, PeerStalled
+"""Errors of a member that was away: it reached nobody, or the others continued without it."""
 
 
 class ElasticGroup(Group):
@@ -41,6 +44,9 @@ class ElasticGroup(Group):
         self.bound: Generation | None = None
         self.pending_after: int | None = None
         self._attempt: int | None = None
+        self.come_back: Callable[[ThinwireError], None] | None = None
+        """Enters the run again after an error of `AWAY`, or raises it; None before any step."""
+        self._in_call = False
         self._regroup_s = 0.0
         if membership.shared.generation is not None:
             self.bind_latest()
@@ -127,6 +133,27 @@ class ElasticGroup(Group):
         return self._shared is not None and in_flight([self._shared.group, *self._shared.more])
 
     @contextmanager
+    def one_deadline(self) -> Iterator[None]:
+        """Enclose a call; nothing is exchanged outside.
+
+        A member that was away enters the run again, and the outermost block ends there: the others
+        have made the rest of it. One that was late ends the innermost block.
+        """
+        outermost = not self._in_call
+        self._in_call = True
+        try:
+            with super().one_deadline():
+                yield
+        except AWAY as error:
+            # others wait for the rest of the call of one that was only late
+            ends_here = outermost or isinstance(error, Late)
+            if self.come_back is None or not ends_here:
+                raise
+            self.come_back(error)
+        finally:
+            self._in_call = not outermost
+
+    @contextmanager
     def one_attempt(self) -> Iterator[None]:
         self._attempt = self.bind_latest()
         self._leave_out_late()
@@ -149,6 +176,7 @@ class ElasticGroup(Group):
     def launch_bytes(
         self, payload: bytes, *, action: str, common: bytes | None = None
     ) -> Pending[list[bytes]]:
+        assert self._in_call or self.come_back is None, f"{action}: outside of one_deadline"
         return Pending.started(self._voting(payload, action))
 
     def _voting(self, payload: bytes, action: str) -> Generator[None, None, list[bytes]]:
@@ -396,6 +424,9 @@ class SiteGroup(Group):
     @property
     def rank(self) -> int:  # type: ignore[override]
         return self._shard_group.rank * self.site.size + self.site.rank
+
+    def one_deadline(self) -> AbstractContextManager[None]:
+        return self._shard_group.one_deadline()
 
     def take_regroup_s(self) -> float:
         return self._shard_group.take_regroup_s()

@@ -11,7 +11,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar, final
 
-from torch.distributed import DistError, DistNetworkError, Store
+from torch.distributed import DistError, DistNetworkError, DistStoreError, Store
 
 from thinwire._watchdog import Late, within
 from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
@@ -66,42 +66,30 @@ class AuthenticatedStore(Store):
 
     def age_s(self) -> float:
         """Return the seconds since the host was started."""
-        return float(self._store.age_s())
+        return float(self._store.ask("age")[0])
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
-        self._store.set(self._prefix + key, self._signed(key, value))
+        self._store.ask("set", self._prefix + key, self._signed(key, value))
 
     def get(self, key: str) -> bytes:
         """Return a value; wait for it until the store's time-out."""
-        return self._verified(key, self._store.get(self._prefix + key))
+        return self.multi_get([key])[0]
 
     def look(
         self, keys: Sequence[str], limit_s: float = 0.0, since: int = 0
-    ) -> tuple[int, list[bytes | PayloadCorrupt | None]]:
-        """Return the values of keys, or None, in one answer, and a number for the next `since`.
+    ) -> tuple[int, list[bytes | None]]:
+        """Return what is under keys, not `verified`, and a number for the next `since`.
 
-        Waits until one of them is written after `since`, for at most `limit_s`. A value that does
-        not verify is returned as the error.
+        Waits until one of them is written after `since`, for at most `limit_s`.
         """
-        number, found = self._store.look([self._prefix + key for key in keys], limit_s, since)
-        return number, [self._checked(*item) for item in zip(keys, found, strict=True)]
-
-    def entries(self, prefix: str) -> dict[str, bytes | PayloadCorrupt | None]:
-        """Return all values under keys with this prefix, by the rest of the key."""
-        skipped = len(self._prefix + prefix)
-        found = {key[skipped:]: value for key, value in self._store.entries(self._prefix + prefix)}
-        return {rest: self._checked(prefix + rest, value) for rest, value in found.items()}
+        full = [self._prefix + key for key in keys]
+        number, *found = self._store.ask("look", str(limit_s), str(since), *full)
+        return int(number), found
 
     def drop(self, prefix: str) -> None:
         """Remove all keys with this prefix, which a host that is started again may still have."""
-        self._store.drop(self._prefix + prefix)
-
-    def _checked(self, key: str, found: bytes | None) -> bytes | PayloadCorrupt | None:
-        try:
-            return None if found is None else self._verified(key, found)
-        except PayloadCorrupt as error:
-            return error
+        self._store.ask("drop", self._prefix + prefix)
 
     def compare_set(
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
@@ -109,27 +97,31 @@ class AuthenticatedStore(Store):
         """Write a value if `expected_value` is there (empty: none); return what is there then."""
         expected = self._signed(key, expected_value) if expected_value else b""
         desired = self._signed(key, desired_value)
-        return self._verified(key, self._store.compare_set(self._prefix + key, expected, desired))
+        (found,) = self._store.ask("swap", self._prefix + key, expected, desired)
+        return self.verified(key, found)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Return several values, as `get` does."""
-        found = self._store.multi_get([self._prefix + key for key in keys])
-        return [self._verified(key, value) for key, value in zip(keys, found, strict=True)]
-
-    def check(self, keys: list[str]) -> bool:
-        """Return True if all keys exist. The values are not verified."""
-        return bool(self._store.check([self._prefix + key for key in keys]))
+        found = self._awaited(keys, self._store.limit)
+        return [self.verified(key, value) for key, value in zip(keys, found, strict=True)]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys exist. The values are not verified."""
-        limit = [] if timeout is None else [timeout]
-        self._store.wait([self._prefix + key for key in keys], *limit)
+        self._awaited(keys, timeout or self._store.limit)
+
+    def _awaited(self, keys: Sequence[str], limit: timedelta) -> list[bytes]:
+        full = [self._prefix + key for key in keys]
+        values: list[bytes] = self._store.ask("wait", str(limit.total_seconds()), *full)
+        if None in values:
+            raise DistStoreError(f"wait timeout after {limit}, keys: {', '.join(full)}")
+        return values
 
     def _signed(self, key: str, value: str | bytes) -> bytes:
         content = value.encode() if isinstance(value, str) else bytes(value)
         return self._signer.sign(self._prefix + key, content)
 
-    def _verified(self, key: str, found: bytes) -> bytes:
+    def verified(self, key: str, found: bytes) -> bytes:
+        """Return a value; raise `PayloadCorrupt` if no member wrote it."""
         return self._signer.verify(self._prefix + key, found)
 
 
@@ -255,17 +247,6 @@ class KeyValueView:
         return json.loads(self.call(set_if))
 
     def get(self, key: str) -> Value:
-        """Return the value; None if there is none."""
-        (found,) = self.call(lambda: self.store.look([key]))[1]
-        if isinstance(found, PayloadCorrupt):
-            raise found
-        return None if found is None else json.loads(found)
-
-    def has(self, key: str) -> bool:
-        """Return True if a member has written this key; a stranger's value does not count."""
-        return self.get_verified(key) is not None
-
-    def get_verified(self, key: str) -> Value:
         """Return the value that a member wrote; None if there is none, or a stranger wrote it."""
         return self.look([key])[1][0]
 
@@ -280,17 +261,12 @@ class KeyValueView:
         number, found = self.call(lambda: self.store.look(keys, limit_s, since))
         return number, [self._read(*item) for item in zip(keys, found, strict=True)]
 
-    def entries(self, prefix: str) -> dict[str, Value]:
-        """Return all values that members wrote under keys with this prefix, by the rest of it."""
-        found = self.call(lambda: self.store.entries(prefix))
-        read = {rest: self._read(prefix + rest, value) for rest, value in found.items()}
-        return {rest: value for rest, value in read.items() if value is not None}
-
-    def _read(self, key: str, found: bytes | PayloadCorrupt | None) -> Value:
-        if isinstance(found, PayloadCorrupt):
-            self.warn_once(key, found)
+    def _read(self, key: str, found: bytes | None) -> Value:
+        try:
+            return None if found is None else json.loads(self.store.verified(key, found))
+        except PayloadCorrupt as error:
+            self.warn_once(key, error)
             return None
-        return None if found is None else json.loads(found)
 
     def warn_once(self, key: str, error: PayloadCorrupt) -> None:
         """Log once per key that a stranger has written there."""

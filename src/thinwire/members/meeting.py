@@ -21,7 +21,7 @@ from thinwire.members.credentials import (
     run_secret,
 )
 from thinwire.members.host import GREETING_KEY, MEETING_VERSION, RUN_NAME
-from thinwire.members.kv import AuthenticatedStore
+from thinwire.members.kv import AuthenticatedStore, KeyValueView
 
 _SHORTEST_S = 0.1
 
@@ -60,10 +60,10 @@ def connect(
     return AuthenticatedStore(store, secret, f"run/{run}/", session)
 
 
-def require_same(store: AuthenticatedStore, facts: Mapping[str, Any]) -> None:
+def require_same(kv: KeyValueView, occasion: str, facts: Mapping[str, Any]) -> None:
     """Compare facts (JSON values) with those of the run; the first member sets them."""
     own: dict[str, Any] = json.loads(json.dumps(facts))
-    theirs = json.loads(store.compare_set("facts", "", json.dumps(own)))
+    theirs = kv.put_if_absent(f"{occasion}/facts", own)
     for name in [*own, *theirs]:
         own_value = own.get(name, "nothing")
         run_value = theirs.get(name, "nothing")
@@ -76,7 +76,7 @@ def require_same(store: AuthenticatedStore, facts: Mapping[str, Any]) -> None:
 
 def _checked_session(store: HostStore, token: bytes | None, host: Address) -> str:
     """Return the session of a host with the same token and version."""
-    (plain,) = store.look([GREETING_KEY])[1]
+    _, plain = store.ask("look", "0", "0", GREETING_KEY)
     try:
         found = Signer(host_secret(token)).verify(GREETING_KEY, plain or b"")
         reported = json.loads(found)

@@ -35,7 +35,7 @@ from thinwire.errors import (
 from thinwire.members.closing import Late
 from thinwire.members.credentials import parse_address, read_token
 from thinwire.members.generation import packed, unpacked
-from thinwire.members.group import ElasticGroup, SingleRank, Site, SiteGroup
+from thinwire.members.group import AWAY, ElasticGroup, SingleRank, Site, SiteGroup
 from thinwire.members.kv import KeyValueView
 from thinwire.members.meeting import connect, require_same
 from thinwire.members.membership import Membership
@@ -63,8 +63,6 @@ _LEAVE_S = 2.0
 """Longest time in seconds for the announcement of a member that leaves."""
 _MOST_FAILURES = 3
 """Attempts to enter a run again without an averaging."""
-AWAY = Evicted, Late, PeerLost, PeerStalled
-"""Errors of a member that was away: it reached nobody, or the others continued without it."""
 _log = logging.getLogger("thinwire")
 Facts = Mapping[str, Any]
 
@@ -133,10 +131,17 @@ class Member:
         self._identity = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.terms = terms
         self.timeout_s = terms.timeout_s
-        self.kv = kv if site.mesh is None else kv.under(f"shard/{site.rank}")
-        self._named = {} if terms.name is None else {"name": terms.name}
+        self.kv = kv
         self._facts: dict[str, Facts] = {}
         """Facts of the set-up by occasion."""
+        of_terms = "streams", "keep_batch", "grace_seconds"
+        facts = {"shards of a site": site.size}
+        facts |= {name: getattr(terms, name) for name in of_terms}
+        self.require_same_setup("site", facts)
+        if site.mesh is not None:  # there a host that has lost its file gets them again
+            self.kv = kv.under(f"shard/{site.rank}")
+            self.require_same_setup("site", facts)
+        self._named = {} if terms.name is None else {"name": terms.name}
         try:
             self._membership = self._join_run()
         except BaseException:
@@ -269,10 +274,10 @@ class Member:
         self._late = {}
 
     def may_rejoin(self, error: ThinwireError) -> bool:
-        """Return True if this member, whose part ended by this error, may enter again."""
+        """Return True if this member, which was away or late, may enter the run again."""
         closed = self._membership.watcher.stopped.is_set()
         wanted = self._rejoins or isinstance(error, Late)
-        return wanted and not (closed or self.left) and isinstance(error, AWAY)
+        return wanted and not (closed or self.left)
 
     def rejoin(self, state: SharedState, why: ThinwireError) -> None:
         """Enter the run again as a joiner that has `state`; `Evicted` after three failures."""
@@ -285,7 +290,7 @@ class Member:
             self._membership.close()
             try:
                 self._enter_again(state, known)
-            except AWAY as error:
+            except (*AWAY, QuorumLost) as error:
                 self._membership.close()
                 why = error
             else:
@@ -305,7 +310,7 @@ class Member:
             self._membership = membership = self._join_run()
             if membership.shared.joiner:
                 ended = ""
-        while not ended and (found := self.kv.get_verified(f"members/{known + 1}")) is not None:
+        while not ended and (found := self.kv.get(f"members/{known + 1}")) is not None:
             known += 1
             if not found["votes"]:
                 ended = f"it has begun anew, with generation {known}. Start this member again"
@@ -374,10 +379,8 @@ class Member:
 
     def require_same_setup(self, occasion: str, facts: Facts) -> None:
         """Raise if these facts differ from those of the other members."""
-        kv = self.kv
-        own = dict(leaves("", facts))
-        self._facts[occasion] = own
-        kv.call(lambda: require_same(kv.store.under(occasion), own))
+        self._facts[occasion] = own = dict(leaves("", facts))
+        require_same(self.kv, occasion, own)
 
     def fetch_state(self, state: SharedState) -> None:
         """Copy the state of the run from donors, and wait for admission."""
@@ -452,7 +455,7 @@ class Member:
 
     def _wait_for_donor(self, number: int) -> list[str]:
         began = logged = time.monotonic()
-        while (found := self.kv.get_verified(f"donor/{number}")) is None:
+        while (found := self.kv.get(f"donor/{number}")) is None:
             self._membership.require_heartbeat()
             time.sleep(_POLL_S)
             if time.monotonic() - logged > _NEWS_S:
@@ -584,7 +587,7 @@ class Member:
     def catch_up(self, state: SharedState) -> None:
         """Apply the rounds that this member was late for, and continue with the others."""
         shared = self._membership.shared
-        while (closed := self.kv.get_verified(CLOSED_KEY)) and closed["vote"] > shared.votes:
+        while (closed := self.kv.get(CLOSED_KEY)) and closed["vote"] > shared.votes:
             update = self._next_missed(state)
             made = update.plain["made"]
             state.apply(update)
@@ -847,13 +850,6 @@ def join(
         grace_seconds = check.real("grace_seconds", grace_seconds, at_least=0)
         if mesh is not None:
             raise ValueError("grace_seconds is not for members that are sites: omit it, or mesh")
-    facts: dict[str, Any] = {
-        "streams": streams,
-        "keep_batch": keep_batch,
-        "grace_seconds": grace_seconds,
-    }
-    facts["shards of a site"] = site.size
-    kv.call(lambda: require_same(kv.store.under("site"), facts))
     limits = endpoint, min_members, start_members, timeout_s
     terms = Terms(*limits, streams, keep_batch, name, grace_seconds)
     return Members(Member(kv, terms, site, rejoin=rejoin))

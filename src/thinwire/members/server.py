@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import socket
-import ssl
 import struct
 import threading
 import time
@@ -14,7 +13,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from thinwire.members.relay import Relay
 
 GREETING = b"\0tw2"
 """First bytes of a client; the first one is that of no TLS handshake and no client of a relay."""
@@ -203,9 +205,6 @@ class HostedStore:
                     lambda: any(found.get(key, 0) > last for key in keys), keys, limit_s
                 )
                 return [b"%d" % self._revision, *map(self.values.get, keys)]
-            case [b"list", prefix]:
-                items = self.values.items()
-                return [part for item in items if item[0].startswith(prefix) for part in item]
             case [b"age"]:
                 return [b"%f" % self.age_s]
             case _:
@@ -236,27 +235,10 @@ class HostedStore:
                 del self._waiting[key]
 
 
-class Relaying(Protocol):
-    """A relay that shares the port of the store."""
-
-    tls: ssl.SSLContext | None
-
-    async def run(self, stop: asyncio.Event) -> None:
-        """Run until `stop` is set."""
-
-    async def handle(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        admitted: Callable[[], object],
-    ) -> None:
-        """Serve a client until it ends; call `admitted` once it has shown that it is a member."""
-
-
 class _Front:
     """Accepts clients, and passes them to the store or to the relay by their first byte."""
 
-    def __init__(self, store: HostedStore | None, relay: Relaying | None) -> None:
+    def __init__(self, store: HostedStore | None, relay: "Relay | None") -> None:
         self._store = store
         self._relay = relay
         self._tasks: set[asyncio.Task[None]] = set()
@@ -326,7 +308,7 @@ class _Front:
 
 @contextlib.contextmanager
 def serving(
-    listener: socket.socket, store: HostedStore | None, relay: Relaying | None = None
+    listener: socket.socket, store: HostedStore | None, relay: "Relay | None" = None
 ) -> Iterator[None]:
     """Serve clients on a thread of its own while the block runs."""
     runner = asyncio.Runner()

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 from thinwire.comm.member_groups import MemberGroups
@@ -44,8 +44,11 @@ CLOSED_KEY = "closed"
 """Key of the last agreement that was made at the host."""
 END_KEY = "end"
 """Key that asks all members to leave."""
+_RECOVERING = "recovering"
+"""Key that tells founders of members that were in the run before its host lost it."""
 _HELLOS = "hellos"
 """Key of the next free request number; a hint where to begin to search."""
+_HELLOS_AT_ONCE = 16
 ALL_ATTEMPTS_S = (_MAX_ATTEMPTS + 2) * (CONNECT_S + _ANNOUNCE_S)
 """Longest time in seconds for generations that do not connect, up to the end of this member."""
 _log = logging.getLogger("thinwire")
@@ -142,7 +145,7 @@ class Shared:
 
     def say_hello(self, kv: KeyValueView, first: int | None = None, **asks: Any) -> int:
         """Ask for admission, or to found generation `first`; return the number of the request."""
-        number = max(self.next_own_hello, kv.get_verified(_HELLOS) or 0)
+        number = max(self.next_own_hello, kv.get(_HELLOS) or 0)
         while True:
             key = f"hello/{number}"
             try:
@@ -171,8 +174,6 @@ class Watcher:
         self.stopped = threading.Event()
         self._session = kv.store.session
         self._next_hello = self._beat_count = 0
-        self._unread: list[int] = []
-        self._checked_s: dict[int, float] = {}
 
     def form_generations(self) -> None:
         """Meet the others, then watch and do what the main thread asks, until this member ends."""
@@ -275,10 +276,11 @@ class Watcher:
         """Return True if members of a run that the host does not know may be coming back."""
         if self.kv.call(self.kv.store.age_s) < _COME_BACK_S:
             return True
-        return bool(self.kv.entries("recover/")) and self.kv.get("gen") is None
+        recovering, known = self.kv.look([_RECOVERING, "gen"])[1]
+        return recovering is not None and known is None
 
     def _present_founders(self, number: int) -> tuple[str, ...]:
-        self._read_hellos(math.inf)
+        self._read_hellos()
         hellos = [value for _, value in sorted(self.shared.hellos.items())]
         ids = [*dict.fromkeys(v["id"] for v in hellos if v.get("founds") == number)]
         alive = zip(ids, self._poll_heartbeats(ids), strict=True)
@@ -305,10 +307,9 @@ class Watcher:
 
     def _latest_from(self, number: int) -> int:
         # a host that was started anew knows no earlier ones
-        hint, following = self.kv.look(["gen", f"members/{number + 1}"])[1]
-        if following is None and hint is not None:
+        if (hint := self.kv.get("gen")) is not None:
             number = max(number, int(hint))
-        while self.kv.has(f"members/{number + 1}"):
+        while self.kv.get(f"members/{number + 1}") is not None:
             number += 1
         return number
 
@@ -428,6 +429,7 @@ class Watcher:
         if now is None:
             raise PeerLost("the host was started anew while this member joined: join again")
         facts = {"number": now.number, "ids": now.ids, "votes": shared.votes}
+        self.kv.put(_RECOVERING, True)
         self.kv.put(f"recover/{self.own_id}", facts | {"timeout_s": self.timeout_s})
         latest, decided = self.kv.look(["gen", f"members/{now.number}"])[1]
         if latest is None:
@@ -438,7 +440,7 @@ class Watcher:
                 f"of this member ({now.number}). Join again to take part"
             )
         for occasion, of_run in shared.facts.items():
-            self.kv.call(partial(self._write_facts, occasion, of_run))
+            require_same(self.kv, occasion, of_run)
         with shared.changed:
             shared.hellos.clear()
             shared.ready.clear()
@@ -447,9 +449,6 @@ class Watcher:
         _log.warning("the host was started anew, and knows the run again")
         return True
 
-    def _write_facts(self, occasion: str, facts: Mapping[str, Any]) -> None:
-        require_same(self.kv.store.under(occasion), facts)
-
     def _require_known(self) -> None:
         """Wait until the host knows the run; a generation is formed there alone."""
         while not self._is_known():
@@ -457,59 +456,40 @@ class Watcher:
                 raise PeerLost("the host was started anew, and does not know the run yet")
 
     def _check_joiners(self) -> None:
-        """Update the set of joiners, for at most `SCAN_S`: the others wait for a heartbeat."""
-        until = time.monotonic() + SCAN_S
+        """Update the set of joiners."""
         shared = self.shared
-        self._read_hellos(until)
-        for number, value in list(shared.hellos.items()):
-            if value["id"] in shared.past_members:
-                with shared.changed:
-                    del shared.hellos[number]
-                    shared.ready.discard(number)
-        order = {
-            n: (not shared.is_alive(one["id"]), self._checked_s.get(n, 0.0))
-            for n, one in shared.hellos.items()
-        }
-        for number in sorted(order, key=order.__getitem__):  # live ones, checked longest ago, first
-            if time.monotonic() > until:
-                return
-            self._checked_s[number] = time.monotonic()
-            (alive,) = self._poll_heartbeats([shared.hellos[number]["id"]])
-            if not alive or number in shared.ready:
-                continue
-            if self.kv.has(f"ready/{number}"):
-                with shared.changed:
+        self._read_hellos()
+        ids = {n: one["id"] for n, one in shared.hellos.items()}
+        waiting = [(n, one) for n, one in ids.items() if one not in shared.past_members]
+        if not waiting:
+            return
+        self._poll_heartbeats([one for _, one in waiting])
+        keys = [(f"ready/{n}", f"donor/{n}") for n, _ in waiting]
+        found = self.kv.look([*chain(*keys)])[1]
+        late_s = time.monotonic() - self.timeout_s
+        with shared.changed:
+            for (number, _), ready, donor in zip(waiting, found[::2], found[1::2], strict=True):
+                if ready is not None:
                     shared.ready.add(number)
-                continue
-            # members that were in different generations may have computed different donors
-            asked_s = shared.donor_assigned_s.get(number, math.inf)
-            if time.monotonic() - asked_s > self.timeout_s and not self.kv.has(f"donor/{number}"):
-                with shared.changed:
+                # members that were in different generations may have computed different donors
+                if donor is None and shared.donor_assigned_s.get(number, late_s) < late_s:
                     del shared.donor_assigned_s[number]
 
-    def _read_hellos(self, until: float) -> None:
-        """Read the new requests, and, while time is left, older ones from the last on."""
-        shared = self.shared
-        if self._next_hello == 0:
-            self._next_hello = self.kv.get_verified(_HELLOS) or 0
-            self._unread = list(range(self._next_hello))
-        while time.monotonic() < until:
-            key = f"hello/{self._next_hello}"
-            try:
-                value = self.kv.get(key)
-            except PayloadCorrupt as error:  # a stranger's request: skip its number
-                self.kv.warn_once(key, error)
-            else:
-                if value is None:
-                    break
-                with shared.changed:
-                    shared.hellos[self._next_hello] = value
-            self._next_hello += 1
-        while self._unread and time.monotonic() < until:
-            number = self._unread.pop()
-            if (value := self.kv.get_verified(f"hello/{number}")) is not None:
-                with shared.changed:
-                    shared.hellos[number] = value
+    def _read_hellos(self) -> None:
+        """Read the new requests, in one answer of the host, or two after many others."""
+        end = 0
+        while True:
+            numbers = range(self._next_hello, max(end, self._next_hello + _HELLOS_AT_ONCE))
+            keys = [f"hello/{number}" for number in numbers]
+            hint, *values = self.kv.look([_HELLOS, *keys])[1]
+            # without those of strangers
+            new = {n: one for n, one in zip(numbers, values, strict=True) if one is not None}
+            with self.shared.changed:
+                self.shared.hellos |= new
+            self._next_hello = max([self._next_hello, *(n + 1 for n in new)])
+            end = hint or 0
+            if end <= numbers.stop:
+                return
 
     def change_generation(
         self, number: int, ids: tuple[str, ...], continuing: tuple[str, ...]

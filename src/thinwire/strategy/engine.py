@@ -545,7 +545,7 @@ class Engine:
         if wait:
             path = write(steps.savers)
         else:
-            path = next_folder(Path(directory), step)
+            path = next_folder(Path(directory), steps.position())
             self._background_save.begin(steps.savers, write)
         steps.exchange.pace.exclude(time.perf_counter() - begun_s)
         return path

@@ -67,12 +67,15 @@ class Joining:
     def vote(self, *, active: bool) -> bool:
         """Return True if any rank still has a batch. All ranks must call this."""
         action = "asking which ranks still have batches"
-        answers = self._group.gather_bytes(b"+" if active else b"-", action=action)
-        for rank, answer in enumerate(answers):
-            if answer not in (b"+", b"-"):
-                raise wrong_call_site(action, rank, answer)
-        self.due = False
-        return b"+" in answers
+        while self.due:
+            with self._group.one_deadline():
+                answers = self._group.gather_bytes(b"+" if active else b"-", action=action)
+                for rank, answer in enumerate(answers):
+                    if answer not in (b"+", b"-"):
+                        raise wrong_call_site(action, rank, answer)
+                self.due = False
+                return b"+" in answers
+        return True
 
 
 class MovingBuffers:

@@ -286,6 +286,15 @@ class LocalStep(Microsteps):
     _tokens: int | None = None
     """Tokens of the present microstep."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.local.on_return = self._vote_with_others
+
+    def _vote_with_others(self) -> None:
+        """Take part in the vote of `join` that the others make where this member has entered."""
+        now = self.local.synced or not self.local.config.delay
+        self.joining.due = self.joining.inside and now
+
     @property
     def merging(self) -> bool:
         """See `Microsteps`."""
@@ -363,13 +372,13 @@ class LocalStep(Microsteps):
     def idle(self) -> None:
         """See `EveryStep`."""
         while not self.joining.due or self.joining.vote(active=False):
-            if self.in_lockstep:
-                self.clear_grads()
-                with self._exchanging(early=False):
+            with self._exchanging(early=False):
+                if self.in_lockstep:
+                    self.clear_grads()
                     self.add_or_update({}, 1.0, False)
-            else:
-                self.local.end_round()
-                self.joining.due = self.local.synced
+                else:
+                    self.local.end_round()
+                    self.joining.due |= self.local.synced
 
     def end(self) -> None:
         """See `EveryStep`."""
@@ -412,7 +421,7 @@ class LocalStep(Microsteps):
             local.skip_step()  # it counts towards the next averaging
         else:
             make_step(local, partial(self._step_here, self._limited(local.step, grads)))
-        self.joining.due = self.joining.inside and local.synced
+        self.joining.due |= self.joining.inside and local.synced
         return StepDecision.APPLY
 
     def _drops(self, grads: Grads) -> bool:
