@@ -430,27 +430,36 @@ class LocalUpdates:
         averager = open_averager(self)
         self._steps.finish()
         group = averager.group
-        averager.all_flush, averager.flushing = False, True
-        self._was_late = True
-        while self._was_late:  # the others wait; a member that was away finds that they have not
+
+        def flush() -> None:
+            averager.all_flush, averager.flushing = False, True
             with group.one_deadline():
                 try:
                     with own_deadlines():
-                        while self.config.by_time and not averager.all_flush:
+                        while self.config.by_time and not averager.all_flush and not self.left:
                             self._follow(averager.end_round)
-                            if self.left:
-                                return
                 finally:
                     averager.flushing = False
-                averager.flush()
-                self._was_late = False
+                if not self.left:
+                    averager.flush()
+
+        self._with_others(flush)
+        if self.left:
+            return
         if group.size > 1 and not self._looked:
             self._looked = True
             warn_of_averages(self._tensors.model, self._when.counters.averagings)
 
+    def _with_others(self, call: Callable[[], None]) -> None:
+        """Make a call that all wait in; again after an averaging for which this member was late."""
+        self._was_late = True
+        while self._was_late:
+            self._was_late = False
+            call()
+
     def require_equal(self) -> None:
         """Raise `Diverged` on all ranks if values that must be equal differ; call it on all."""
-        open_averager(self, or_left=True).require_equal()
+        self._with_others(open_averager(self, or_left=True).require_equal)
 
     def stats(self) -> dict[str, float]:
         """Return flat numbers about this rank so far; names as in `thinwire.Engine.stats`.

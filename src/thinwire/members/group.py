@@ -218,7 +218,7 @@ class ElasticGroup(Group):
     def _at_host(self, vote: int, payload: bytes) -> ClosingVote | None:
         """Return an agreement of all members at the host; None if they agree by themselves."""
         self.membership.shared.present = None
-        grace_s = self._terms.grace_s
+        grace_s = self._terms.grace_seconds
         if grace_s is None:
             return None
         early = self.early

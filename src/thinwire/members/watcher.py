@@ -64,7 +64,7 @@ class Terms(NamedTuple):
     streams: int | None = None
     keep_batch: bool = False
     name: str | None = None
-    grace_s: float | None = None
+    grace_seconds: float | None = None
 
 
 class Shared:
