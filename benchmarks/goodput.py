@@ -172,6 +172,8 @@ def run(given: argparse.Namespace, folder: Path, faults: Sequence[Fault]) -> dic
         until = time.monotonic() + _START_S
         while not all(made.all_in() for made in runs.values()):
             assert time.monotonic() < until, "the workers did not start: see their logs"
+            for made in runs.values():
+                made.look()
             time.sleep(_POLL_S)
         began = time.time()
         while time.time() < began + given.seconds / given.scale:
