@@ -277,12 +277,15 @@ def main() -> None:
     folder = given.folder or Path(tempfile.mkdtemp(prefix="thinwire-goodput-"))
     faults = [fault for fault in json_lines(given.faults) if fault["at_s"] < given.seconds]
     results = run(given, folder, faults)
-    for name, found in results.items():
-        print(f"{name}: {found['goodput']:.1%}, of the rest {found['of the rest']:.1%}")
-        rows = [
-            [name, *(f"{x:.1f}" for x in row)] for name, *row in map(dict.values, found["costs"])
-        ]
-        print("\n".join(markdown(_COSTS, rows)))
+    calm_share = MEMBERS * (1 - results["calm"]["goodput"])
+    for contender, found in results.items():
+        rest = found["of the rest"]
+        print(f"{contender}: goodput {found['goodput']:.1%}, of the rest {rest:.1%}")
+        rows = []
+        for name, seconds, taken_s, lost_s in map(dict.values, found["costs"]):
+            numbers = seconds, taken_s, lost_s, lost_s - calm_share * seconds
+            rows.append([name, *(f"{number:.1f}" for number in numbers)])
+        print("\n".join(markdown([*_COSTS, "more than calm"], rows)))
     loss = final_loss_over_calm(**results)
     print(f"final loss, over that without faults: {loss:.4f}")
     about = {
