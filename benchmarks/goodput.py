@@ -1,23 +1,29 @@
-"""Goodput under faults: members that come and go, beside torchrun with restarts.
+"""Goodput under faults: members that come and go, beside the same run without any fault.
 
-    python -m benchmarks.goodput --seconds 1800 --out benchmarks/results/goodput.json
+    python -m benchmarks.goodput --seed 1 --out benchmarks/results/goodput.json
 
 Four workers, one at half speed, each in a network of its own behind a line of 20 Mbit/s and 20 ms.
-A step sleeps for 0.2 s (0.4 s), as if a GPU worked. The faults are those of a file, by default
-`settings/faults.jsonl`: a line for each, with `at_s`, seconds since all workers train, `worker`,
-which is 0 to 3, and `what`: "kill", after which the worker is started again at once, "cut" and
-"mend" of its line. There one is killed, and a line is cut for 15 s in every 300 s; no time is
-scaled. The contenders run at the same time, under the same faults at the same times:
+A step sleeps for 0.2 s (0.4 s), as if a GPU worked; rounds take 30 s, the time-out is 60 s. The
+faults are those of a file, by default `settings/faults.jsonl`: a line for each, with `at_s`,
+seconds since all workers train, `worker`, which is 0 to 3, `what`, and `for_s`, seconds until it is
+over:
 
-- `members`: rounds of 30 s between members (`thinwire host`, `tw.join`);
-- `rounds`: the same rounds of fixed ranks under torchrun, a checkpoint after every round;
-- `ddp`: DistributedDataParallel under torchrun, a checkpoint every 100 steps.
+- "kill": SIGKILL; the worker is started again at once;
+- "pause": SIGSTOP, later SIGCONT;
+- "cut": the packets of its line vanish both ways;
+- "slow": its steps take ten times as long;
+- "host": SIGKILL for the host, which is started again at once, with its journal.
+
+2 % of the packets are lost (`--loss`). `--scale 3` divides the times of the faults, the rounds and
+the time-out by 3; steps, latency, and what the library needs stay as they are. `calm` is the same
+run at the same time without faults and lost packets.
 
 Goodput from outside: steps that count at the end over those that the time would have allowed, each
-worker at its own speed. A step counts if it was averaged, and if no later restart went back behind
-it.
+worker at its own speed. A step counts if it was averaged. `of the rest` leaves out the time that
+faults take from their workers, whatever a system does: a pause, nine tenths of a slow time.
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -28,72 +34,71 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.common import bare_parser, json_lines, markdown, save
-from benchmarks.goodput_worker import MEMBERS, ROUND_S, step_seconds
+from benchmarks.goodput_worker import (
+    MEMBERS,
+    ROUND_S,
+    SLOWER,
+    TIMEOUT_S,
+    step_seconds,
+)
 from benchmarks.ranks import host
 from thinwire.tools.compare.results import describe_machine
 from thinwire.tools.network.netns import Link, Network, inside, network
 from thinwire.tools.run.launch import signal_group, start
 
-MODES = ("members", "rounds", "ddp")
 FAULTS = Path(__file__).with_name("settings") / "faults.jsonl"
 _LINK, _LATENCY = "20mbit", "20ms"
-_START_S, _POLL_S, _PORT = 300.0, 0.2, 29500
-LOSSES = {
-    "waiting": "in an averaging, for others and for the line",
-    "averagings made again": "the same, where members were lost meanwhile",
-    "steps made again": "not averaged before a kill, or behind the checkpoint",
-    "starting": "from the last step of a process until the next one has joined",
-    "joiner's copy": "from then until it trains: the copy, the end of the round, or the checkpoint",
-    "saving": "of checkpoints",
-    "speed": "steps slower than asked for, on this machine",
-}
-"""Where the time of the workers went, if not into steps that count."""
+_START_S, _POLL_S = 300.0, 0.2
+_LAST_ROUNDS = 5
+"""Rounds whose mean is the final loss."""
+_TAKEN = {"pause": 1.0, "slow": 1 - 1 / SLOWER}
+"""Share of its time that a fault takes from its worker."""
+_COSTS = ("since", "seconds", "taken", "lost beyond")
+_STATS = ("goodput", "lost_waiting", "lost_regrouping", "lost_joining", "lost_saving")
+Fault = Mapping[str, Any]
 
 
 @dataclass(slots=True)
 class Run:
-    """One contender: its processes, and what they told."""
+    """One contender: its processes, and what they wrote."""
 
-    mode: str
     folder: Path
     net: Network
-    address: str
+    given: str
+    address: str = ""
+    host: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
 
+    def start_host(self) -> None:
+        """Start the host; kill the one before it."""
+        self.host.close()
+        journal = str(self.folder / "journal")
+        self.address = self.host.enter_context(host(self.net, "--journal", journal))
+
     def start(self, number: int) -> None:
-        """Start a worker, or the agent of torchrun that starts it."""
-        own = self.net.addresses[number + 1]
-        program = ["-m", "benchmarks.goodput_worker"]
-        if self.mode != "members":
-            first = self.net.addresses[1]
-            program = [
-                *("-m", "torch.distributed.run", "--nnodes", str(MEMBERS), "--nproc-per-node=1"),
-                *("--rdzv-backend=c10d", f"--rdzv-endpoint={first}:{_PORT}", "--rdzv-id=goodput"),
-                *(f"--rdzv-conf=is_host={int(number == 0)}", "--max-restarts=100"),
-                *(f"--local-addr={own}", *program),
-            ]
-        fd = self.net.namespace_fds[number + 1]
-        given = [self.mode, str(self.folder), str(number), self.address]
-        environment = {
-            "GLOO_SOCKET_IFNAME": self.net.interface,
-            "OMP_NUM_THREADS": "1",
-            # without it, restarted workers read addresses of the workers before them
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        }
+        """Start a worker."""
+        given = [str(self.folder), str(number), self.address, self.given]
+        own = {"GLOO_SOCKET_IFNAME": self.net.interface, "OMP_NUM_THREADS": "1"}
         with (self.folder / f"{number}.log").open("ab") as log:
-            command = [sys.executable, *program, *given]
             self.processes[number] = start(
-                command, os.environ | environment, fd, log, subprocess.STDOUT
+                [sys.executable, "-m", "benchmarks.goodput_worker", *given],
+                os.environ | own,
+                self.net.namespace_fds[number + 1],
+                log,
+                subprocess.STDOUT,
             )
 
     def look(self) -> None:
-        """Start ended members again, as a service manager does; torchrun does so itself."""
+        """Start ended members again, as a service manager does."""
         for number, process in list(self.processes.items()):
-            if process.poll() is not None and self.mode == "members":
+            if process.poll() is not None:
                 self.start(number)
 
     def events(self) -> list[dict[str, Any]]:
@@ -105,13 +110,22 @@ class Run:
         """Return True if every worker has begun to train."""
         return len({e["number"] for e in self.events() if e["what"] == "in"}) == MEMBERS
 
-    def kill(self, number: int) -> None:
-        """Kill the worker itself, not the agent."""
-        pid = [e["pid"] for e in self.events() if e["what"] == "begin" and e["number"] == number]
-        os.kill(pid[-1], signal.SIGKILL)
+    def fault(self, what: str, number: int, *, over: bool) -> None:
+        """Make a fault, or end it."""
+        match what:
+            case "host":
+                self.start_host()
+            case "cut":
+                self.line(number, "del" if over else "add")
+            case "slow":
+                slow = self.folder / f"slow-{number}"
+                slow.unlink() if over else slow.touch()
+            case _:
+                sent = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP}[what]
+                self.processes[number].send_signal(signal.SIGCONT if over else sent)
 
-    def line(self, number: int, state: str) -> None:
-        """Cut the line of a worker in the middle, or mend it: packets vanish both ways."""
+    def line(self, number: int, command: str) -> None:
+        """Add or delete the rules that cut the line of a worker in the middle."""
         address = self.net.addresses[number + 1]
 
         def change() -> None:
@@ -120,163 +134,168 @@ class Run:
             with IPRoute() as ip:
                 for end in ("src", "dst"):
                     rule = {end: address, f"{end}_len": 32, "action": "FR_ACT_BLACKHOLE"}
-                    ip.rule("add" if state == "cut" else "del", priority=10, **rule)
+                    ip.rule(command, priority=10, **rule)
 
         inside(self.net.hub_fd, change)
 
     def end(self) -> None:
         """Let the workers end, then kill what is left."""
         (self.folder / "end").touch()
-        until = time.monotonic() + 2.5 * ROUND_S * (self.mode != "ddp")
+        until = time.monotonic() + 2.5 * ROUND_S
         while time.monotonic() < until and any(p.poll() is None for p in self.processes.values()):
             time.sleep(_POLL_S)
-        workers = {event["number"]: event["pid"] for event in self.events() if "pid" in event}
         for process in self.processes.values():
             signal_group(process.pid, signal.SIGKILL)
             process.wait()
-        for pid in workers.values():  # those of torchrun have groups of their own
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
 
 
-def run(
-    folder: Path, modes: Sequence[str], seconds: float, faults: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Run the contenders and return what came of them."""
+def run(given: argparse.Namespace, folder: Path, faults: Sequence[Fault]) -> dict[str, Any]:
+    """Run both contenders and return what came of them."""
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # no name server is reached there
-    plan = sorted(faults, key=lambda fault: float(fault["at_s"]))
+    joins = {} if given.grace is None else {"grace_seconds": given.grace}
+    options = json.dumps({"seed": given.seed, "scale": given.scale, "joins": joins})
+    plan = [(fault["at_s"], False, fault) for fault in faults]
+    plan += [(at + fault["for_s"], True, fault) for at, _, fault in plan if "for_s" in fault]
+    plan.sort(key=lambda change: change[0])
     with contextlib.ExitStack() as stack:
-        runs = []
-        for mode in modes:
-            net = stack.enter_context(network(MEMBERS + 1, Link.parse(_LINK, _LATENCY)))
-            address = stack.enter_context(host(net)) if mode == "members" else "-"
-            made = Run(mode, folder / mode, net, address)
+        runs = {}
+        for name, loss in (("members", given.loss), ("calm", "0%")):
+            link = Link.of(_LINK, None, None, _LATENCY, loss=loss)
+            net = stack.enter_context(network(MEMBERS + 1, link))
+            runs[name] = made = Run(folder / name, net, options)
             made.folder.mkdir(parents=True)
-            runs.append(made)
+            stack.push(made.host)
+            made.start_host()
             stack.callback(made.end)
             for number in range(MEMBERS):
                 made.start(number)
         until = time.monotonic() + _START_S
-        while not all(made.all_in() for made in runs):
+        while not all(made.all_in() for made in runs.values()):
             assert time.monotonic() < until, "the workers did not start: see their logs"
-            time.sleep(_POLL_S)
-        begun_s = time.monotonic()
-        while time.monotonic() < begun_s + seconds:
-            while plan and time.monotonic() >= begun_s + plan[0]["at_s"]:
-                at, kind, victim = (plan[0][name] for name in ("at_s", "what", "worker"))
-                plan.pop(0)
-                print(f"{at:.0f} s: {kind} {victim}", flush=True)
-                for made in runs:
-                    made.kill(victim) if kind == "kill" else made.line(victim, kind)
-            for made in runs:
+            for made in runs.values():
                 made.look()
             time.sleep(_POLL_S)
-        return {made.mode: measured(made.events()) for made in runs}
+        began = time.time()
+        while time.time() < began + given.seconds / given.scale:
+            while plan and time.time() >= began + plan[0][0] / given.scale:
+                at_s, over, fault = plan.pop(0)
+                print(f"{at_s:.0f} s: {fault['what']} {fault['worker']}", "over" * over, flush=True)
+                runs["members"].fault(fault["what"], fault["worker"], over=over)
+            for made in runs.values():
+                made.look()
+            time.sleep(_POLL_S)
+        spans = [
+            {
+                **fault,
+                "begins": began + fault["at_s"] / given.scale,
+                "ends": began + (fault["at_s"] + fault.get("for_s", 0.0)) / given.scale,
+            }
+            for fault in faults
+        ]
+        members, calm = (made.events() for made in runs.values())
+        return {"members": measured(members, spans), "calm": measured(calm, [])}
 
 
-def measured(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return goodput and losses of a contender, from its events.
+def measured(events: Sequence[Mapping[str, Any]], faults: Sequence[Fault]) -> dict[str, Any]:
+    """Return goodput, what each fault cost, and losses of a contender, from its events.
 
     The time measured is that between the ends of two rounds: the first one with all workers, and
     the last one.
     """
-    kept, dropped = counted(events)
-    everybody = max(min(e["time"] for e in events if _is(e, "in", n)) for n in range(MEMBERS))
-    firsts = [[r["time"] for r in kept if _is(r, "round", n)] for n in range(MEMBERS)]
-    begun = max(next(at for at in of_one if at > everybody) for of_one in firsts)
-    kept = [row for row in kept if row["time"] > begun]
-    ended = max(row["time"] for row in kept)
+    of_rounds: dict[int, list[Mapping[str, Any]]] = {}
+    for event in events:
+        if event["what"] == "round":
+            of_rounds.setdefault(event["step"], []).append(event)
+    rounds = [rows for _, rows in sorted(of_rounds.items())]
+    begun, ended = (max(row["time"] for row in rows) for rows in (rounds[0], rounds[-1]))
+    useful = np.array([step for step in _useful_steps(events) if begun < step[0] <= ended])
+    bounds = [begun, *(fault["begins"] for fault in faults), ended]
+    costs = []
+    for before, (since, until) in zip([{}, *faults], pairwise(bounds), strict=True):
+        made = useful[(since < useful[:, 0]) & (useful[:, 0] <= until), 1]
+        name = " ".join(str(before[key]) for key in ("what", "worker", "for_s") if key in before)
+        taken_s = sum(_taken_s(fault, since, until) for fault in faults)
+        lost_s = MEMBERS * (until - since) - made.sum() - taken_s
+        costs.append(dict(zip(_COSTS, (name, until - since, taken_s, lost_s), strict=True)))
     possible_s = MEMBERS * (ended - begun)
-    lost = dict.fromkeys(LOSSES, 0.0)
-    for number in range(MEMBERS):
-        own = [e for e in events if e["number"] == number and begun < e["time"] <= ended]
-        for name, seconds in _losses_of(own, begun, step_seconds(number)):
-            lost[name] += seconds
-    lost["steps made again"] += sum(
-        row["steps"] * step_seconds(row["number"]) for row in dropped if row["time"] > begun
-    )
-    useful_s = sum(row["steps"] * step_seconds(row["number"]) for row in kept)
-    stats = {row["number"]: row["stats"] for row in kept if "stats" in row}
     return {
-        "goodput": useful_s / possible_s,
-        "seconds": ended - begun,
-        "rounds": len({row["step"] for row in kept}),
-        "lost": {name: seconds / possible_s for name, seconds in lost.items()},
-        "stats_goodput": [stats[number]["goodput"] for number in sorted(stats)],
+        "goodput": useful[:, 1].sum() / possible_s,
+        "of the rest": useful[:, 1].sum() / (possible_s - sum(row["taken"] for row in costs)),
+        "rounds": len(rounds),
+        "rounds_with_unequal_digests": [
+            rows[0]["step"] for rows in rounds if len({row["digest"] for row in rows}) > 1
+        ],
+        "costs": costs,
+        "curve": [
+            [at, int((useful[:, 0] <= at).sum()), rows[0]["loss"]]
+            for rows in rounds
+            for at in [rows[0]["time"]]
+        ],
+        "stats": {name: [row["stats"][name] for row in rounds[-1]] for name in _STATS},
     }
 
 
-def _is(event: Mapping[str, Any], what: str, number: int) -> bool:
-    return event["what"] == what and event["number"] == number
-
-
-def counted(events: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
-    """Return the rounds that count, and those behind which a restart went back."""
-    kept: list[Any] = []
-    dropped: list[Any] = []
+def _useful_steps(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, float]]:
+    """Yield time and seconds of each step that was averaged."""
+    times: dict[int, list[float]] = {number: [] for number in range(MEMBERS)}
     for event in events:
+        number = event["number"]
+        if event["what"] == "step":
+            times[number].append(event["time"])
+            continue
         if event["what"] == "round":
-            kept.append(event)
-        elif event["what"] == "in":
-            dropped += [row for row in kept if row["step"] > event["step"]]
-            kept = [row for row in kept if row["step"] <= event["step"]]
-    return kept, dropped
+            yield from ((at, step_seconds(number)) for at in times[number])
+        times[number].clear()
 
 
-def _losses_of(
-    events: Sequence[Mapping[str, Any]], begun: float, step_s: float
-) -> Iterator[tuple[str, float]]:
-    """Yield what a worker lost, and to what, from its events since `begun`."""
-    at = round_at = begun
-    size = MEMBERS
-    for event in events:
-        spent_s = event["time"] - at
-        match event["what"]:
-            case "round":
-                lost_some, size = event["size"] < size, event["size"]
-                yield "averagings made again" if lost_some else "waiting", event["exchange_s"]
-                yield "saving", event["saving_s"]
-                yield "speed", event["computed_s"] - event["steps"] * step_s
-                round_at = event["time"]
-            case "begin":  # the process before it was seen last at `at`
-                yield "steps made again", at - round_at
-                yield "starting", spent_s
-            case "joined":
-                yield "starting", spent_s
-            case "in":
-                yield "joiner's copy", spent_s
-                round_at, size = event["time"], 0
-        at = event["time"]
+def _taken_s(fault: Fault, since: float, until: float) -> float:
+    overlap = min(until, fault["ends"]) - max(since, fault["begins"])
+    return _TAKEN.get(fault["what"], 0.0) * max(0.0, overlap)
 
 
-def table(results: Mapping[str, Any]) -> str:
-    """Return the results as a table of Markdown."""
-    shares = {"goodput": [found["goodput"] for found in results.values()]}
-    shares |= {name: [found["lost"][name] for found in results.values()] for name in LOSSES}
-    rows = ([name, *(f"{100 * share:.1f}" for share in of_all)] for name, of_all in shares.items())
-    return "\n".join(markdown(["of the possible steps, %", *results], rows))
+def final_loss_over_calm(members: Mapping[str, Any], calm: Mapping[str, Any]) -> float:
+    """Return the final loss of the members over that of the calm run after as many steps."""
+    means = [
+        np.lib.stride_tricks.sliding_window_view(found["curve"], _LAST_ROUNDS, axis=0).mean(-1)
+        for found in (members, calm)
+    ]
+    (_, steps, loss), (_, calm_steps, calm_loss) = means[0][-1], means[1].T
+    return float(loss / np.interp(steps, calm_steps, calm_loss))
 
 
 def main() -> None:
     parser = bare_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=1800)
+    parser.add_argument("--scale", type=float, default=1, help="all times are divided by it")
     parser.add_argument("--faults", type=Path, default=FAULTS, help="the file of the faults")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--loss", default="2%", help="of the packets")
+    parser.add_argument("--grace", type=float, help="`grace_seconds` of tw.join")
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="keeps logs and events")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     folder = given.folder or Path(tempfile.mkdtemp(prefix="thinwire-goodput-"))
-    faults = [json.loads(line) for line in given.faults.read_text().splitlines()]
-    results = run(folder, given.modes, given.seconds, faults)
-    print(table(results))
+    faults = [fault for fault in json_lines(given.faults) if fault["at_s"] < given.seconds]
+    results = run(given, folder, faults)
+    calm_share = MEMBERS * (1 - results["calm"]["goodput"])
+    for contender, found in results.items():
+        rest = found["of the rest"]
+        print(f"{contender}: goodput {found['goodput']:.1%}, of the rest {rest:.1%}")
+        rows = []
+        for name, seconds, taken_s, lost_s in map(dict.values, found["costs"]):
+            numbers = seconds, taken_s, lost_s, lost_s - calm_share * seconds
+            rows.append([name, *(f"{number:.1f}" for number in numbers)])
+        print("\n".join(markdown([*_COSTS, "more than calm"], rows)))
+    loss = final_loss_over_calm(**results)
+    print(f"final loss, over that without faults: {loss:.4f}")
     about = {
-        "command": f"python -m benchmarks.goodput --seconds {given.seconds:g}",
+        "command": " ".join(["python -m benchmarks.goodput", *sys.argv[1:]]),
         "machine": describe_machine(),
-        "faults": faults,
         "step_seconds": [step_seconds(number) for number in range(MEMBERS)],
-        "round_seconds": ROUND_S,
-        "line": f"{_LINK}, {_LATENCY} one way to the middle",
-        "lost_means": LOSSES,
+        "round_seconds": ROUND_S / given.scale,
+        "timeout_seconds": TIMEOUT_S / given.scale,
+        "line": f"{_LINK}, {_LATENCY} one way to the middle, {given.loss} lost",
+        "final_loss_over_calm": loss,
         "contenders": results,
     }
     save(about, given.out)

@@ -40,8 +40,8 @@ from thinwire.comm.waiting import (
 from thinwire.errors import Mismatch, PayloadCorrupt, ThinwireError
 from thinwire.layout.traffic import STREAMS, children, streams_between
 
-_SHORT_BYTES = 1024
-"""Longest control message that goes to all ranks at once."""
+_SHORT_BYTES = 64 << 10
+"""Longest message of the host's memory that goes to all ranks at once."""
 _HEAD = struct.Struct("<I8s8s")
 """Length of a string, its digest, and that of what ranks of all parts have in common."""
 _FILES_OF_STREAM = 3
@@ -305,8 +305,8 @@ class Group:
         limit = self._piece_bytes(message.numel())
         held = [out, message]
         # gloo's gather hands every message on W - 1 times, a round trip each; this needs one
-        at_once = self.size > 2 and not self.relayed
-        if control and at_once and message.numel() <= _SHORT_BYTES:
+        at_once = self.size > 2 and not self.relayed and message.is_cpu
+        if at_once and message.numel() <= min(limit, _SHORT_BYTES):
             held.append(copies := message.repeat(self.size))
             launches = [partial(dist.all_to_all_single, out, copies)]
         elif message.numel() <= limit:

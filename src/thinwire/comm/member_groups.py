@@ -24,7 +24,7 @@ from thinwire.comm.failures import explain_failure
 from thinwire.comm.private import forget, keep_alive, made_within, released_at_exit
 from thinwire.comm.relay import Kind, RelayClient, RelayEndpoint
 from thinwire.comm.relayed import RelayedGroup
-from thinwire.comm.sockets import Connection, Endpoint, connections, shut_down
+from thinwire.comm.sockets import Connection, Endpoint, connections, resend_every_second, shut_down
 from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
 
 _JOIN_S = 2.0
@@ -134,8 +134,10 @@ class MemberGroups:
         remote = set(self._direct.values()) - {local}
         here = ranks.index(self._rank), len(ranks), timeout_s, device
         groups = [gloo_group(PrefixStore(name, self._store), *here) for name in names]
-        found = connections_between(local, remote)
-        self._connections += [one for one in found if one.inode not in before]
+        for one in connections_between(local, remote):
+            if one.inode not in before:
+                self._connections.append(one)
+                resend_every_second(one)
         return groups
 
     @property

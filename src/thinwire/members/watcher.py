@@ -260,7 +260,7 @@ class Watcher:
                 if now - enough_s >= 2 * POLL_S:  # wait for founders that come at the same time
                     self.kv.put(CLOSED_KEY, {"vote": 0})  # of a run that had this name before
                     self._decided(first, Decision(found, found, 0))
-                elif now - begun > self.timeout_s:
+                elif enough_s == math.inf and now - begun > self.timeout_s:
                     raise QuorumLost(
                         f"{len(found)} of {self._start_members} members came within "
                         f"{self.timeout_s:g} s: {', '.join(found)}. Start the others, or lower "
