@@ -175,6 +175,8 @@ class Training:
         self._holders = [*own, *self.optimizers, *([self.sync] if self.sync else [])]
         device = works[0].device.type
         self._half = torch.autocast(device, torch.bfloat16, device == "cuda")
+        self.update = self._update
+        """Updates every model at a rate."""
         self.done = 0
         self.losses = [(0, self._loss())]
 
@@ -192,8 +194,20 @@ class Training:
     def step(self) -> None:
         """Take a step."""
         cell, sync = self.cell, self.sync
-        rate = cell.lr * rate_factor(self.done / cell.steps)
-        share = 1 if sync else 1 / cell.workers
+        self.update(cell.lr * rate_factor(self.done / cell.steps))
+        self.done += 1
+        ends = self.done == cell.steps
+        if sync:
+            sync.step()
+            if ends:
+                sync.flush()
+        before, now = (step * EVALUATIONS // cell.steps for step in (self.losses[-1][0], self.done))
+        if ends or (now > before and (sync is None or sync.synced)):
+            self.losses.append((self.done, self._loss()))
+
+    def _update(self, rate: float) -> None:
+        """Update every model at a rate."""
+        share = 1 if self.sync else 1 / self.cell.workers
         for work, model in zip(self.works, self.models, strict=True):
             with self._half:
                 inputs, targets = work.next_batch()
@@ -204,15 +218,6 @@ class Training:
                 group["lr"] = rate
             optimizer.step()
             optimizer.zero_grad()
-        self.done += 1
-        ends = self.done == cell.steps
-        if sync:
-            sync.step()
-            if ends:
-                sync.flush()
-        before, now = (step * EVALUATIONS // cell.steps for step in (self.losses[-1][0], self.done))
-        if ends or (now > before and (sync is None or sync.synced)):
-            self.losses.append((self.done, self._loss()))
 
     def _loss(self) -> float:
         loss = float(self.works[0].evaluate(self.models[0]))

@@ -6,9 +6,9 @@ all have given their part of a collective.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +32,13 @@ class Ranks:
         self._failed = False
         self._threads = ThreadPoolExecutor(size)
 
-    def run(self, work: Callable[[int], T]) -> list[T]:
-        """Run `work(rank)` of every rank together; raise the first error.
+    def run(self, work: Callable[[int], T], ranks: Sequence[int]) -> list[T]:
+        """Run `work(rank)` of these ranks together; raise the first error.
 
         Afterwards no collective is pending, with or without an error.
         """
-        self._failed = False
-        futures = [self._threads.submit(self._worked, work, rank) for rank in range(self.size)]
+        self._failed, self.size = False, len(ranks)
+        futures = [self._threads.submit(self._worked, work, rank) for rank in ranks]
         wait(futures)
         try:
             return [future.result() for future in futures]
@@ -81,10 +81,13 @@ class Rank:
     node_size = 1
     macs = None
 
-    def __init__(self, ranks: Ranks, rank: int) -> None:
-        self.rank, self.size = rank, ranks.size
+    def __init__(self, ranks: Ranks) -> None:
         self.bytes_sent = 0
-        self._ranks, self._calls = ranks, 0
+        self._ranks = ranks
+
+    def begin_round(self, rank: int, size: int) -> None:
+        """Be one of the ranks that take part."""
+        self.rank, self.size, self._calls = rank, size, 0
 
     def all_gather(self, message: Tensor, *, action: str) -> Pending[Tensor]:
         """See `Group`."""
@@ -122,6 +125,13 @@ class LocalRanks:
         models: Equal in the beginning, one a rank.
         config: Its interval, first steps, outer rule and compression count; fragments, delay,
             optimizer state, nodes and rounds by time are refused.
+
+    Attributes:
+        late: Ranks without which a round closes, by the number of the round.
+        late_change: "residual" adds a late rank's change to its residual, "kept" leaves it in the
+            parameters, "dropped" drops it.
+        late_weight: Divisor of a round's sum of changes: "list" counts its ranks, "work" the rounds
+            that their changes come from.
     """
 
     def __init__(self, models: Sequence[nn.Module], config: LocalSGD) -> None:
@@ -136,6 +146,10 @@ class LocalRanks:
         if config != plain:
             raise ValueError(f"not in one process: {config}")
         self.config, self.steps, self.rounds, self._last = config, 0, 0, 0
+        self.late: Callable[[int], Collection[int]] = lambda _: ()
+        self.late_change: Literal["residual", "kept", "dropped"] = "residual"
+        self.late_weight: Literal["list", "work"] = "list"
+        self._work = [0] * len(models)
         self._ranks = Ranks(len(models))
         self._params = [
             {name: p for name, p in named_parameters(model) if p.requires_grad} for model in models
@@ -144,7 +158,7 @@ class LocalRanks:
             {f"buffer {name}": b for name, b in model.named_buffers() if b.is_floating_point()}
             for model in models
         ]
-        self.ranks = [Rank(self._ranks, rank) for rank in range(len(models))]
+        self.ranks = [Rank(self._ranks) for _ in models]
         self.averagings = [
             Averaging(cast("Sources", rank), params, config, config.compression)
             for rank, params in zip(self.ranks, self._params, strict=True)
@@ -183,15 +197,44 @@ class LocalRanks:
             self._average()
 
     def _average(self) -> None:
-        self._ranks.run(self._averaged)
+        late = self.late(self.rounds)
+        present = [rank for rank in range(len(self.ranks)) if rank not in late]
+        self._work = [rounds + 1 for rounds in self._work]
+        for index, rank in enumerate(present):
+            self.ranks[rank].begin_round(index, len(present))
+        work = sum(self._work[rank] for rank in present) / len(present)
+        share = work if self.late_weight == "work" else 1.0
+        self._ranks.run(lambda rank: self._averaged(rank, share), present)
+        for rank in present:
+            self._work[rank] = 0
+        for rank in late:
+            self._follow_(rank, present[0])
         self._last = self.steps
         self.rounds += 1
 
-    def _averaged(self, rank: int) -> None:
+    @torch.no_grad()
+    def _follow_(self, late: int, present: int) -> None:
+        """Take the anchors of a rank that averaged."""
+        own, other = self.averagings[late], self.averagings[present]
+        for name, param in self._params[late].items():
+            change = own.anchors[name] - param
+            if self.late_change == "residual":
+                own.errors[name] += change
+            new = other.anchors[name]
+            param.copy_(new - change if self.late_change == "kept" else new)
+        if self.late_change == "dropped":
+            self._work[late] = 0
+        _copy_(own.anchors, other.anchors)
+        _copy_(own.momentum, other.momentum)
+        _copy_(own.sketches, other.sketches)
+        _copy_(self._buffers[late], self._buffers[present])
+
+    def _averaged(self, rank: int, share: float) -> None:
         averaging, buffers = self.averagings[rank], self._buffers[rank]
         pending = averaging.measure(self.steps, self._params[rank], buffers)
         if (bad := pending.first_not_finite({})) is not None:
             raise FloatingPointError(f"{bad} is not finite at step {self.steps}")
+        pending.share = share
         averaging.launch(pending)
         pending.round.finish()
         averaging.commit_(pending, buffers)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import gaps
+from benchmarks import gaps, late
 from benchmarks.choosing import Scope, evidence, planned, settings, table, track, whole
 from benchmarks.common import bare_parser, json_lines
 from research.lag import variants
@@ -51,6 +51,7 @@ TABLES: dict[str, Callable[..., list[str]]] = {
         json_lines(variants.RESULTS), size, *map(int, numbers)
     ),
     "joining": lambda: joining.table(rows_of("members/joining.json")),
+    "late": lambda: late.table(json_lines(late.RESULTS)),
     "keep_batch": lambda: keep_batch.table(json_lines(keep_batch.RESULTS)),
     "streams": lambda: streams.table(rows_of("lines/streams.json")),
     "recipes": lambda: recipes.table(json.loads(recipes.RESULTS.read_text())),

@@ -1,6 +1,8 @@
 """K ranks in one process train as real ones do, to the bit."""
 
 import hashlib
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -79,3 +81,64 @@ def test_the_bits_of_real_ranks(size: int) -> None:
         assert alone[0][0] != bits(made()[0])
         for (_, ours), ranks in zip(alone, real, strict=True):
             assert ours == pytest.approx(ranks[name][1], rel=1e-5)
+
+
+class Late:
+    """Ranks of one process, rank 2 late in some rounds."""
+
+    def __init__(self, *rounds: int, change: Any = "residual", ranks: Sequence[int] = range(4)):
+        self.ranks, self.both = ranks, [made() for _ in ranks]
+        self.models = [model for model, _ in self.both]
+        self.sync = LocalRanks(self.models, CONFIGS["one bit"])
+        self.sync.late = lambda number: [2] * (number in rounds)
+        self.sync.late_change = change
+
+    def train(self) -> None:
+        for rank, (model, optimizer) in zip(self.ranks, self.both, strict=True):
+            train(model, optimizer, self.sync.steps, rank)
+
+    def rounds(self, number: int) -> list[str]:
+        while self.sync.rounds < number:
+            self.train()
+            self.sync.step()
+        return [bits(model) for model in self.models]
+
+
+def test_a_round_without_a_late_rank_is_that_of_the_others() -> None:
+    first, second, late, last = Late(0, 1, 2, change="dropped").rounds(3)
+    assert [first, second, last] == Late(ranks=(0, 1, 3)).rounds(3)
+    assert late == first
+
+
+@pytest.mark.parametrize(("change", "counted"), [("residual", 1), ("kept", 1), ("dropped", 0)])
+def test_the_change_of_a_late_rank_is_what_it_sends_next(change: Any, counted: int) -> None:
+    run = Late(1, change=change)
+    run.rounds(1)
+    for _ in range(3):
+        run.train()
+        run.sync.step()
+    run.train()
+    late, params = run.sync.averagings[2], dict(run.models[2].named_parameters())
+    owed = {}
+    for name, param in params.items():
+        own = (late.anchors[name] - param).detach()
+        assert own.any()
+        owed[name] = counted * own + late.errors[name]
+    run.sync.step()
+    assert run.sync.rounds == 2
+    for name, param in params.items():
+        assert torch.equal(late.anchors[name], run.sync.averagings[0].anchors[name])
+        now = (late.anchors[name] - param).detach() + late.errors[name]
+        torch.testing.assert_close(now, owed[name], rtol=0, atol=1e-6)
+
+
+def test_two_rounds_of_a_late_rank_weigh_two() -> None:
+    by_list, by_work = Late(1), Late(1)
+    by_work.sync.late_weight = "work"
+    assert by_list.rounds(2) == by_work.rounds(2)
+    before = by_list.sync.averagings[0].anchors["1.weight"].clone()
+    assert by_list.rounds(3) != by_work.rounds(3)
+    moved, less = (
+        run.sync.averagings[0].anchors["1.weight"] - before for run in (by_list, by_work)
+    )
+    torch.testing.assert_close(less, moved * 4 / 5, rtol=0, atol=1e-6)

@@ -44,7 +44,7 @@ def receive_state(averager: Averager, member: Member, why: ThinwireError | None 
             try:
                 member.catch_up(state)
             finally:
-                state.begin()
+                state.begin(into_residuals=averager.work is None)
         else:
             member.rejoin(state, why)
         for optimizer in averager.tensors.optimizers:
@@ -64,7 +64,7 @@ class JoinerState:
         self._tensors = averager.tensors
         self._when = averager.when
         self._own: StateMessage | None = None
-        self._unsent: Mapping[str, Tensor] = {}
+        self._unsent: dict[str, Tensor] = {}
         """Own state of a member that enters again, and its change since its anchors."""
         self.copies: Mapping[str, Tensor] = {}
         """The optimizer's copies, found before messages change the parameters alone."""
@@ -166,8 +166,11 @@ class JoinerState:
             self.begin()
 
     @torch.no_grad()
-    def begin(self) -> None:
-        """Continue from the shared state: parameters at their anchors, but for what was kept."""
+    def begin(self, *, into_residuals: bool = False) -> None:
+        """Continue from the shared state: parameters at their anchors, but for what was kept.
+
+        With `into_residuals` changes of compressed parameters become residuals.
+        """
         tensors, averager = self._tensors, self._averager
         averager.unsent = bool(self._unsent)
         tensors.forget_common()
@@ -175,6 +178,11 @@ class JoinerState:
             tensor.zero_()
         if self._own is not None:
             self.add_handoff(self._own, 1.0)
+        # steps from the anchor learn more than steps from a change that the others do not have
+        # (research/members/README.md)
+        for name in self._averaging.errors.keys() & self._unsent.keys() if into_residuals else ():
+            error = self._averaging.errors[name]
+            error.add_(self._unsent.pop(name).to(error))
         for name, value in {**tensors.params, **self.copies}.items():
             real = real_view(value)
             real.copy_(self._averaging.anchors[name])
