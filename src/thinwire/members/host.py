@@ -7,16 +7,13 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from thinwire._version import __version__
 from thinwire.errors import PayloadCorrupt
 from thinwire.members.credentials import Address, Signer, derived_key, host_secret, run_secret
-from thinwire.members.server import HostedStore, Journal, serving
+from thinwire.members.server import HostedStore, Journal, Relaying, serving
 from thinwire.page import RunView
-
-if TYPE_CHECKING:
-    from thinwire.members.relay import Relay
 
 MEETING_VERSION = 2
 """Version of the protocol between members and the store; other versions are refused."""
@@ -34,7 +31,7 @@ def run_host(
     ready: Callable[[str], object],
     stop: threading.Event,
     page: Address | None = None,
-    relay: "Relay | None" = None,
+    relay: Relaying | None = None,
     journal: Journal | None = None,
     recover: bool = False,
 ) -> None:

@@ -134,9 +134,12 @@ class Member:
         self.kv = kv
         self._facts: dict[str, Facts] = {}
         """Facts of the set-up by occasion."""
-        of_terms = "streams", "keep_batch", "grace_seconds"
-        facts = {"shards of a site": site.size}
-        facts |= {name: getattr(terms, name) for name in of_terms}
+        facts = {
+            "shards of a site": site.size,
+            "streams": terms.streams,
+            "keep_batch": terms.keep_batch,
+            "grace_seconds": terms.grace_s,
+        }
         self.require_same_setup("site", facts)
         if site.mesh is not None:  # there a host that has lost its file gets them again
             self.kv = kv.under(f"shard/{site.rank}")

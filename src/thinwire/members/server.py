@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -13,10 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from thinwire.members.relay import Relay
+from typing import Protocol
 
 GREETING = b"\0tw2"
 """First bytes of a client; the first one is that of no TLS handshake and no client of a relay."""
@@ -235,10 +233,27 @@ class HostedStore:
                 del self._waiting[key]
 
 
+class Relaying(Protocol):
+    """A relay that shares the port of the store."""
+
+    tls: ssl.SSLContext | None
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Run until `stop` is set."""
+
+    async def handle(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        admitted: Callable[[], object],
+    ) -> None:
+        """Serve a client until it ends; call `admitted` once it has shown that it is a member."""
+
+
 class _Front:
     """Accepts clients, and passes them to the store or to the relay by their first byte."""
 
-    def __init__(self, store: HostedStore | None, relay: "Relay | None") -> None:
+    def __init__(self, store: HostedStore | None, relay: Relaying | None) -> None:
         self._store = store
         self._relay = relay
         self._tasks: set[asyncio.Task[None]] = set()
@@ -308,7 +323,7 @@ class _Front:
 
 @contextlib.contextmanager
 def serving(
-    listener: socket.socket, store: HostedStore | None, relay: "Relay | None" = None
+    listener: socket.socket, store: HostedStore | None, relay: Relaying | None = None
 ) -> Iterator[None]:
     """Serve clients on a thread of its own while the block runs."""
     runner = asyncio.Runner()
