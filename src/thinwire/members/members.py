@@ -9,7 +9,6 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -140,10 +139,12 @@ class Member:
 
     def _join_run(self) -> Membership:
         # identities of members that were lost do not come back
+        former = self._membership.shared.presented() if self._entries else None
         own_id = self._identity + (f"+{self._entries}" if self._entries else "")
         self._entries += 1
         own_id = self.site.broadcast_value("naming the site", own_id)
         membership = Membership(self.kv.clone(), own_id, self.terms)
+        membership.shared.former = former
         membership.shared.shown = self._named
         membership.shared.facts = self._facts
         try:
@@ -260,11 +261,11 @@ class Member:
         """Join the run in which generation `known` was, as a new member that has a state."""
         self._close_donors()
         self._taken = {}
-        ended = "no member of the run is alive. Start all members again, from the last copy"
-        with suppress(QuorumLost):
-            self._membership = membership = self._join_run()
-            if membership.shared.joiner:
-                ended = ""
+        ended = ""
+        try:
+            self._membership = self._join_run()
+        except QuorumLost as error:
+            ended = f"{error}. Start all members again, from the last copy"
         while not ended and (found := self.kv.get_verified(f"members/{known + 1}")) is not None:
             known += 1
             if not found["votes"]:
