@@ -341,12 +341,18 @@ class Soak:
         """Kill the host, maybe a member too, and start the host again after a while."""
         if kills := kind.startswith("kill"):
             self._kill(victim)
-        self.host.close()
-        if lost := kind.endswith("file"):
-            (self.folder / "journal").unlink()
+        lost = kind.endswith("file")
         recover = lost and 2 * len(self._there) <= len(self._there) + kills
-        down_s = self.dice.uniform(0.0, self.timeout_s / 2)
-        self._after(down_s, partial(self._start_host, few and kills, recover=recover))
+
+        def end_host() -> None:
+            self.host.close()
+            if lost:
+                (self.folder / "journal").unlink()
+            down_s = self.dice.uniform(0.0, self.timeout_s / 4)
+            self._after(down_s, partial(self._start_host, few and kills, recover=recover))
+
+        # at once, or while the others form a generation
+        self._after(self.dice.uniform(0.0, self.timeout_s) if kills else 0.0, end_host)
 
     def _start_host(self, joins: bool = False, *, recover: bool = False) -> None:
         """Start the host, again at the same address, and then a joiner if one is missing."""

@@ -62,6 +62,19 @@ def _lives(rank: int, size: int, parts: list[Part]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["kill", "lost file", "kill, lost file"])
+def test_two_members_reach_their_goal_under_three_kills(tmp_path: Path, kind: str) -> None:
+    options = ["--members", "2", "--times", "3", "--every", "1", "--faults", kind]
+    options += ["--timeout", "15", "--slack", "60"]
+    command = [sys.executable, "-m", "benchmarks.soak", *options, "--folder", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert found["faults"] == {kind: 3}
+    assert found["generations"] == (7 if "kill" in kind else 1)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(
     os.environ.get("THINWIRE_SOAK") != "required", reason="takes minutes: make test-soak"
 )

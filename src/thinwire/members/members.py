@@ -124,7 +124,8 @@ class Member:
         """Latest rounds, `_MOST_KEPT` states in all, for a joiner that has the state of one."""
         self._incoming_handoffs: list[tuple[Download, float]] = []
         self.download: Download | None = None
-        self._refused_donors: set[str] = set()
+        self._refused_donors: dict[str, bool] = {}
+        """Donors that are asked after all others: True for one that sent what is refused."""
         self.leaving = self._has_state = self.left = False
         self._outgoing_handoff: Donor | None = None
         self._agreed: Facts = {}
@@ -345,7 +346,8 @@ class Member:
         try:
             while (problem := self._attempt(state)) is not None:
                 _log.warning("asking another member for the state: %s", problem)
-                if self._refused_donors >= {*self._membership.shared.expected, *self._donor_ids}:
+                wrong = {one for one, sent_wrong in self._refused_donors.items() if sent_wrong}
+                if wrong >= {*self._membership.shared.expected, *self._donor_ids}:
                     raise PayloadCorrupt(f"no member is left to ask for the state: {problem}")
         except ThinwireError as error:
             self.site.announce_end(error)
@@ -364,9 +366,11 @@ class Member:
             problem = error
         indices = [] if self.download is None else self.download.refused
         own_text = None if problem is None else str(problem)
-        report = [self._has_state, own_text, self.step(), [self._donor_ids[n] for n in indices]]
+        refused = {self._donor_ids[n]: isinstance(problem, PayloadCorrupt) for n in indices}
+        report = [self._has_state, own_text, self.step(), refused]
         answers = self.site.gather_values("waiting for admission", report)
-        self._refused_donors.update(*(refused for *_, refused in answers))
+        for *_, refused in answers:
+            self._refused_donors |= refused
         texts = [text for _, text, *_ in answers if text is not None]
         if not texts and len({step for _, _, step, _ in answers}) > 1:
             texts = ["the ranks of this site were admitted after different rounds"]
@@ -501,6 +505,7 @@ class Member:
         with shared.changed:
             shared.donor_assigned_s[number] = time.monotonic()
         good = [member for member in remaining if member not in hello.get("without", ())]
+        good = good or [*remaining]
         first = number % max(len(good), 1)
         has = hello.get("has", 0)
         donors = [*good[first:], *good[:first]][:MOST_DONORS]

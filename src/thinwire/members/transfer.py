@@ -285,7 +285,7 @@ class Download:
         self._arrived: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         """Messages, states and errors, each with the index of its donor."""
         self.refused: list[int] = []
-        """Indices of the donors of which one has sent what is refused."""
+        """Indices of the donors of which one was lost, or has sent what is refused."""
         self._messages: deque[StateMessage] = deque()
         self._states: list[str] = []
         self._max_bytes = max_bytes
@@ -357,7 +357,7 @@ class Download:
             except queue.Empty:
                 continue
             if isinstance(arrived, Exception):
-                self.refused = [index] if isinstance(arrived, PayloadCorrupt) else []
+                self.refused = [index]
                 raise arrived
             if isinstance(arrived, StateMessage):
                 self._messages.append(arrived)
