@@ -94,10 +94,10 @@ def _rank(
 
 
 @contextlib.contextmanager
-def host(net: Network | None, *options: str, port: int = HOST_PORT) -> Iterator[str]:
+def host(net: Network | None, *options: str, port: int = 0) -> Iterator[str]:
     """`thinwire host` in a process of its own, in the first of the networks; its address."""
     fd = -1 if net is None else net.namespace_fds[0]
-    bind = "127.0.0.1:0" if net is None else f"{net.addresses[0]}:{port}"
+    bind = f"127.0.0.1:{port}" if net is None else f"{net.addresses[0]}:{port or HOST_PORT}"
     trampoline = [sys.executable, "-P", str(Path(enter.__file__)), str(fd), str(os.getpid())]
     command = [sys.executable, "-m", "thinwire", "host", "--quiet", "--bind", bind, *options]
     passed = () if net is None else (fd,)

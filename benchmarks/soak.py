@@ -1,12 +1,17 @@
 """Members that come and go for a while: kills, stops, cuts and joins by a seeded schedule.
 
     python -m benchmarks.soak --seconds 1800 --seed 1 --folder runs/soak
+    python -m benchmarks.soak --members 2 --times 20 --every 1 --timeout 6 --faults kill
     python -m benchmarks.soak --replay runs/soak/trace.json
 
 Four to six members train over links with latency, in network namespaces where this process may
 make them, else on loopback and without cuts. It ends with status 1 where something that is promised
 did not hold: see `Soak.problems`. Afterwards the trace of the members is replayed in one process
 without any fault, and must give the same bits.
+
+`--faults` gives the kinds that are made, of which "kill" takes the oldest member then: in turn all.
+"host" kills the host, "lost file" its file too; "kill, host" and "kill, lost file" are both at
+once. Where half of the members or fewer are left then, the host is started with `--recover`.
 """
 
 import contextlib
@@ -19,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -36,9 +41,14 @@ from thinwire.members.kv import KeyValueView
 from thinwire.members.meeting import connect
 from thinwire.tools.network.netns import Link, Network, inside, network, why_unavailable
 
-__all__ = ["Process", "Soak", "generations_of", "soak"]
+__all__ = ["KINDS", "Process", "Soak", "soak"]
 
-_FEWEST, _MOST, _SLOTS = 4, 6, 10
+_SLOTS = 10
+KINDS = (
+    *("kill", "two", "stop", "leave", "recipient", "donor", "join and kill", "cut"),
+    *("host", "lost file", "kill, host", "kill, lost file"),
+)
+"""Faults."""
 _POLL_S = 0.1
 _START_S = 180.0
 _SLACK_S = 15.0
@@ -100,9 +110,13 @@ class Soak:
     every_s: float
     timeout_s: float
     config: str
-    address: str
     net: Network | None
     slack_s: float = _SLACK_S
+    fewest: int = 4
+    kinds: Sequence[str] = KINDS
+    times: int | None = None
+    """Faults after which it ends; None if by time."""
+    address: str = ""
     problems: list[str] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     all: list[Process] = field(default_factory=list)
@@ -111,18 +125,24 @@ class Soak:
     dice: random.Random = field(default_factory=random.Random)
     deck: list[str] = field(default_factory=list)
     ending: bool = False
+    host: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def run(self) -> None:
-        """Begin with five, make faults until the time is over, and let all end together."""
+        """Begin with the fewest, make faults until it is over, and let all end together."""
         self.dice.seed(self.seed)
         self.pool = mp.get_context("forkserver")
         self.pool.set_forkserver_preload(["benchmarks.soak_member", "thinwire.local.updates"])
         try:
-            for _ in range(_FEWEST + 1):
-                self._start(start_members=_FEWEST + 1)
-            self._wait(lambda: len(self._there) == _FEWEST + 1, _START_S, "the start")
+            self._start_host()
+            for _ in range(self.fewest):
+                self._start(start_members=self.fewest)
+            self._wait(lambda: len(self._there) == self.fewest, _START_S, "the start")
             until, due = time.monotonic() + self.seconds, time.monotonic() + 1.0
-            while time.monotonic() < until and not self.problems:
+            while not self.problems and len(self.events) != self.times:
+                if time.monotonic() > until:
+                    if self.times is not None:
+                        self._problem(f"{len(self.events)} faults in {self.seconds:g} s")
+                    break
                 self._look()
                 if time.monotonic() >= due and self._settled():
                     self._fault()
@@ -133,6 +153,7 @@ class Soak:
             if not self.problems:
                 self._finish(limit_s)
         finally:
+            self.host.close()
             for one in self.all:
                 if one.process.is_alive() and one.process.pid:
                     one.process.kill()
@@ -256,7 +277,7 @@ class Soak:
 
     def _settled(self) -> bool:
         """True if the last fault is over: all present members are in one generation."""
-        if self.later or len(self._there) < _FEWEST:
+        if self.later or len(self._there) < self.fewest or self._at_host("gen") is None:
             return False
         busy = [
             one
@@ -275,16 +296,15 @@ class Soak:
     def _fault(self) -> None:
         """Make the next one; every kind comes before one comes again."""
         if not self.deck:
-            kinds = ["kill", "two", "stop", "leave", "recipient", "donor", "join and kill"]
-            kinds += ["cut"] * (self.net is not None)
+            kinds = [kind for kind in self.kinds if self.net is not None or kind != "cut"]
             self.deck = self.dice.sample(kinds, len(kinds))
-        few, many = len(self._there) <= _FEWEST, len(self._there) >= _MOST
+        few, many = len(self._there) <= self.fewest, len(self._there) >= self.fewest + 2
         kind = self.deck.pop()
         if many and kind in ("two", "join and kill", "donor"):
             self.deck.insert(0, kind)
             kind = "kill"
         self.events.append(kind)
-        victim = self.dice.choice(self._there)
+        victim = self.dice.choice(self._there) if self.kinds is KINDS else self._there[0]
         self._note(f"{len(self._there)} members: {kind} ({victim.number})")
         away_s = self.timeout_s + _STOPPED_S
         match kind:
@@ -312,8 +332,44 @@ class Soak:
             case "join and kill":
                 joiner = self._start()
                 self._after(0.0, partial(self._kill_beside, joiner, victim))
+            case _:
+                self._fault_of_host(kind, victim, few=few)
         if few and kind in ("kill", "stop", "cut", "leave", "donor", "join and kill"):
             self._start()
+
+    def _fault_of_host(self, kind: str, victim: Process, *, few: bool) -> None:
+        """Kill the host, maybe a member too, and start the host again after a while."""
+        if kills := kind.startswith("kill"):
+            self._kill(victim)
+        lost = kind.endswith("file")
+        recover = lost and 2 * len(self._there) <= len(self._there) + kills
+
+        def end_host() -> None:
+            self.host.close()
+            if lost:
+                (self.folder / "journal").unlink()
+            down_s = self.dice.uniform(0.0, self.timeout_s / 4)
+            self._after(down_s, partial(self._start_host, few and kills, recover=recover))
+
+        # at once, or while the others form a generation
+        self._after(self.dice.uniform(0.0, self.timeout_s) if kills else 0.0, end_host)
+
+    def _start_host(self, joins: bool = False, *, recover: bool = False) -> None:
+        """Start the host, again at the same address, and then a joiner if one is missing."""
+        options = ["--journal", str(self.folder / "journal"), *["--recover"] * recover]
+        port = int(self.address.rpartition(":")[2] or 0)
+        self.address = self.host.enter_context(host(self.net, *options, port=port))
+        if joins:
+            self._start()
+
+    def _at_host(self, key: str) -> Any:
+        """Return a value of the run at the host."""
+
+        def read() -> Any:
+            store = connect(self.address, RUN, None, timedelta(seconds=30))
+            return KeyValueView(store).get(key)
+
+        return read() if self.net is None else inside(self.net.namespace_fds[0], read)
 
     def _after(self, seconds: float, act: Callable[[], None]) -> None:
         self.later.append((time.monotonic() + seconds, act))
@@ -348,16 +404,19 @@ class Soak:
 
     # afterwards
 
-    def trace(self, generations: dict[int, list[str]]) -> Trace:
+    def trace(self) -> Trace:
         """Return the averagings and their members, from the reports; differences are problems."""
         found = Trace(self.config)
         by_step: dict[int, dict[int, list[tuple[Process, str]]]] = {}
+        ids: dict[int, list[str]] = {}
         for one in self.all:
             for identity, step in one.entered.items():
                 found.seeds[identity], found.entered[identity] = one.number, step
             for line in one.lines:
                 by = by_step.setdefault(line["step"], {})
                 by.setdefault(line["generation"], []).append((one, line["digest"]))
+                if ids.setdefault(line["generation"], line["ids"]) != line["ids"]:
+                    self._problem(f"generation {line['generation']} was formed twice")
         for step, by in sorted(by_step.items()):
             # one that was lost may have heard an agreement which the others then made anew
             lost = {n for n, members in by.items() if all(one.fate for one, _ in members)}
@@ -365,7 +424,7 @@ class Soak:
             digests = {text for n in kept for _, text in by[n]}
             if len(digests) != 1:
                 self._problem(f"step {step}: " + ", ".join(sorted(digests)))
-            found.averagings[step] = generations[max(kept)]
+            found.averagings[step] = ids[max(kept)]
             found.digests[step] = by[max(kept)][0][1]
         for one in self.all:
             for line in one.inherited:
@@ -380,8 +439,8 @@ class Soak:
 
     def growth(self) -> dict[str, list[tuple[int, int]]]:
         """Of whoever saw most generations: what it mostly held in each, at its usual size. It has
-        grown where the later half of them all held more than the first: a generation that ends at
-        once has been seen beside the connections of the next one alone.
+        grown where the later half of four or more all held more than the first: a generation that
+        ends at once has been seen beside the connections of the next one alone.
         """
         seen = {one.number: {line["generation"] for line in one.lines} for one in self.all}
         oldest = max(self.all, key=lambda one: len(seen[one.number]))
@@ -396,31 +455,19 @@ class Soak:
                     seen_in.setdefault(line["generation"], []).append(line[kind])
             found[kind] = [(n, median_low(counts)) for n, counts in seen_in.items()]
             held = [value for _, value in found[kind]]
-            if len(held) > 1 and min(held[len(held) // 2 :]) > held[0]:
+            if len(held) > 3 and min(held[len(held) // 2 :]) > held[0]:
                 self._problem(f"{oldest.number} held {held} {kind} in generations of {usual}")
         return found
 
     def losses(self) -> tuple[float, float]:
         """At the beginning and at the end, of those who were there to the end."""
-        first = [one.lines[0]["loss"] for one in self.all[: _FEWEST + 1] if one.lines]
+        first = [one.lines[0]["loss"] for one in self.all[: self.fewest] if one.lines]
         last = [line["loss"] for one in self._there_at_end for line in one.lines[-5:]]
         return sum(first) / len(first), sum(last) / len(last)
 
     @property
     def _there_at_end(self) -> list[Process]:
         return [one for one in self.all if not one.fate and one.lines]
-
-
-def generations_of(net: Network | None, address: str) -> dict[int, list[str]]:
-    """The members of every generation, by the store."""
-
-    def read() -> dict[int, list[str]]:
-        kv = KeyValueView(connect(address, RUN, None, timedelta(seconds=30)))
-        latest = kv.get("gen")
-        numbers = range(0 if latest is None else latest + 1)
-        return {n: kv.get(f"members/{n}")["ids"] for n in numbers}
-
-    return read() if net is None else inside(net.namespace_fds[0], read)
 
 
 def soak(
@@ -433,11 +480,13 @@ def soak(
     config: str,
     latency: str,
     slack_s: float,
+    **more: Any,
 ) -> dict[str, Any]:
     """One run, and its replay; what came of it."""
     folder.mkdir(parents=True, exist_ok=True)
-    for old in [*folder.glob("*.jsonl"), *folder.glob("end*"), *folder.glob("die-giving")]:
-        old.unlink()
+    for name in ("*.jsonl", "end*", "die-giving", "journal"):
+        for old in folder.glob(name):
+            old.unlink()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # no name server is reached there
     why = why_unavailable()
@@ -445,12 +494,11 @@ def soak(
     with contextlib.ExitStack() as stack:
         link = Link.parse("none", latency)
         net = None if why else stack.enter_context(network(_SLOTS + 1, link))
-        address = stack.enter_context(host(net))
-        made = Soak(folder, seed, seconds, every_s, timeout_s, config, address, net, slack_s)
+        made = Soak(folder, seed, seconds, every_s, timeout_s, config, net, slack_s, **more)
         begun = time.monotonic()
         made.run()
         took_s = time.monotonic() - begun
-        trace = made.trace(generations_of(net, address))
+        trace = made.trace()
     trace.save(folder / "trace.json")
     if not trace.averagings:
         return {"problems": made.problems}
@@ -493,6 +541,9 @@ def main() -> int:
     parser.add_argument(
         "--slack", type=float, default=_SLACK_S, help="of silence; more on a busy machine"
     )
+    parser.add_argument("--members", type=int, default=4, help="the fewest, at the start too")
+    parser.add_argument("--faults", choices=KINDS, nargs="+", default=KINDS)
+    parser.add_argument("--times", type=int, help="faults after which it ends, within --seconds")
     parser.add_argument("--config", choices=CONFIGS, default="sparse")
     parser.add_argument("--latency", default="50ms")
     parser.add_argument("--folder", type=Path, help="keeps logs and trace")
@@ -516,6 +567,9 @@ def main() -> int:
         config=given.config,
         latency=given.latency,
         slack_s=given.slack,
+        fewest=given.members,
+        kinds=given.faults,
+        times=given.times,
     )
     (folder / "summary.json").write_text(json.dumps(found, indent=1))
     print(json.dumps(found))

@@ -156,7 +156,6 @@ class _Member:
         with tw.join(
             part.address,
             run=RUN,
-            min_members=2,
             start_members=part.start_members,
             rejoin=False,
             timeout=part.timeout_s,
@@ -205,7 +204,8 @@ class _Member:
                 return
             # the generation of the exchange, which may have been left since
             group = self._member.group
-            self._committed = {**about, "generation": self._member.present()[0], "size": group.size}
+            number, ids = self._member.present()
+            self._committed = {**about, "generation": number, "ids": ids, "size": group.size}
 
         def taking(recipient: Recipient, at_most: int) -> Any:
             nonlocal taken

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.ranks import host, on_ranks
-from benchmarks.soak import Process, Soak, generations_of
+from benchmarks.soak import Process, Soak
 from benchmarks.soak_member import Part, live
 from benchmarks.soak_replay import replay
 
@@ -24,13 +24,13 @@ ROOT = Path(__file__).parents[2]
 def test_leaving_member_is_replayed_with_its_residual(tmp_path: Path) -> None:
     with host(None) as address:
         parts = [Part(n, str(tmp_path), address, "sparse", 3, TIMEOUT_S) for n in range(3)]
-        seen = Soak(tmp_path, 0, 0, 0, TIMEOUT_S, "sparse", address, None, ending=True)
+        seen = Soak(tmp_path, 0, 0, 0, TIMEOUT_S, "sparse", None, ending=True)
         seen.all = [Process(part, current_process(), part.number, 0.0) for part in parts]
         seen.all[2].fate = "leaving"
         on_ranks(_lives, 3, parts, group=False)
         for one in seen.all:
             seen.read(one, 0.0)
-        trace = seen.trace(generations_of(None, address))
+        trace = seen.trace()
     assert not seen.problems
     assert [len(ids) for ids in trace.averagings.values()][-1] == 2
     ((inherited,),) = trace.inherited.values()
@@ -59,6 +59,19 @@ def _lives(rank: int, size: int, parts: list[Part]) -> None:
 
     threading.Thread(target=steer, daemon=True).start()
     live(parts[rank])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["kill", "lost file", "kill, lost file"])
+def test_two_members_reach_their_goal_under_three_kills(tmp_path: Path, kind: str) -> None:
+    options = ["--members", "2", "--times", "3", "--every", "1", "--faults", kind]
+    options += ["--timeout", "15", "--slack", "60"]
+    command = [sys.executable, "-m", "benchmarks.soak", *options, "--folder", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert found["faults"] == {kind: 3}
+    assert found["generations"] == (7 if "kill" in kind else 1)
 
 
 @pytest.mark.slow

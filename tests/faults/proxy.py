@@ -31,6 +31,10 @@ class Proxy:
         """Forward nothing more, and close nothing: what a line does that is cut."""
         self._open.clear()
 
+    def resume(self) -> None:
+        """Forward what came meanwhile, and all that comes."""
+        self._open.set()
+
     def reset(self) -> None:
         """Close all connections at both ends."""
         for one in self._sockets:

@@ -82,7 +82,7 @@ def away(
                 jumps.append((before, sync.step))
                 own_id = members.id
                 assert members.ids[members.rank] == own_id
-                assert changes[-1] == (members.generation, size, sync.step)
+                assert changes[-1] == (members.generation, members.size, sync.step)
             elif averagings > applied:
                 rounds[sync.step] = digest(sync), members.size, members.generation
                 if members.size == size and members.generation:  # on all in the same round

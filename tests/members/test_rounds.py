@@ -529,29 +529,6 @@ def _leaving_at_the_end(rank: int, size: int, address: str) -> tuple[bool, int]:
         return members.left, sync.step
 
 
-def _walled_off(rank: int, size: int, address: str, flag: str) -> Any:
-    """The last one reaches the meeting place and the member that copies to it, but not all."""
-
-    def refused(*args: Any) -> Any:
-        time.sleep(1.0)
-        raise PeerStalled("said so by the test")
-
-    options = {"founders": size - 1, "flag": flag, "step_s": 0.05, "steps": 120}
-    groups = refused if rank == size - 1 else api.watcher.MemberGroups
-    with patch.object(api.watcher, "MemberGroups", groups):
-        return member(rank, size, address, SPARSE, **options)  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_a_joiner_that_cannot_reach_all_ends_nobody_elses_run(ranks: Pool, tmp_path: Path) -> None:
-    found = met(ranks, _walled_off, str(tmp_path / "go"), size=3, errors=True)
-    assert isinstance(found[2], Raised)
-    assert found[2].type_name == "Evicted"
-    assert "could not connect to all of them (said so by the test)" in found[2].text
-    rounds = _alike(found[:2], 120)
-    assert {size for _, size, _ in rounds.values()} == {2}
-
-
 def _interrupted(rank: int, size: int, address: str) -> list[str]:
     """Threads that are left of a `join` that Ctrl-C ends."""
     hello, before = api.Shared.say_hello, set(threading.enumerate())

@@ -133,9 +133,11 @@ class _RunView:
         names = [key[len(start) :].decode() for key in keys]
         found = {one: self.known(f"recover/{one}") for one in names}
         shown = {one: value for one, value in found.items() if _is_presented(value)}
-        if not shown:
+        # one that was away holds a state that is older; it joins those that trained on
+        trained = [value for value in shown.values() if not value.get("away")]
+        if not trained:
             return ""
-        latest = max(shown.values(), key=lambda value: (value["number"], len(value["ids"])))
+        latest = max(trained, key=lambda value: (value["number"], len(value["ids"])))
         number, ids, limit_s = latest["number"], latest["ids"], latest["timeout_s"]
         missing = [one for one in ids if shown.get(one, {}).get("ids") != ids]
         line = f"generation {number} is known from its members {', '.join(map(_printable, ids))}"

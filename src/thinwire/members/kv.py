@@ -136,6 +136,10 @@ Value = Any
 Connect = Callable[..., AuthenticatedStore]
 
 
+class HostRestarted(RuntimeError):
+    """The host was started anew, and does not know the run of these calls."""
+
+
 class KeyValueView:
     """JSON values under the keys of one run, over one connection."""
 
@@ -152,6 +156,8 @@ class KeyValueView:
         self.limit_s = limit_s
         self.patience_s = 0.0
         """Seconds for which a call waits for a host that does not listen."""
+        self.session: str | None = None
+        """Session of the host that calls are meant for; None for any."""
         self._connect = connect
         self._warned: set[str] = set()
         self._call_began_s: float | None = None
@@ -188,6 +194,8 @@ class KeyValueView:
             while True:
                 if self._lost_connection is not None:
                     self._reconnect(self._lost_connection)
+                if self.session not in (None, self.store.session):
+                    raise HostRestarted("the host was started anew")
                 try:
                     return request()
                 except DistNetworkError as error:

@@ -9,7 +9,6 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -138,7 +137,7 @@ class Member:
             "shards of a site": site.size,
             "streams": terms.streams,
             "keep_batch": terms.keep_batch,
-            "grace_seconds": terms.grace_s,
+            "grace_seconds": terms.grace_seconds,
         }
         self.require_same_setup("site", facts)
         if site.mesh is not None:  # there a host that has lost its file gets them again
@@ -159,7 +158,8 @@ class Member:
         """Latest rounds, `_MOST_KEPT` states in all, for a joiner that has the state of one."""
         self._incoming_handoffs: list[tuple[Download, float]] = []
         self.download: Download | None = None
-        self._refused_donors: set[str] = set()
+        self._refused_donors: dict[str, bool] = {}
+        """Donors that are asked after all others: True for one that sent what is refused."""
         self.leaving = self._has_state = self.left = False
         self._outgoing_handoff: Donor | None = None
         self._reports: Sequence[Facts] = ()
@@ -181,10 +181,12 @@ class Member:
 
     def _join_run(self) -> Membership:
         # identities of members that were lost do not come back
+        former = self._membership.shared.presented() if self._entries else None
         own_id = self._identity + (f"+{self._entries}" if self._entries else "")
         self._entries += 1
         own_id = self.site.broadcast_value("naming the site", own_id)
         membership = Membership(self.kv.clone(), own_id, self.terms)
+        membership.shared.former = former
         membership.shared.shown = self._named
         membership.shared.facts = self._facts
         try:
@@ -308,11 +310,11 @@ class Member:
         self._close_donors()
         self._close_rounds()
         self._taken = {}
-        ended = "no member of the run is alive. Start all members again, from the last copy"
-        with suppress(QuorumLost):
-            self._membership = membership = self._join_run()
-            if membership.shared.joiner:
-                ended = ""
+        ended = ""
+        try:
+            self._membership = self._join_run()
+        except QuorumLost as error:
+            ended = f"{error}. Start all members again, from the last copy"
         while not ended and (found := self.kv.get(f"members/{known + 1}")) is not None:
             known += 1
             if not found["votes"]:
@@ -390,7 +392,8 @@ class Member:
         try:
             while (problem := self._attempt(state)) is not None:
                 _log.warning("asking another member for the state: %s", problem)
-                if self._refused_donors >= {*self._membership.shared.expected, *self._donor_ids}:
+                wrong = {one for one, sent_wrong in self._refused_donors.items() if sent_wrong}
+                if wrong >= {*self._membership.shared.expected, *self._donor_ids}:
                     raise PayloadCorrupt(f"no member is left to ask for the state: {problem}")
         except ThinwireError as error:
             self.site.announce_end(error)
@@ -409,9 +412,11 @@ class Member:
             problem = error
         indices = [] if self.download is None else self.download.refused
         own_text = None if problem is None else str(problem)
-        report = [self._has_state, own_text, self.step(), [self._donor_ids[n] for n in indices]]
+        refused = {self._donor_ids[n]: isinstance(problem, PayloadCorrupt) for n in indices}
+        report = [self._has_state, own_text, self.step(), refused]
         answers = self.site.gather_values("waiting for admission", report)
-        self._refused_donors.update(*(refused for *_, refused in answers))
+        for *_, refused in answers:
+            self._refused_donors |= refused
         texts = [text for _, text, *_ in answers if text is not None]
         if not texts and len({step for _, _, step, _ in answers}) > 1:
             texts = ["the ranks of this site were admitted after different rounds"]
@@ -647,6 +652,7 @@ class Member:
         with shared.changed:
             shared.donor_assigned_s[number] = time.monotonic()
         good = [member for member in remaining if member not in hello.get("without", ())]
+        good = good or [*remaining]
         first = number % max(len(good), 1)
         has = hello.get("has", 0)
         donors = [*good[first:], *good[:first]][:MOST_DONORS]

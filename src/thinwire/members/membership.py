@@ -53,6 +53,8 @@ class Membership:
             while not shared.changed.wait_for(lambda: shared.end_reason or condition(), POLL_S):
                 if self.kv.waiting_s > self.timeout_s:
                     raise PeerStalled(no_answer_message(self.timeout_s))
+                if shared.unknown:
+                    until = time.monotonic() + limit_s
                 if time.monotonic() > until:
                     return False
         shared.require_running()
@@ -126,6 +128,7 @@ class Membership:
         """Return the answers of an agreement that the others had when they evicted this member."""
         now = self.shared.generation
         self.kv.limit_s = self.timeout_s  # the thread has ended
+        self.kv.session = None
         decision = None if now is None else self.watcher._decision(now.number + 1)
         if decision is None or decision.votes != vote:
             return None

@@ -330,7 +330,7 @@ class Download:
         self._arrived: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         """Messages, states and errors, each with the index of its donor."""
         self.refused: list[int] = []
-        """Indices of the donors of which one has sent what is refused."""
+        """Indices of the donors of which one was lost, or has sent what is refused."""
         self._messages: deque[StateMessage] = deque()
         self._states: list[str] = []
         self._max_bytes = max_bytes
@@ -399,7 +399,7 @@ class Download:
                 self._report()
             index, arrived = self._next_arrived()
             if isinstance(arrived, Exception):
-                self.refused = [index] if isinstance(arrived, PayloadCorrupt) else []
+                self.refused = [index]
                 raise arrived
             if arrived is None or isinstance(arrived, StateMessage):
                 self._messages += [] if arrived is None else [arrived]

@@ -20,7 +20,7 @@ from thinwire.errors import (
     ThinwireError,
 )
 from thinwire.members.generation import Decision, Generation, next_decision, packed
-from thinwire.members.kv import KeyValueView
+from thinwire.members.kv import HostRestarted, KeyValueView
 from thinwire.members.meeting import require_same
 
 POLL_S = 0.2
@@ -79,13 +79,17 @@ class Shared:
     def __init__(self, own_id: str, timeout_s: float) -> None:
         self.changed = threading.Condition()
         self.own_id = own_id
+        self.timeout_s = timeout_s
         self.silence_s = timeout_s + min(CONNECT_S, timeout_s)
         self.generation: Generation | None = None
         self.end_reason: ThinwireError | None = None
         self.store_problem: str | None = None
         self.reached: list[str] = []
         """Members that the last attempt to connect has found; empty where none looked."""
-        self.joiner = False
+        self.joiner = self.unknown = False
+        """`unknown`: the host was started anew, and waits for more members before it goes on."""
+        self.former: tuple[str, dict[str, Any]] | None = None
+        """What this member presented before it entered again; then it founds no generation."""
         self.admitted: tuple[int, tuple[str, ...]] | None = None
         self.votes = 0
         self.answers: tuple[bytes, ...] = ()
@@ -124,6 +128,14 @@ class Shared:
     def is_silent(self) -> bool:
         """Return True if no member has sent a heartbeat for long; connecting ones send none."""
         return time.monotonic() - self.last_alive_s > self.silence_s
+
+    def presented(self) -> tuple[str, dict[str, Any]] | None:
+        """Return key and facts of the generation, for a host that has lost the run."""
+        now = self.generation
+        if now is None:
+            return self.former
+        facts = {"number": now.number, "ids": now.ids, "votes": self.votes}
+        return f"recover/{self.own_id}", facts | {"timeout_s": self.timeout_s}
 
     def announcement(self, connecting_s: float | None = None) -> dict[str, Any]:
         """Return the last agreement, for members that have not received it."""
@@ -172,7 +184,7 @@ class Watcher:
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         """What the main thread asks this one to do; None wakes it."""
         self.stopped = threading.Event()
-        self._session = kv.store.session
+        kv.session = kv.store.session
         self._next_hello = self._beat_count = 0
 
     def form_generations(self) -> None:
@@ -186,9 +198,11 @@ class Watcher:
                     self._watch()
                     continue
                 if command is not None:
-                    command()
+                    self._at_known_host(command)
         except ThinwireError as error:
             self._stop_with(error)
+        except HostRestarted:
+            self._stop_with(PeerLost("the host was started anew: join again"))
         except RuntimeError as error:
             text = "the meeting place does not answer, and no new generation can form without it"
             self._stop_with(PeerLost(f"{text}: {error}"))
@@ -196,6 +210,17 @@ class Watcher:
             _log.exception("the membership thread has failed")
             text = f"the membership thread failed: {type(error).__name__}: {error}"
             self._stop_with(ThinwireError(text))
+
+    def _at_known_host(self, command: Callable[[], None]) -> None:
+        """Do this, and do it again where the host was started anew meanwhile."""
+        # a generation is decided among the members of one host alone
+        while not self.stopped.is_set():
+            try:
+                command()
+                return
+            except HostRestarted:
+                while not self._is_known() and not self.stopped.wait(POLL_S):
+                    pass
 
     def _stop_with(self, error: ThinwireError) -> None:
         with self.shared.changed:
@@ -226,6 +251,7 @@ class Watcher:
             return
         shared.last_alive_s = time.monotonic()
         while not self.stopped.is_set():
+            shared.unknown = False
             number, decision, alive = self._poll(number)
             if self.own_id in decision.ids:
                 with shared.changed:
@@ -245,9 +271,12 @@ class Watcher:
                 first == first_generation or shared.is_silent() or self._have_left(decision.ids)
             ):
                 if first != first_generation:
-                    if self._is_recovering():
+                    shared.unknown = self._is_recovering()
+                    if shared.unknown or (shared.former and number < 0 and not shared.is_silent()):
                         time.sleep(POLL_S)
                         continue
+                    if shared.former:
+                        raise QuorumLost("no member of the run is alive")
                     first_generation = first
                     begun = now
                     enough_s = math.inf
@@ -277,7 +306,12 @@ class Watcher:
         if self.kv.call(self.kv.store.age_s) < _COME_BACK_S:
             return True
         recovering, known = self.kv.look([_RECOVERING, "gen"])[1]
-        return recovering is not None and known is None
+        if known is not None:
+            return False
+        if self.shared.former is not None:
+            key, facts = self.shared.former
+            self.kv.put(key, facts | {"away": True})
+        return recovering is not None
 
     def _present_founders(self, number: int) -> tuple[str, ...]:
         self._read_hellos()
@@ -383,9 +417,9 @@ class Watcher:
         assert now is not None, "entered"
         self.kv.patience_s = 0.0  # a later call finds it again
         try:
-            self._beat()
             if not self._is_known():
                 return
+            self._beat()
             other = now.ids[self._beat_count % now.size]
             keys = [f"break/{now.number}", f"members/{now.number + 1}", f"hb/{other}", END_KEY]
             broken, following, beat, end = self.kv.look(keys)[1]
@@ -410,6 +444,8 @@ class Watcher:
             shared.store_problem = None
         except ThinwireError:
             raise
+        except HostRestarted:
+            pass  # to be asked at once
         except RuntimeError as error:
             if shared.store_problem is None and not self.stopped.is_set():
                 _log.warning(
@@ -421,16 +457,27 @@ class Watcher:
 
     def _is_known(self) -> bool:
         """Return True unless the host has lost the run, and not enough members are back there."""
-        session = self.kv.store.session
-        if session == self._session:
+        session, known = self.kv.store.session, self.kv.session
+        if session == known:
             return True
+        self.kv.session = None
+        try:
+            if self._is_decided():
+                known = session
+        finally:
+            self.kv.session = known
+        if (known != session) > self.shared.unknown:
+            _log.warning("the host was started anew, and waits for more members: it says for whom")
+        self.shared.unknown = known != session
+        return known == session
+
+    def _is_decided(self) -> bool:
+        """Present this member's generation to a host that was started anew."""
         shared = self.shared
-        now = shared.generation
-        if now is None:
-            raise PeerLost("the host was started anew while this member joined: join again")
-        facts = {"number": now.number, "ids": now.ids, "votes": shared.votes}
+        now, presented = shared.generation, shared.presented()
+        assert now is not None and presented is not None, "entered"
         self.kv.put(_RECOVERING, True)
-        self.kv.put(f"recover/{self.own_id}", facts | {"timeout_s": self.timeout_s})
+        self.kv.put(*presented)
         latest, decided = self.kv.look(["gen", f"members/{now.number}"])[1]
         if latest is None:
             return False
@@ -445,15 +492,8 @@ class Watcher:
             shared.hellos.clear()
             shared.ready.clear()
         self._next_hello = 0
-        self._session = session
         _log.warning("the host was started anew, and knows the run again")
         return True
-
-    def _require_known(self) -> None:
-        """Wait until the host knows the run; a generation is formed there alone."""
-        while not self._is_known():
-            if self.stopped.wait(POLL_S):
-                raise PeerLost("the host was started anew, and does not know the run yet")
 
     def _check_joiners(self) -> None:
         """Update the set of joiners."""
@@ -497,7 +537,6 @@ class Watcher:
         """Write the generation after this one, as its members have agreed, and enter it."""
         shared = self.shared
         self.kv.patience_s = self.timeout_s
-        self._require_known()
         old = shared.generation
         if old is None or old.number != number:  # another one was formed meanwhile
             if self.own_id not in ids:
@@ -516,7 +555,6 @@ class Watcher:
         if old is None or number not in (None, old.number):
             return
         self.kv.patience_s = self.timeout_s
-        self._require_known()
         self.kv.put(f"break/{old.number}", {"by": self.own_id, "why": why})
         self._freeze()
         self._enter(old.number + 1, self._next_decision(old))
