@@ -72,16 +72,14 @@ class PrefetchingStore(Store):
         self._cached: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._store.set(key, value)
+        self._store.announce(key, value)
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         for key in keys:
             if key not in self._cached:
                 prefix = key.rpartition("/")[0]
                 of_all = [f"{prefix}/{rank}" for rank in range(self._size)]
-                if timeout is not None:
-                    self._store.wait(of_all, timeout)
-                self._cached |= zip(of_all, self._store.multi_get(of_all), strict=True)
+                self._cached |= zip(of_all, self._store.multi_get(of_all, timeout), strict=True)
 
     def get(self, key: str) -> bytes:
         self.wait([key])

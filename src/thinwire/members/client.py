@@ -29,7 +29,10 @@ class HostStore:
         self._limit = timeout
         self._connect_s = connect_s
         self._lock = threading.Lock()
+        began_s = time.monotonic()
         self._socket = _connected(host, connect_s)
+        self.round_trip_s = time.monotonic() - began_s
+        """Mean time in seconds of recent requests."""
         # not in `close`: another thread may wait for an answer
         weakref.finalize(self, self._socket.close)
         self.own_address = str(self._socket.getsockname()[0])
@@ -57,9 +60,8 @@ class HostStore:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _ask(self, *parts: str | bytes) -> list[Any]:
-        message = framed([part.encode() if isinstance(part, str) else part for part in parts])
         with self._lock, self._explaining():
-            self._socket.sendall(message)
+            self._socket.sendall(_message(parts))
             (length,) = LENGTH.unpack(self._read(LENGTH.size))
             if length > MOST_BYTES:
                 raise ValueError("it is no host of thinwire")
@@ -85,6 +87,11 @@ class HostStore:
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
         self._ask("set", key, value)
+
+    def announce(self, key: str, value: str | bytes) -> None:
+        """Write a value that ends with this connection, without waiting for the host."""
+        with self._lock, self._explaining():
+            self._socket.sendall(_message(("announce", key, value)))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Write a value if `expected` is there (empty: none); return what is there then."""
@@ -114,7 +121,10 @@ class HostStore:
         self, keys: Sequence[str], limit_s: float = 0.0, since: int = 0
     ) -> tuple[int, list[bytes | None]]:
         """Return the values of keys, or None; see `AuthenticatedStore`."""
+        began_s = time.monotonic()
         number, *values = self._ask("look", str(limit_s), str(since), *keys)
+        if not limit_s:
+            self.round_trip_s += (time.monotonic() - began_s - self.round_trip_s) / 8
         return int(number), values
 
     def entries(self, prefix: str) -> list[tuple[str, bytes]]:
@@ -126,6 +136,10 @@ class HostStore:
     def age_s(self) -> float:
         """Return the seconds since the host was started."""
         return float(self._ask("age")[0])
+
+
+def _message(parts: Sequence[str | bytes]) -> bytes:
+    return framed([part.encode() if isinstance(part, str) else part for part in parts])
 
 
 def _connected(host: Address, limit_s: float) -> socket.socket:

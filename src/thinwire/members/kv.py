@@ -63,6 +63,11 @@ class AuthenticatedStore(Store):
         """Address of this machine from which it reaches the host."""
         return str(self._store.own_address)
 
+    @property
+    def round_trip_s(self) -> float:
+        """Mean time in seconds of recent requests to the host."""
+        return float(self._store.round_trip_s)
+
     def age_s(self) -> float:
         """Return the seconds since the host was started."""
         return float(self._store.age_s())
@@ -70,6 +75,10 @@ class AuthenticatedStore(Store):
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
         self._store.set(self._prefix + key, self._signed(key, value))
+
+    def announce(self, key: str, value: str | bytes) -> None:
+        """Write a value that ends with this connection, without waiting for the host."""
+        self._store.announce(self._prefix + key, self._signed(key, value))
 
     def get(self, key: str) -> bytes:
         """Return a value; wait for it until the store's time-out."""
@@ -106,9 +115,10 @@ class AuthenticatedStore(Store):
         desired = self._signed(key, desired_value)
         return self._verified(key, self._store.compare_set(self._prefix + key, expected, desired))
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
+    def multi_get(self, keys: list[str], timeout: timedelta | None = None) -> list[bytes]:
         """Return several values, as `get` does."""
-        found = self._store.multi_get([self._prefix + key for key in keys])
+        limit = [] if timeout is None else [timeout]
+        found = self._store.multi_get([self._prefix + key for key in keys], *limit)
         return [self._verified(key, value) for key, value in zip(keys, found, strict=True)]
 
     def check(self, keys: list[str]) -> bool:
@@ -238,6 +248,10 @@ class KeyValueView:
     def put(self, key: str, value: Value) -> None:
         """Write a value, replacing any other."""
         self.call(lambda: self.store.set(key, json.dumps(value)))
+
+    def announce(self, key: str, value: Value) -> None:
+        """Write a value that ends with the connection, without waiting for the host."""
+        self.call(lambda: self.store.announce(key, json.dumps(value)))
 
     def put_if_absent(self, key: str, value: Value) -> Value:
         """Write a value unless the key has one."""

@@ -28,7 +28,7 @@ _TLS_CLIENT = b"\x16"
 _HELLO_S = 5.0
 _RETRY_S = 0.2
 _JOIN_S = 2.0
-_PASSING = re.compile(rb"run/[^/]+/(.*/)?(hb|shown|gloo|copy)/")
+_PASSING = re.compile(rb"run/[^/]+/(.*/)?(hb|alive|founder|shown|gloo|copy)/")
 """Keys that are of no use to a host that was restarted."""
 
 Parts = Sequence[bytes | None]
@@ -133,6 +133,8 @@ class HostedStore:
         self._say = say
         self._revision = 0
         self._revisions: dict[bytes, int] = {}
+        self._passing: set[bytes] = set()
+        """Keys of values that end with a connection."""
         self._waiting: defaultdict[bytes, set[asyncio.Event]] = defaultdict(set)
         self._began_s = time.monotonic()
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -157,7 +159,8 @@ class HostedStore:
 
     def write(self, key: bytes, value: bytes) -> None:
         """Write a value, and wake who waits for it."""
-        if self._journal is not None and not _PASSING.match(key):
+        lasts = self.values.get(key) != value and not _PASSING.match(key)
+        if lasts and self._journal is not None:
             try:
                 self._journal.append(key, value)  # before the answer
             except OSError as error:
@@ -166,6 +169,10 @@ class HostedStore:
                 self._journal = None
                 self._say(f"the run is not kept in a file any more: {error.strerror or error}")
         self.values[key] = value
+        self._wake(key)
+
+    def _wake(self, key: bytes) -> None:
+        self._passing.discard(key)
         self._revision += 1
         self._revisions[key] = self._revision
         for event in self._waiting.pop(key, ()):
@@ -175,13 +182,31 @@ class HostedStore:
         """Answer a client until it ends the connection."""
         if await reader.readexactly(len(GREETING)) != GREETING:
             raise ValueError("no client")
-        while True:
-            (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-            if length > MOST_BYTES:
-                raise ValueError("no message of a client")
-            parts = unframed(await reader.readexactly(length))
-            writer.write(framed(await self._answer([part or b"" for part in parts])))
-            await writer.drain()
+        announced: dict[bytes, bytes] = {}
+        try:
+            while True:
+                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                if length > MOST_BYTES:
+                    raise ValueError("no message of a client")
+                parts = [part or b"" for part in unframed(await reader.readexactly(length))]
+                match parts:
+                    case [b"announce", key, value]:
+                        self._announce(key, value)
+                        announced[key] = value
+                        continue
+                writer.write(framed(await self._answer(parts)))
+                await writer.drain()
+        finally:
+            for key, value in announced.items():
+                if self.values.get(key) is value:  # else written over another connection
+                    del self.values[key]
+                    self._wake(key)
+
+    def _announce(self, key: bytes, value: bytes) -> None:
+        if key in self.values and key not in self._passing:  # a stranger would remove it
+            raise ValueError("a value that stays")
+        self.write(key, value)
+        self._passing.add(key)
 
     async def _answer(self, parts: Sequence[bytes]) -> Parts:
         match parts:
