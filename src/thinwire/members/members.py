@@ -51,7 +51,6 @@ from thinwire.members.watcher import Terms
 from thinwire.page import report_of, shown_name
 
 _TIMEOUT_S = 60.0
-_POLL_S = 0.1
 _NEWS_S = 10.0
 _MOST_KEPT = 0.1
 _LEAVE_S = 2.0
@@ -412,9 +411,8 @@ class Member:
 
     def _wait_for_donor(self, number: int) -> list[str]:
         began = logged = time.monotonic()
-        while (found := self.kv.get_verified(f"donor/{number}")) is None:
+        while (found := self.kv.look([f"donor/{number}"], 1.0)[1][0]) is None:
             self._membership.require_heartbeat()
-            time.sleep(_POLL_S)
             if time.monotonic() - logged > _NEWS_S:
                 logged = time.monotonic()
                 _log.info("waited %.0f s for the end of a round to join", logged - began)

@@ -1,6 +1,5 @@
 """The membership thread: it watches the run's store and forms generations."""
 
-import json
 import logging
 import math
 import queue
@@ -196,9 +195,9 @@ class Watcher:
         """What the main thread asks this one to do; None wakes it."""
         self.stopped = threading.Event()
         self._session = kv.store.session
-        self._beat_count = 0
-        self._next_hello = -1
+        self._next_hello = self._beat_count = self._news = 0
         self._unread: list[int] = []
+        self._latest = Decision((), (), 0)
         self._checked_s: dict[int, float] = {}
 
     def form_generations(self) -> None:
@@ -239,12 +238,11 @@ class Watcher:
 
     def _meet(self) -> None:
         shared = self.shared
-        number = self._latest_from(-1)
-        first_generation = -1
+        number = first_generation = -1
         begun = 0.0
         enough_s = math.inf
         if self.founders:  # enter the generation in which this site's first rank met the others
-            met = number  # they may have lost a member since
+            met = number = self._poll(number)[0]  # they may have lost a member since
             while (written := self._decision(met)) is not None and written.ids != self.founders:
                 met -= 1
             met = number + 1 if written is None else met
@@ -290,7 +288,6 @@ class Watcher:
                         f"{self.timeout_s:g} s: {', '.join(found)}. Start the others, or lower "
                         "min_members or start_members"
                     )
-            time.sleep(POLL_S / 2)
 
     def _have_left(self, ids: Sequence[str]) -> bool:
         """Return True if all of these members have left, or if there are none."""
@@ -310,11 +307,22 @@ class Watcher:
         return tuple(one for one, is_alive in alive if is_alive or one == self.own_id)
 
     def _poll(self, number: int) -> tuple[int, Decision, bool]:
-        """Return the latest generation, from `number` on, and whether a member of it is alive."""
+        """Wait for the latest generation, from `number` on; return if a member of it is alive."""
         self._beat()
         before = number
-        number = self._latest_from(number)
-        decision = self._decision(number) or Decision((), (), 0)
+        decision = self._latest
+        keys = ["gen", f"members/{number + 1}"]
+        self._news, (hint, following) = self.kv.look(keys, POLL_S / 2, self._news)
+        if following is None and hint is not None and hint > number:
+            # a host that was started anew knows no earlier ones
+            number = hint
+            decision = self._decision(number) or Decision((), (), 0)
+            following = self.kv.get_verified(f"members/{number + 1}")
+        while following is not None:
+            number += 1
+            decision = Decision.from_dict(following)
+            following = self.kv.get_verified(f"members/{number + 1}")
+        self._latest = decision
         self.shared.expected = decision.ids
         alive = any(self._poll_heartbeats([one for one in decision.ids if one != self.own_id]))
         if alive or number > before:
@@ -327,15 +335,6 @@ class Watcher:
 
     def _decided(self, number: int, decision: Decision) -> Decision:
         return Decision.from_dict(self.kv.put_if_absent(f"members/{number}", decision.to_dict()))
-
-    def _latest_from(self, number: int) -> int:
-        # a host that was started anew knows no earlier ones
-        hint, following = self.kv.look(["gen", f"members/{number + 1}"])[1]
-        if following is None and hint is not None:
-            number = max(number, int(hint))
-        while self.kv.has(f"members/{number + 1}"):
-            number += 1
-        return number
 
     def _announced(
         self, number: int, missing: Sequence[str], since: int
@@ -475,7 +474,7 @@ class Watcher:
         with shared.changed:
             shared.hellos.clear()
             shared.ready.clear()
-        self._next_hello = -1
+        self._next_hello = 0
         self._session = session
         _log.warning("the host was started anew, and knows the run again")
         return True
@@ -490,9 +489,8 @@ class Watcher:
                 raise PeerLost("the host was started anew, and does not know the run yet")
 
     def _check_joiners(self) -> None:
-        """Update the set of joiners."""
+        """Read new requests of joiners, some older ones from the last on, and how joiners are."""
         shared = self.shared
-        self._read_hellos()
         for number, value in list(shared.hellos.items()):
             if value["id"] in shared.past_members:
                 with shared.changed:
@@ -503,45 +501,32 @@ class Watcher:
             for n, one in shared.hellos.items()
         }
         # live ones, checked longest ago, first
-        numbers = sorted(order, key=order.__getitem__)[:_AT_ONCE]
-        keys = [
-            key
-            for number in numbers
-            for key in (f"hb/{shared.hellos[number]['id']}", f"ready/{number}", f"donor/{number}")
-        ]
-        values = self.kv.look(keys)[1] if keys else []
+        joiners = sorted(order, key=order.__getitem__)[:_AT_ONCE]
+        first = self._next_hello
+        asked = [*self._unread[-_AT_ONCE:], *range(first, first + _AT_ONCE)]
+        del self._unread[-_AT_ONCE:]
+        keys = [_HELLOS, *(f"hello/{n}" for n in asked)]
+        for n in joiners:
+            keys += [f"hb/{shared.hellos[n]['id']}", f"ready/{n}", f"donor/{n}"]
+        following, *values = self.kv.look(keys)[1]
         now = time.monotonic()
-        for at, number in enumerate(numbers):
-            beat, ready, donor = values[3 * at : 3 * at + 3]
-            self._checked_s[number] = now
-            self._take_heartbeat(shared.hellos[number]["id"], beat)
-            # members that were in different generations may have computed different donors
-            asked_s = shared.donor_assigned_s.get(number, math.inf)
-            with shared.changed:
+        with shared.changed:
+            for number, value in zip(asked, values, strict=False):
+                if value is not None:
+                    shared.hellos[number] = value
+                    self._next_hello = max(self._next_hello, number + 1)
+            self._unread += range(self._next_hello, following or 0)
+            self._next_hello = max(self._next_hello, following or 0)
+            for at, number in enumerate(joiners):
+                beat, ready, donor = values[len(asked) + 3 * at :][:3]
+                self._checked_s[number] = now
+                self._take_heartbeat(shared.hellos[number]["id"], beat)
+                # members that were in different generations may have computed different donors
+                asked_s = shared.donor_assigned_s.get(number, math.inf)
                 if ready is not None:
                     shared.ready.add(number)
                 elif donor is None and now - asked_s > self.timeout_s:
                     del shared.donor_assigned_s[number]
-
-    def _read_hellos(self) -> None:
-        """Read some of the new requests, and of older ones from the last on."""
-        shared = self.shared
-        if self._next_hello < 0:
-            self._next_hello = self.kv.get_verified(_HELLOS) or 0
-            self._unread = list(range(self._next_hello))
-        numbers = [*range(self._next_hello, self._next_hello + _AT_ONCE), *self._unread[-_AT_ONCE:]]
-        del self._unread[-_AT_ONCE:]
-        keys = [f"hello/{number}" for number in numbers]
-        values = self.kv.call(lambda: self.kv.store.look(keys))[1]
-        found = dict(zip(numbers, values, strict=True))
-        for number, value in found.items():
-            if isinstance(value, PayloadCorrupt):  # a stranger's request
-                self.kv.warn_once(f"hello/{number}", value)
-            elif value is not None:
-                with shared.changed:
-                    shared.hellos[number] = json.loads(value)
-        while found.get(self._next_hello) is not None:
-            self._next_hello += 1
 
     def change_generation(
         self, number: int, ids: tuple[str, ...], continuing: tuple[str, ...]
