@@ -70,6 +70,8 @@ class PrefetchingStore(Store):
         self._store: Any = store  # torch's stubs know values of text only
         self._size = size
         self._cached: dict[str, bytes] = {}
+        self.fetched = threading.Event()
+        """Set whenever something was fetched."""
 
     def set(self, key: str, value: str | bytes) -> None:
         self._store.announce(key, value)
@@ -80,6 +82,7 @@ class PrefetchingStore(Store):
                 prefix = key.rpartition("/")[0]
                 of_all = [f"{prefix}/{rank}" for rank in range(self._size)]
                 self._cached |= zip(of_all, self._store.multi_get(of_all, timeout), strict=True)
+                self.fetched.set()
 
     def get(self, key: str) -> bytes:
         self.wait([key])

@@ -22,6 +22,7 @@ from thinwire.errors import (
 from thinwire.members.generation import Decision, Generation, next_decision, packed
 from thinwire.members.kv import KeyValueView
 from thinwire.members.meeting import require_same
+from thinwire.members.server import allow_files
 
 POLL_S = 0.2
 """Seconds between two looks at the host."""
@@ -43,6 +44,7 @@ _ADDRESS_BYTES = 154, 8
 _HOST_BYTES_PER_S = 2.5e6
 """Slowest rate of a host that passes them on, 20 Mbit/s."""
 _MAX_ATTEMPTS = 3
+_MORE_FILES = 32
 END_KEY = "end"
 """Key that asks all members to leave."""
 _HELLOS = "hellos"
@@ -324,6 +326,7 @@ class Watcher:
             following = self.kv.get_verified(f"members/{number + 1}")
         self._latest = decision
         self.shared.expected = decision.ids
+        self._require_files(max(len(decision.ids) + 1, self._start_members))
         alive = any(self._poll_heartbeats([one for one in decision.ids if one != self.own_id]))
         if alive or number > before:
             self.shared.last_alive_s = time.monotonic()
@@ -672,10 +675,15 @@ class Watcher:
     def _connecting_s(self, ids: Sequence[str]) -> float:
         """Return the longest time for members to connect, alike on all of them."""
         shared = self.shared
+        self._require_files(len(ids))
         shared.expected = tuple(ids)
         shared.round_trip_s = self.kv.store.round_trip_s
         self._poll_heartbeats(ids)
         return connecting_s(len(ids), shared.round_trip_s, self.timeout_s)
+
+    def _require_files(self, size: int) -> None:
+        # two connections to each other member, and those of the generation before
+        allow_files(4 * size + _MORE_FILES, f"a run of {size} members")
 
     def _connecting_advice(self) -> str:
         doctor = "`thinwire doctor` on each machine says what is in the way"
