@@ -279,6 +279,9 @@ def main() -> None:
     parser.add_argument("--round-trip-ms", type=float, nargs="+", default=[40.0])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    net = torch.nn.Linear(8, 8)  # whatever is imported at first use is shared with the members
+    with tw.local_sgd(net, torch.optim.SGD(net.parameters(), 0.1), tw.LocalSGD(2)):
+        net(torch.randn(4, 8)).square().mean().backward()
     kinds = {"members": arguments.members, "clients": arguments.clients}
     if arguments.quick:
         kinds = {"members": [2], "clients": [4]}
