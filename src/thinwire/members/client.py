@@ -109,10 +109,6 @@ class HostStore:
             raise DistStoreError(f"wait timeout after {limit_s:g} s, keys: {', '.join(keys)}")
         return values
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys exist."""
-        self.multi_get(keys, timeout)
-
     def check(self, keys: Sequence[str]) -> bool:
         """Return True if all keys exist."""
         return None not in self.look(keys)[1]

@@ -125,11 +125,6 @@ class AuthenticatedStore(Store):
         """Return True if all keys exist. The values are not verified."""
         return bool(self._store.check([self._prefix + key for key in keys]))
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys exist. The values are not verified."""
-        limit = [] if timeout is None else [timeout]
-        self._store.wait([self._prefix + key for key in keys], *limit)
-
     def _signed(self, key: str, value: str | bytes) -> bytes:
         content = value.encode() if isinstance(value, str) else bytes(value)
         return self._signer.sign(self._prefix + key, content)
@@ -263,10 +258,6 @@ class KeyValueView:
         if isinstance(found, PayloadCorrupt):
             raise found
         return None if found is None else json.loads(found)
-
-    def has(self, key: str) -> bool:
-        """Return True if a member has written this key; a stranger's value does not count."""
-        return self.get_verified(key) is not None
 
     def get_verified(self, key: str) -> Value:
         """Return the value that a member wrote; None if there is none, or a stranger wrote it."""

@@ -39,12 +39,11 @@ class Membership:
         self.watcher.founders = founders
         shared = self.shared
         self._thread.start()
-
-        def limit_s() -> float:
-            return shared.silence_s + self.timeout_s + shared.attempts_s
-
-        if not self._wait_until(lambda: shared.generation or shared.joiner, limit_s):
-            raise ThinwireError(f"the first generation was not formed within {limit_s():.0f} s")
+        if not self._wait_until(
+            lambda: shared.generation or shared.joiner,
+            lambda: shared.silence_s + shared.attempts_s,
+        ):
+            raise ThinwireError("the first generation was not formed in time")
 
     def _wait_until(self, condition: Callable[[], Any], limit_s: Callable[[], float]) -> bool:
         """Wait for a change made by the thread; False if it did not come in time."""
@@ -81,15 +80,13 @@ class Membership:
     def wait_for_next(self, number: int) -> Generation:
         """Wait for a generation after this one."""
         shared = self.shared
-
-        def limit_s() -> float:
-            return self.timeout_s + shared.attempts_s
-
         if not self._wait_until(
-            lambda: shared.generation and shared.generation.number > number, limit_s
+            lambda: shared.generation and shared.generation.number > number,
+            lambda: shared.attempts_s,
         ):
             raise PeerStalled(
-                f"generation {number} broke, and the next one was not formed in {limit_s():.0f} s"
+                f"generation {number} broke, and the next one was not formed within "
+                f"{shared.attempts_s:.0f} s"
             )
         return self.current()
 

@@ -127,8 +127,9 @@ class Shared:
 
     @property
     def attempts_s(self) -> float:
-        """Longest time in seconds for generations that do not connect, up to the end."""
-        return (_MAX_ATTEMPTS + 2) * (self.connecting_s + self.with_trips(_ANNOUNCE_S))
+        """Longest time in seconds for the next generation, or the end of this member."""
+        attempt_s = self.connecting_s + self.with_trips(_ANNOUNCE_S)
+        return self.timeout_s + (_MAX_ATTEMPTS + 2) * attempt_s
 
     @property
     def silence_s(self) -> float:
