@@ -43,7 +43,7 @@ def test_store_calls_equal_torchs(plain: HostStore, secret: bytes | None, direct
     assert store.compare_set("new", "mine", "next") == b"next"
     assert store.check(["one", "new"]) is True
     assert store.check(["one", "none"]) is False
-    assert store.multi_get(["one"], SHORT) == [b"first"]
+    assert store.multi_get(["one"]) == [b"first"]
     if direct:
         assert store.clone().get("new") == b"next"
         assert not store.under("deep").under("er").check(["new"])
