@@ -21,7 +21,7 @@ def server() -> Iterator[HostStore]:
         yield store
 
 
-def test_what_was_announced_is_there_until_its_connection_ends(server: HostStore) -> None:
+def test_announced_value_ends_with_its_connection(server: HostStore) -> None:
     other = server.clone()
     other.announce("key", "1")
     other.announce("key", "2")
@@ -31,7 +31,7 @@ def test_what_was_announced_is_there_until_its_connection_ends(server: HostStore
     until(lambda: not server.check(["key"]), "its end")
 
 
-def test_what_another_connection_wrote_since_stays(server: HostStore) -> None:
+def test_value_of_a_later_connection_stays(server: HostStore) -> None:
     others = [server.clone(), server.clone()]
     for store in others:
         store.announce("key", "second")
@@ -41,7 +41,7 @@ def test_what_another_connection_wrote_since_stays(server: HostStore) -> None:
     assert server.get("key") == b"second"
 
 
-def test_no_announcement_removes_what_stays(server: HostStore) -> None:
+def test_announcement_removes_no_lasting_value(server: HostStore) -> None:
     server.set("key", "1")
     stranger = server.clone()
     stranger.announce("key", "2")
@@ -50,7 +50,7 @@ def test_no_announcement_removes_what_stays(server: HostStore) -> None:
     assert server.get("key") == b"1"
 
 
-def test_a_member_whose_connection_has_ended_is_not_waited_for() -> None:
+def test_member_without_a_connection_is_left_out_at_once() -> None:
     names = ["ann", "bob", "cid"]
     terms = Terms(LOOPBACK, 1, len(names), PATIENCE_S)
     with meeting_place() as address, ExitStack() as ends:

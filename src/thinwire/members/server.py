@@ -155,7 +155,7 @@ class HostedStore:
         self.say = say
         self._revision = 0
         self._revisions: dict[bytes, int] = {}
-        self._passing: set[bytes] = set()
+        self._announced: set[bytes] = set()
         """Keys of values that end with a connection."""
         self._waiting: defaultdict[bytes, set[asyncio.Event]] = defaultdict(set)
         self._is_full = False
@@ -204,7 +204,7 @@ class HostedStore:
         self._wake(key)
 
     def _wake(self, key: bytes) -> None:
-        self._passing.discard(key)
+        self._announced.discard(key)
         self._revision += 1
         self._revisions[key] = self._revision
         for event in self._waiting.pop(key, ()):
@@ -235,10 +235,10 @@ class HostedStore:
                     self._wake(key)
 
     def _announce(self, key: bytes, value: bytes) -> None:
-        if key in self.values and key not in self._passing:  # a stranger would remove it
+        if key in self.values and key not in self._announced:  # a stranger would remove it
             raise ValueError("a value that stays")
         self.write(key, value)
-        self._passing.add(key)
+        self._announced.add(key)
 
     async def _answer(self, parts: Sequence[bytes]) -> Parts:
         match parts:
