@@ -531,15 +531,14 @@ def _leaving_at_the_end(rank: int, size: int, address: str) -> tuple[bool, int]:
 
 def _interrupted(rank: int, size: int, address: str) -> list[str]:
     """Threads that are left of a `join` that Ctrl-C ends."""
-    hello, before = api.Shared.say_hello, set(threading.enumerate())
+    meet, before = api.Membership.meet, set(threading.enumerate())
 
-    def interrupts(self: api.Shared, *given: Any) -> Any:
-        number = hello(self, *given)
-        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-        return number
+    def interrupts(self: api.Membership, *given: Any) -> None:
+        threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        meet(self, *given)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with patch.object(api.Shared, "say_hello", interrupts), pytest.raises(KeyboardInterrupt):
+    with patch.object(api.Membership, "meet", interrupts), pytest.raises(KeyboardInterrupt):
         tw.join(address, run="test", start_members=2, timeout=30)
     left = set(threading.enumerate()) - before
     return [thread.name for thread in left if "thinwire" in thread.name]

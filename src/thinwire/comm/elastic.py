@@ -33,9 +33,10 @@ def exchange_endpoints(
 ) -> dict[int, Endpoint]:
     """Return the endpoints of the ranks that listen; `local` is None if this one does not."""
     keys = [f"endpoint/{other}" for other in range(size)]
-    store.set(keys[rank], json.dumps(local))
-    store.wait(keys, datetime.timedelta(seconds=timeout_s))
-    values = map(json.loads, store.multi_get(keys))
+    of_members: Any = store  # torch's stubs know neither call
+    of_members.announce(keys[rank], json.dumps(local))
+    found = of_members.multi_get(keys, datetime.timedelta(seconds=timeout_s))
+    values = map(json.loads, found)
     return {rank: (value[0], value[1]) for rank, value in enumerate(values) if value is not None}
 
 
@@ -70,18 +71,19 @@ class PrefetchingStore(Store):
         self._store: Any = store  # torch's stubs know values of text only
         self._size = size
         self._cached: dict[str, bytes] = {}
+        self.fetched = threading.Event()
+        """Set whenever something was fetched."""
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._store.set(key, value)
+        self._store.announce(key, value)
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         for key in keys:
             if key not in self._cached:
                 prefix = key.rpartition("/")[0]
                 of_all = [f"{prefix}/{rank}" for rank in range(self._size)]
-                if timeout is not None:
-                    self._store.wait(of_all, timeout)
-                self._cached |= zip(of_all, self._store.multi_get(of_all), strict=True)
+                self._cached |= zip(of_all, self._store.multi_get(of_all, timeout), strict=True)
+                self.fetched.set()
 
     def get(self, key: str) -> bytes:
         self.wait([key])

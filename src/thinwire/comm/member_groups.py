@@ -6,6 +6,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -133,7 +134,14 @@ class MemberGroups:
         ranks = sorted(self._direct)
         remote = set(self._direct.values()) - {local}
         here = ranks.index(self._rank), len(ranks), timeout_s, device
-        groups = [gloo_group(PrefixStore(name, self._store), *here) for name in names]
+        with ThreadPoolExecutor(len(names)) as pool:  # a group makes one connection after the other
+            made = []
+            for name in names:
+                self._store.fetched.clear()
+                made.append(pool.submit(gloo_group, PrefixStore(name, self._store), *here))
+                made[-1].add_done_callback(lambda _: self._store.fetched.set())
+                self._store.fetched.wait(timeout_s)  # all ranks ask the store in the same order
+            groups = [one.result() for one in made]
         for one in connections_between(local, remote):
             if one.inode not in before:
                 self._connections.append(one)

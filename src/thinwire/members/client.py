@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -30,7 +30,10 @@ class HostStore:
         """Longest wait for a key."""
         self._connect_s = connect_s
         self._lock = threading.Lock()
+        began_s = time.monotonic()
         self._socket = _connected(host, connect_s)
+        self.round_trip_s = time.monotonic() - began_s
+        """Mean time in seconds of recent requests."""
         # not in `close`: another thread may wait for an answer
         weakref.finalize(self, self._socket.close)
         self.own_address = str(self._socket.getsockname()[0])
@@ -59,9 +62,8 @@ class HostStore:
 
     def ask(self, *parts: str | bytes) -> list[Any]:
         """Make a request, and return the answer; see `HostedStore`."""
-        message = framed([part.encode() if isinstance(part, str) else part for part in parts])
         with self._lock, self._explaining():
-            self._socket.sendall(message)
+            self._socket.sendall(_message(parts))
             (length,) = LENGTH.unpack(self._read(LENGTH.size))
             if length > MOST_BYTES:
                 raise ValueError("it is no host of thinwire")
@@ -83,6 +85,15 @@ class HostStore:
                 raise OSError("it was closed")
             found += piece
         return bytes(found)
+
+    def announce(self, key: str, value: bytes) -> None:
+        """Write a value that ends with this connection, without waiting for the host."""
+        with self._lock, self._explaining():
+            self._socket.sendall(_message(("announce", key, value)))
+
+
+def _message(parts: Sequence[str | bytes]) -> bytes:
+    return framed([part.encode() if isinstance(part, str) else part for part in parts])
 
 
 def _connected(host: Address, limit_s: float) -> socket.socket:

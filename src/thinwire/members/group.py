@@ -20,7 +20,7 @@ from thinwire.members.closing import ClosingVote, Late
 from thinwire.members.generation import Generation, packed, unpacked
 from thinwire.members.kv import KeyValueView
 from thinwire.members.membership import Membership
-from thinwire.members.watcher import BUSY_BEAT_S, CONNECT_S, Terms
+from thinwire.members.watcher import BUSY_BEAT_S, Terms
 
 AWAY = Evicted, Late, PeerLost, PeerStalled
 """Errors of a member that was away: it reached nobody, or the others continued without it."""
@@ -117,7 +117,7 @@ class ElasticGroup(Group):
             try:
                 if present.size > 1:
                     where = self._kv.store.under(f"gloo/{name}"), present.rank, present.size
-                    limit_s = min(CONNECT_S, self.timeout_s)
+                    limit_s = shared.connecting_s
                     present.groups = MemberGroups(*where, limit_s, self._terms.endpoint)
             except ThinwireError as error:
                 broken = str(error)

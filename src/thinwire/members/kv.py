@@ -64,6 +64,11 @@ class AuthenticatedStore(Store):
         """Address of this machine from which it reaches the host."""
         return str(self._store.own_address)
 
+    @property
+    def round_trip_s(self) -> float:
+        """Mean time in seconds of recent requests to the host."""
+        return float(self._store.round_trip_s)
+
     def age_s(self) -> float:
         """Return the seconds since the host was started."""
         return float(self._store.ask("age")[0])
@@ -71,6 +76,10 @@ class AuthenticatedStore(Store):
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
         self._store.ask("set", self._prefix + key, self._signed(key, value))
+
+    def announce(self, key: str, value: str | bytes) -> None:
+        """Write a value that ends with this connection, without waiting for the host."""
+        self._store.announce(self._prefix + key, self._signed(key, value))
 
     def get(self, key: str) -> bytes:
         """Return a value; wait for it until the store's time-out."""
@@ -84,8 +93,19 @@ class AuthenticatedStore(Store):
         Waits until one of them is written after `since`, for at most `limit_s`.
         """
         full = [self._prefix + key for key in keys]
+        began_s = time.monotonic()
         number, *found = self._store.ask("look", str(limit_s), str(since), *full)
+        if not limit_s:
+            trip_s = time.monotonic() - began_s
+            self._store.round_trip_s += (trip_s - self._store.round_trip_s) / 8
         return int(number), found
+
+    def entries(self, prefix: str) -> dict[str, bytes]:
+        """Return all values under keys with this prefix, not `verified`, by the rest of the key."""
+        start = self._prefix + prefix
+        found = self._store.ask("list", start)
+        keys = [key.decode(errors="replace").removeprefix(start) for key in found[::2]]
+        return dict(zip(keys, found[1::2], strict=True))
 
     def drop(self, prefix: str) -> None:
         """Remove all keys with this prefix, which a host that is started again may still have."""
@@ -100,9 +120,9 @@ class AuthenticatedStore(Store):
         (found,) = self._store.ask("swap", self._prefix + key, expected, desired)
         return self.verified(key, found)
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
+    def multi_get(self, keys: list[str], timeout: timedelta | None = None) -> list[bytes]:
         """Return several values, as `get` does."""
-        found = self._awaited(keys, self._store.limit)
+        found = self._awaited(keys, timeout or self._store.limit)
         return [self.verified(key, value) for key, value in zip(keys, found, strict=True)]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -244,6 +264,10 @@ class KeyValueView:
         """Write a value, replacing any other."""
         self.call(lambda: self.store.set(key, json.dumps(value)))
 
+    def announce(self, key: str, value: Value) -> None:
+        """Write a value that ends with the connection, without waiting for the host."""
+        self.call(lambda: self.store.announce(key, json.dumps(value)))
+
     def put_if_absent(self, key: str, value: Value) -> Value:
         """Write a value unless the key has one."""
         return self.swap(key, None, value)
@@ -268,6 +292,12 @@ class KeyValueView:
         """
         number, found = self.call(lambda: self.store.look(keys, limit_s, since))
         return number, [self._read(*item) for item in zip(keys, found, strict=True)]
+
+    def entries(self, prefix: str) -> dict[str, Value]:
+        """Return all values that members wrote under keys with this prefix, by the rest of it."""
+        found = self.call(lambda: self.store.entries(prefix))
+        read = {rest: self._read(prefix + rest, value) for rest, value in found.items()}
+        return {rest: value for rest, value in read.items() if value is not None}
 
     def _read(self, key: str, found: bytes | None) -> Value:
         try:

@@ -49,11 +49,10 @@ from thinwire.members.transfer import (
     offer_key,
     wanted_key,
 )
-from thinwire.members.watcher import CLOSED_KEY, Terms
+from thinwire.members.watcher import CLOSED_KEY, POLL_S, Terms
 from thinwire.page import report_of, shown_name
 
 _TIMEOUT_S = 60.0
-_POLL_S = 0.1
 _NEWS_S = 10.0
 _MOST_KEPT = 0.1
 _MOST_WAITING = 256 << 20
@@ -463,9 +462,8 @@ class Member:
 
     def _wait_for_donor(self, number: int) -> list[str]:
         began = logged = time.monotonic()
-        while (found := self.kv.get(f"donor/{number}")) is None:
+        while (found := self.kv.look([f"donor/{number}"], 1.0)[1][0]) is None:
             self._membership.require_heartbeat()
-            time.sleep(_POLL_S)
             if time.monotonic() - logged > _NEWS_S:
                 logged = time.monotonic()
                 _log.info("waited %.0f s for the end of a round to join", logged - began)
@@ -633,7 +631,7 @@ class Member:
         since = 0
         while time.monotonic() < until:
             self._membership.current()
-            since, (offer,) = self.kv.look([offer_key(self.id)], _POLL_S, since)
+            since, (offer,) = self.kv.look([offer_key(self.id)], POLL_S, since)
             if offer is not None and offer["number"] not in self._offers:
                 self._offers.add(offer["number"])
                 return offer["by"], offer["number"]

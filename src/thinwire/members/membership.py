@@ -12,10 +12,8 @@ from thinwire.errors import PeerStalled, ThinwireError
 from thinwire.members.generation import Generation
 from thinwire.members.kv import KeyValueView, no_answer_message
 from thinwire.members.watcher import (
-    ALL_ATTEMPTS_S,
-    CONNECT_S,
+    BUSY_BEAT_S,
     POLL_S,
-    SCAN_S,
     Shared,
     Terms,
     Watcher,
@@ -41,21 +39,23 @@ class Membership:
         self.watcher.founders = founders
         shared = self.shared
         self._thread.start()
-        limit_s = shared.silence_s + self.timeout_s + ALL_ATTEMPTS_S
-        if not self._wait_until(lambda: shared.generation or shared.joiner, limit_s):
-            raise ThinwireError(f"the first generation was not formed within {limit_s:g} s")
+        if not self._wait_until(
+            lambda: shared.generation or shared.joiner,
+            lambda: shared.silence_s + shared.attempts_s,
+        ):
+            raise ThinwireError("the first generation was not formed in time")
 
-    def _wait_until(self, condition: Callable[[], Any], limit_s: float) -> bool:
+    def _wait_until(self, condition: Callable[[], Any], limit_s: Callable[[], float]) -> bool:
         """Wait for a change made by the thread; False if it did not come in time."""
-        until = time.monotonic() + limit_s
+        begun_s = time.monotonic()
         shared = self.shared
         with shared.changed:
             while not shared.changed.wait_for(lambda: shared.end_reason or condition(), POLL_S):
                 if self.kv.waiting_s > self.timeout_s:
                     raise PeerStalled(no_answer_message(self.timeout_s))
                 if shared.unknown:
-                    until = time.monotonic() + limit_s
-                if time.monotonic() > until:
+                    begun_s = time.monotonic()
+                if time.monotonic() - begun_s > limit_s():
                     return False
         shared.require_running()
         return True
@@ -81,13 +81,14 @@ class Membership:
 
     def wait_for_next(self, number: int) -> Generation:
         """Wait for a generation after this one."""
-        limit_s = self.timeout_s + ALL_ATTEMPTS_S
         shared = self.shared
         if not self._wait_until(
-            lambda: shared.generation and shared.generation.number > number, limit_s
+            lambda: shared.generation and shared.generation.number > number,
+            lambda: shared.attempts_s,
         ):
             raise PeerStalled(
-                f"generation {number} broke, and the next one was not formed within {limit_s:g} s"
+                f"generation {number} broke, and the next one was not formed within "
+                f"{shared.attempts_s:.0f} s"
             )
         return self.current()
 
@@ -142,7 +143,7 @@ class Membership:
         found: queue.SimpleQueue[float] = queue.SimpleQueue()
         self.watcher.commands.put(lambda: found.put(self.watcher.extension_s(timeout_s)))
         with contextlib.suppress(queue.Empty):
-            return found.get(timeout=2 * SCAN_S)
+            return found.get(timeout=self.shared.with_trips(2 * BUSY_BEAT_S))
         return 0.0
 
     def require_heartbeat(self) -> None:
@@ -158,7 +159,7 @@ class Membership:
 
     def is_admitted(self) -> bool:
         """Wait for admission; return False if none comes within the time-out."""
-        return self._wait_until(lambda: self.shared.admitted, self.timeout_s)
+        return self._wait_until(lambda: self.shared.admitted, lambda: self.timeout_s)
 
     def wait_for_decision(self) -> None:
         """Wait until the store holds a generation without this member, which leaves."""
@@ -194,7 +195,7 @@ class Membership:
         if self.kv.waiting_s > self.timeout_s:  # the host does not answer
             self.kv.disconnect()
         # longer in the end: a backend thread that still connects would abort the process at exit
-        for limit_s in (_EXIT_S, CONNECT_S):
+        for limit_s in (_EXIT_S, shared.connecting_s):
             if self._thread.is_alive() and threading.current_thread() is not self._thread:
                 self._thread.join(limit_s)
             self.kv.disconnect()  # the thread may still wait for the host

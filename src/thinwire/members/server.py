@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -16,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from thinwire.errors import ThinwireError
+
 GREETING = b"\0tw2"
 """First bytes of a client; the first one is that of no TLS handshake and no client of a relay."""
 LENGTH = struct.Struct("<I")
@@ -27,8 +30,9 @@ _ABSENT = 0xFFFFFFFF
 _TLS_CLIENT = b"\x16"
 _HELLO_S = 5.0
 _RETRY_S = 0.2
+_MORE_FILES = 64
 _JOIN_S = 2.0
-_PASSING = re.compile(rb"run/[^/]+/(.*/)?(hb|here|shown|gloo|copy)/")
+_PASSING = re.compile(rb"run/[^/]+/(.*/)?(hb|here|alive|founder|shown|gloo|copy)/")
 """Keys that are of no use to a host that was restarted."""
 
 Parts = Sequence[bytes | None]
@@ -61,6 +65,24 @@ def unframed(body: bytes) -> list[bytes | None]:
         found.append(body[at : at + length])
         at += length
     return found
+
+
+def allow_files(more: int, use: str) -> None:
+    """Let this process open so many files more than now; raise if its hard limit is too low."""
+    import resource  # Windows has none, and members import this module
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = soft  # where not even the list can be read
+    with contextlib.suppress(OSError):
+        opened = len([*Path("/dev/fd").iterdir()])
+    needed = opened + more
+    if needed > hard != resource.RLIM_INFINITY:
+        raise ThinwireError(
+            f"{use}: this process needs {needed} open files, and may open {hard} at most. Start it "
+            f"after `ulimit -n {needed}` as root, or with LimitNOFILE={needed} as a service"
+        )
+    if needed > soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 class Journal:
@@ -130,10 +152,13 @@ class HostedStore:
     ) -> None:
         self.values: dict[bytes, bytes] = {} if journal is None else dict(journal.values)
         self._journal = journal
-        self._say = say
+        self.say = say
         self._revision = 0
         self._revisions: dict[bytes, int] = {}
+        self._announced: set[bytes] = set()
+        """Keys of values that end with a connection."""
         self._waiting: defaultdict[bytes, set[asyncio.Event]] = defaultdict(set)
+        self._is_full = False
         self._began_s = time.monotonic()
         self.loop: asyncio.AbstractEventLoop | None = None
         """Loop that serves it; other threads write through it."""
@@ -142,6 +167,15 @@ class HostedStore:
     def age_s(self) -> float:
         """Seconds since it was made."""
         return time.monotonic() - self._began_s
+
+    def allow_clients(self) -> None:
+        """Open more files for clients; say so once if that cannot be."""
+        try:
+            allow_files(_MORE_FILES, "a client more")
+        except ThinwireError as error:
+            if not self._is_full:
+                self.say(str(error))
+            self._is_full = True
 
     def forget(self, prefix: str) -> None:
         """Remove all values under keys with this prefix, before it serves."""
@@ -157,15 +191,20 @@ class HostedStore:
 
     def write(self, key: bytes, value: bytes) -> None:
         """Write a value, and wake who waits for it."""
-        if self._journal is not None and not _PASSING.match(key):
+        lasts = self.values.get(key) != value and not _PASSING.match(key)
+        if lasts and self._journal is not None:
             try:
                 self._journal.append(key, value)  # before the answer
             except OSError as error:
                 # an old file would take the run back to an earlier generation
                 self._journal.close(remove=True)
                 self._journal = None
-                self._say(f"the run is not kept in a file any more: {error.strerror or error}")
+                self.say(f"the run is not kept in a file any more: {error.strerror or error}")
         self.values[key] = value
+        self._wake(key)
+
+    def _wake(self, key: bytes) -> None:
+        self._announced.discard(key)
         self._revision += 1
         self._revisions[key] = self._revision
         for event in self._waiting.pop(key, ()):
@@ -175,13 +214,31 @@ class HostedStore:
         """Answer a client until it ends the connection."""
         if await reader.readexactly(len(GREETING)) != GREETING:
             raise ValueError("no client")
-        while True:
-            (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-            if length > MOST_BYTES:
-                raise ValueError("no message of a client")
-            parts = unframed(await reader.readexactly(length))
-            writer.write(framed(await self._answer([part or b"" for part in parts])))
-            await writer.drain()
+        announced: dict[bytes, bytes] = {}
+        try:
+            while True:
+                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                if length > MOST_BYTES:
+                    raise ValueError("no message of a client")
+                parts = [part or b"" for part in unframed(await reader.readexactly(length))]
+                match parts:
+                    case [b"announce", key, value]:
+                        self._announce(key, value)
+                        announced[key] = value
+                        continue
+                writer.write(framed(await self._answer(parts)))
+                await writer.drain()
+        finally:
+            for key, value in announced.items():
+                if self.values.get(key) is value:  # else written over another connection
+                    del self.values[key]
+                    self._wake(key)
+
+    def _announce(self, key: bytes, value: bytes) -> None:
+        if key in self.values and key not in self._announced:  # a stranger would remove it
+            raise ValueError("a value that stays")
+        self.write(key, value)
+        self._announced.add(key)
 
     async def _answer(self, parts: Sequence[bytes]) -> Parts:
         match parts:
@@ -203,6 +260,9 @@ class HostedStore:
                     lambda: any(found.get(key, 0) > last for key in keys), keys, limit_s
                 )
                 return [b"%d" % self._revision, *map(self.values.get, keys)]
+            case [b"list", prefix]:
+                items = self.values.items()
+                return [part for item in items if item[0].startswith(prefix) for part in item]
             case [b"age"]:
                 return [b"%f" % self.age_s]
             case _:
@@ -267,7 +327,9 @@ class _Front:
             while True:
                 try:
                     sock, _ = await loop.sock_accept(listener)
-                except OSError:  # too many open files
+                except OSError as error:
+                    if error.errno == errno.EMFILE and self._store is not None:
+                        self._store.allow_clients()
                     await asyncio.sleep(_RETRY_S)
                     continue
                 task = loop.create_task(self._handle_client(sock))

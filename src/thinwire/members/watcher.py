@@ -22,6 +22,7 @@ from thinwire.errors import (
 from thinwire.members.generation import Decision, Generation, next_decision, packed
 from thinwire.members.kv import HostRestarted, KeyValueView
 from thinwire.members.meeting import require_same
+from thinwire.members.server import allow_files
 
 POLL_S = 0.2
 """Seconds between two looks at the host."""
@@ -29,19 +30,23 @@ _ANNOUNCE_S = 2.0
 """Time for members to announce themselves after a break; each does so within `POLL_S`."""
 _QUIET_S = 1.0
 """Time since the last announcement after which the missing ones are left out."""
+_AT_ONCE = 16
+"""Requests of joiners that are read at once."""
 _ALIVE_S = 3.0
 """Age in seconds from which a process without a new heartbeat counts as gone."""
 BUSY_BEAT_S = 1.2
 """Longest time in seconds between two heartbeats of a busy member."""
-SCAN_S = 1.0
-"""Longest time in seconds to look at the requests of joiners."""
 _COME_BACK_S = 1.0
 """Time for members to find a host that was started again, before another founds their run."""
-CONNECT_S = 10.0
-"""Longest time in seconds for the members of a generation to connect."""
+_CONNECT_S = 10.0
+_ADDRESS_BYTES = 154, 8
+"""Bytes of the addresses of a member for the others, and more for each of them."""
+_HOST_BYTES_PER_S = 2.5e6
+"""Slowest rate of a host that passes them on, 20 Mbit/s."""
 _MAX_ATTEMPTS = 3
 CLOSED_KEY = "closed"
 """Key of the last agreement that was made at the host."""
+_MORE_FILES = 32
 END_KEY = "end"
 """Key that asks all members to leave."""
 _RECOVERING = "recovering"
@@ -49,9 +54,15 @@ _RECOVERING = "recovering"
 _HELLOS = "hellos"
 """Key of the next free request number; a hint where to begin to search."""
 _HELLOS_AT_ONCE = 16
-ALL_ATTEMPTS_S = (_MAX_ATTEMPTS + 2) * (CONNECT_S + _ANNOUNCE_S)
-"""Longest time in seconds for generations that do not connect, up to the end of this member."""
 _log = logging.getLogger("thinwire")
+
+
+def connecting_s(size: int, round_trip_s: float, timeout_s: float) -> float:
+    """Return the longest time in seconds for the members of a generation to connect."""
+    # two groups, each of one connection after the other, after their addresses went by the host
+    first, more = _ADDRESS_BYTES
+    through_host_s = 2 * size**2 * (first + more * size) / _HOST_BYTES_PER_S
+    return min(_CONNECT_S, timeout_s) + 4 * size * round_trip_s + through_host_s
 
 
 class Terms(NamedTuple):
@@ -80,7 +91,8 @@ class Shared:
         self.changed = threading.Condition()
         self.own_id = own_id
         self.timeout_s = timeout_s
-        self.silence_s = timeout_s + min(CONNECT_S, timeout_s)
+        self.round_trip_s = 0.0
+        """Longest mean round trip to the host, of the members."""
         self.generation: Generation | None = None
         self.end_reason: ThinwireError | None = None
         self.store_problem: str | None = None
@@ -115,6 +127,26 @@ class Shared:
         self.shown: dict[str, Any] = {}
         """New numbers of this member for the host's page."""
 
+    def with_trips(self, seconds: float) -> float:
+        """Return a time that grows with the round trips of the members to the host."""
+        return seconds + 4 * self.round_trip_s
+
+    @property
+    def connecting_s(self) -> float:
+        """Longest time in seconds for the latest generation, and a joiner, to connect."""
+        return connecting_s(len(self.expected) + 1, self.round_trip_s, self.timeout_s)
+
+    @property
+    def attempts_s(self) -> float:
+        """Longest time in seconds for the next generation, or the end of this member."""
+        attempt_s = self.connecting_s + self.with_trips(_ANNOUNCE_S)
+        return self.timeout_s + (_MAX_ATTEMPTS + 2) * attempt_s
+
+    @property
+    def silence_s(self) -> float:
+        """Time in seconds without a heartbeat of any member after which a run has ended."""
+        return self.timeout_s + self.connecting_s
+
     def require_running(self) -> None:
         """Raise the reason for which this member has ended, if it has."""
         if self.end_reason is not None:
@@ -123,7 +155,8 @@ class Shared:
     def is_alive(self, other: str) -> bool:
         """Return True if a new heartbeat of another process came recently."""
         beat = self.heartbeats.get(other)
-        return beat is not None and beat[2] and time.monotonic() - beat[1] < _ALIVE_S
+        recently = self.with_trips(_ALIVE_S)
+        return beat is not None and beat[2] and time.monotonic() - beat[1] < recently
 
     def is_silent(self) -> bool:
         """Return True if no member has sent a heartbeat for long; connecting ones send none."""
@@ -155,13 +188,13 @@ class Shared:
         except (RuntimeError, ThinwireError) as error:  # the others cannot read there either
             _log.info("could not announce at the meeting place that this member leaves: %s", error)
 
-    def say_hello(self, kv: KeyValueView, first: int | None = None, **asks: Any) -> int:
-        """Ask for admission, or to found generation `first`; return the number of the request."""
+    def say_hello(self, kv: KeyValueView, **asks: Any) -> int:
+        """Ask for admission; return the number of the request."""
         number = max(self.next_own_hello, kv.get(_HELLOS) or 0)
         while True:
             key = f"hello/{number}"
             try:
-                hello = {"id": self.own_id, "n": number, "founds": first, **asks}
+                hello = {"id": self.own_id, "n": number, **asks}
                 if kv.put_if_absent(key, hello)["id"] == self.own_id:
                     break
             except PayloadCorrupt as error:  # a stranger has written there
@@ -185,7 +218,8 @@ class Watcher:
         """What the main thread asks this one to do; None wakes it."""
         self.stopped = threading.Event()
         kv.session = kv.store.session
-        self._next_hello = self._beat_count = 0
+        self._next_hello = self._beat_count = self._news = 0
+        self._latest = Decision((), (), 0)
 
     def form_generations(self) -> None:
         """Meet the others, then watch and do what the main thread asks, until this member ends."""
@@ -238,12 +272,11 @@ class Watcher:
 
     def _meet(self) -> None:
         shared = self.shared
-        number = self._latest_from(-1)
-        first_generation = -1
+        number = first_generation = -1
         begun = 0.0
         enough_s = math.inf
         if self.founders:  # enter the generation in which this site's first rank met the others
-            met = number  # they may have lost a member since
+            met = number = self._poll(number)[0]  # they may have lost a member since
             while (written := self._decision(met)) is not None and written.ids != self.founders:
                 met -= 1
             met = number + 1 if written is None else met
@@ -280,7 +313,6 @@ class Watcher:
                     first_generation = first
                     begun = now
                     enough_s = math.inf
-                    shared.say_hello(self.kv, first_generation)
                     if number >= 0:
                         text = "no member of generation %d is alive: the run restarts"
                         _log.warning(text, number)
@@ -295,7 +327,6 @@ class Watcher:
                         f"{self.timeout_s:g} s: {', '.join(found)}. Start the others, or lower "
                         "min_members or start_members"
                     )
-            time.sleep(POLL_S / 2)
 
     def _have_left(self, ids: Sequence[str]) -> bool:
         """Return True if all of these members have left, or if there are none."""
@@ -314,19 +345,31 @@ class Watcher:
         return recovering is not None
 
     def _present_founders(self, number: int) -> tuple[str, ...]:
-        self._read_hellos()
-        hellos = [value for _, value in sorted(self.shared.hellos.items())]
-        ids = [*dict.fromkeys(v["id"] for v in hellos if v.get("founds") == number)]
+        ids = [*self.kv.entries(f"founder/{number}/")]  # in the order in which they came
+        if self.own_id not in ids:
+            self.kv.announce(f"founder/{number}/{self.own_id}", True)
         alive = zip(ids, self._poll_heartbeats(ids), strict=True)
         return tuple(one for one, is_alive in alive if is_alive or one == self.own_id)
 
     def _poll(self, number: int) -> tuple[int, Decision, bool]:
-        """Return the latest generation, from `number` on, and whether a member of it is alive."""
+        """Wait for the latest generation, from `number` on; return if a member of it is alive."""
         self._beat()
         before = number
-        number = self._latest_from(number)
-        decision = self._decision(number) or Decision((), (), 0)
+        decision = self._latest
+        keys = ["gen", f"members/{number + 1}"]
+        self._news, (hint, following) = self.kv.look(keys, POLL_S / 2, self._news)
+        if following is None and hint is not None and hint > number:
+            # a host that was started anew knows no earlier ones
+            number = hint
+            decision = self._decision(number) or Decision((), (), 0)
+            following = self.kv.get(f"members/{number + 1}")
+        while following is not None:
+            number += 1
+            decision = Decision.from_dict(following)
+            following = self.kv.get(f"members/{number + 1}")
+        self._latest = decision
         self.shared.expected = decision.ids
+        self._require_files(max(len(decision.ids) + 1, self._start_members))
         alive = any(self._poll_heartbeats([one for one in decision.ids if one != self.own_id]))
         if alive or number > before:
             self.shared.last_alive_s = time.monotonic()
@@ -339,38 +382,36 @@ class Watcher:
     def _decided(self, number: int, decision: Decision) -> Decision:
         return Decision.from_dict(self.kv.put_if_absent(f"members/{number}", decision.to_dict()))
 
-    def _latest_from(self, number: int) -> int:
-        # a host that was started anew knows no earlier ones
-        if (hint := self.kv.get("gen")) is not None:
-            number = max(number, int(hint))
-        while self.kv.get(f"members/{number + 1}") is not None:
-            number += 1
-        return number
-
     def _announced(
-        self, number: int, ids: Sequence[str], since: int
-    ) -> tuple[int, Decision | None, dict[str, dict[str, Any]]]:
-        """Wait for news after `since`; return its number, the decision about this generation, and
-        the announcements of members for it, or when they left.
+        self, number: int, missing: Sequence[str], since: int
+    ) -> tuple[int, Decision | None, dict[str, dict[str, Any]], bool]:
+        """Wait for news after `since`; return its number, the decision about this generation, the
+        announcements of missing members for it, or when they left, and True if no other one of
+        them is connected to the host.
         """
-        lefts, alives = [f"left/{one}" for one in ids], [f"alive/{number}/{one}" for one in ids]
-        keys = [f"members/{number}", *lefts, *alives]
-        since, (written, *values) = self.kv.look(keys, POLL_S, since)
+        kinds = "left", f"alive/{number}", "hb"
+        keys = [f"{kind}/{one}" for one in missing for kind in kinds]
+        since, (written, *values) = self.kv.look([f"members/{number}", *keys], POLL_S, since)
         found: dict[str, dict[str, Any]] = {}
-        pairs = zip(ids, values[: len(ids)], values[len(ids) :], strict=True)
-        for other, left, alive in pairs:
+        gone = True
+        for at, other in enumerate(missing):
+            left, alive, beat = values[len(kinds) * at : len(kinds) * (at + 1)]
+            self._take_heartbeat(other, beat)
             if left is not None:
                 voted = left["voted"] and left["after"] == number - 1
                 found[other] = left | {"left": True, "voted": voted}
             elif alive is not None:
                 found[other] = alive | {"left": False}
-        return since, None if written is None else Decision.from_dict(written), found
+            elif beat is not None:
+                gone = False
+        return since, None if written is None else Decision.from_dict(written), found, gone
 
     def _beat(self) -> None:
         """Write a heartbeat. Its number grows, so that a replayed one is recognized."""
         self._beat_count += 1
         heartbeat = {"beat": self._beat_count, "idle": idle_s(), "waits": activity()[1] is not None}
-        self.kv.put(f"hb/{self.own_id}", heartbeat)
+        trip_s = {"trip_s": round(self.kv.store.round_trip_s, 4)}
+        self.kv.announce(f"hb/{self.own_id}", heartbeat | trip_s)
 
     def extension_s(self, timeout_s: float) -> float:
         """Return `timeout_s` less the time since the last of the missing members was busy."""
@@ -378,7 +419,7 @@ class Watcher:
         formed = self.shared.generation
         assert formed is not None, "exchanged"
         others = [member for member in formed.ids if member != self.own_id]
-        until = time.monotonic() + BUSY_BEAT_S
+        until = time.monotonic() + self.shared.with_trips(BUSY_BEAT_S)
         try:
             keys = [f"hb/{member}" for member in others]
             before = self.kv.look(keys)[1]
@@ -387,7 +428,7 @@ class Watcher:
                 self._beat()  # the others check this member too
                 latest = self.kv.look(keys)[1]
                 pairs = list(zip(before, latest, strict=True))
-                live = [was is not None and now["beat"] > was["beat"] for was, now in pairs]
+                live = [was and now and now["beat"] > was["beat"] for was, now in pairs]
                 if all(live) or time.monotonic() > until:
                     break
         except RuntimeError as error:
@@ -406,10 +447,12 @@ class Watcher:
         return [*map(self.shared.is_alive, others)]
 
     def _take_heartbeat(self, other: str, value: Any) -> None:
-        before = self.shared.heartbeats.get(other)
+        shared = self.shared
+        before = shared.heartbeats.get(other)
         # the first one read may be old
         if value is not None and (before is None or value["beat"] > before[0]):
-            self.shared.heartbeats[other] = value["beat"], time.monotonic(), before is not None
+            shared.heartbeats[other] = value["beat"], time.monotonic(), before is not None
+            shared.round_trip_s = max(shared.round_trip_s, value["trip_s"])
 
     def _watch(self) -> None:
         shared = self.shared
@@ -555,7 +598,7 @@ class Watcher:
         if old is None or number not in (None, old.number):
             return
         self.kv.patience_s = self.timeout_s
-        self.kv.put(f"break/{old.number}", {"by": self.own_id, "why": why})
+        self.kv.put_if_absent(f"break/{old.number}", {"by": self.own_id, "why": why})
         self._freeze()
         self._enter(old.number + 1, self._next_decision(old))
         now = self.shared.generation
@@ -569,20 +612,23 @@ class Watcher:
         # the store keeps what is written first: a side that does not reach it forms none
         number = old.number + 1
         begun = grown_s = time.monotonic()
-        self.kv.put(f"alive/{number}/{self.own_id}", self.shared.announcement(connecting_s))
-        news = count = 0
+        news = 0
+        missing = [*old.ids]
+        announced: dict[str, dict[str, Any]] = {}
+        announcement = self.shared.announcement(connecting_s)
+        announce_s = self.shared.with_trips(_ANNOUNCE_S)
         while True:
             self._beat()
+            self.kv.announce(f"alive/{number}/{self.own_id}", announcement)
             # taken before the announcements are read: every member had this long to announce itself
             waited_s = time.monotonic() - begun
-            news, written, announced = self._announced(number, old.ids, news)
+            news, written, found, gone = self._announced(number, missing, news)
             if written is not None:
                 return written
-            if len(announced) > count:
-                count = len(announced)
+            if found:
+                announced |= found
+                missing = [member for member in old.ids if member not in announced]
                 grown_s = time.monotonic()
-            missing = [member for member in old.ids if member not in announced]
-            self._poll_heartbeats(missing)
             silent_s = min(map(self._silent_s, missing), default=math.inf)
             connecting = [one["connecting_s"] or 0.0 for one in announced.values()]
             decision, lost = next_decision(old.ids, announced, old.continuing)
@@ -590,11 +636,12 @@ class Watcher:
             # members that left do not count as lost: then fewer than min_members may continue
             enough = not lost or len(decision.ids) + left >= self._min_members
             most = not lost or 2 * len(decision.ids) > old.size - left
-            limit_s = _ANNOUNCE_S if enough and most else self.timeout_s
-            late = waited_s > self.timeout_s or silent_s > limit_s
+            quick = enough and most
+            late = waited_s > self.timeout_s or silent_s > (announce_s if quick else self.timeout_s)
+            late = late and waited_s > announce_s + max(connecting, default=0.0)
             # those that were all late announce themselves one after the other
-            late = late and time.monotonic() - grown_s > _QUIET_S
-            if not missing or (late and waited_s > _ANNOUNCE_S + max(connecting, default=0.0)):
+            quiet = time.monotonic() - grown_s > self.shared.with_trips(_QUIET_S)
+            if not missing or (quiet and (late or (gone and quick))):
                 if enough:
                     return self._decided(number, decision)
                 raise QuorumLost(
@@ -627,12 +674,11 @@ class Watcher:
                 if shared.generation is not None and decision.votes == shared.votes + 1:
                     shared.recorded = (decision.votes, decision.answers, decision.voters)
                 shared.past_members.update(decision.ids)
-            self.kv.put("gen", number)
             rank = decision.ids.index(self.own_id)
             formed = Generation(number, decision.ids, rank, decision.continuing)
             if formed.size == 1:
                 break
-            limit_s = min(CONNECT_S, self.timeout_s)
+            limit_s = self._connecting_s(decision.ids)
             until = time.monotonic() + limit_s
             reached = list[int]()
             try:
@@ -647,7 +693,7 @@ class Watcher:
                 why = f"({error.__cause__ or error}). {self._connecting_advice()}"
             cause = f"it could not connect to all of them {why}"
             attempts += formed.continuing == decision.ids
-            self.kv.put(f"break/{number}", {"by": self.own_id, "why": failed})
+            self.kv.put_if_absent(f"break/{number}", {"by": self.own_id, "why": failed})
             shared.reached = [decision.ids[rank] for rank in reached]
             decision = self._next_decision(formed, max(until - time.monotonic(), 0.0))
             shared.reached = []
@@ -668,7 +714,21 @@ class Watcher:
             shared.changed.notify_all()
         if old is not None:
             old.disconnect()
+        self.kv.put("gen", number)
         _log.info("generation %d: %s", number, ", ".join(decision.ids))
+
+    def _connecting_s(self, ids: Sequence[str]) -> float:
+        """Return the longest time for members to connect, alike on all of them."""
+        shared = self.shared
+        self._require_files(len(ids))
+        shared.expected = tuple(ids)
+        shared.round_trip_s = self.kv.store.round_trip_s
+        self._poll_heartbeats(ids)
+        return connecting_s(len(ids), shared.round_trip_s, self.timeout_s)
+
+    def _require_files(self, size: int) -> None:
+        # two connections to each other member, and those of the generation before
+        allow_files(4 * size + _MORE_FILES, f"a run of {size} members")
 
     def _connecting_advice(self) -> str:
         doctor = "`thinwire doctor` on each machine says what is in the way"

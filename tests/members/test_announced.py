@@ -1,0 +1,71 @@
+"""Values that end with a connection: a member whose process ends is gone at the host at once."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+from torch.distributed import DistNetworkError
+
+from tests.api import HostStore, KeyValueView, Membership, Terms, connect, watcher
+from tests.members.places import LOOPBACK, TIMEOUT, TOKEN, meeting_place, store_alone
+from tests.waiting import PATIENCE_S, until
+
+
+@pytest.fixture
+def server() -> Iterator[HostStore]:
+    with store_alone() as store:
+        yield store
+
+
+def test_announced_value_ends_with_its_connection(server: HostStore) -> None:
+    other = server.clone()
+    other.announce("key", "1")
+    other.announce("key", "2")
+    assert other.get("key") == b"2"
+    assert server.get("key") == b"2"
+    other.close()
+    until(lambda: not server.check(["key"]), "its end")
+
+
+def test_value_of_a_later_connection_stays(server: HostStore) -> None:
+    others = [server.clone(), server.clone()]
+    for store in others:
+        store.announce("key", "second")
+        assert store.get("key") == b"second"
+    others[0].close()
+    time.sleep(0.2)
+    assert server.get("key") == b"second"
+
+
+def test_announcement_removes_no_lasting_value(server: HostStore) -> None:
+    server.set("key", "1")
+    stranger = server.clone()
+    stranger.announce("key", "2")
+    with pytest.raises(DistNetworkError):
+        stranger.get("key")
+    assert server.get("key") == b"1"
+
+
+def test_member_without_a_connection_is_left_out_at_once() -> None:
+    names = ["ann", "bob", "cid"]
+    terms = Terms(LOOPBACK, 1, len(names), PATIENCE_S)
+    with meeting_place() as address, ExitStack() as ends:
+        reach = partial(connect, address, "test", TOKEN, TIMEOUT)
+        ann, bob, cid = (
+            Membership(KeyValueView(reach(), None, reach), name, terms) for name in names
+        )
+        pool = ends.enter_context(ThreadPoolExecutor(len(names)))
+        for one in (ann, bob, cid):
+            ends.callback(one.close)
+        list(pool.map(Membership.meet, (ann, bob, cid)))
+        ends.enter_context(patch.object(watcher, "_ANNOUNCE_S", 10 * PATIENCE_S))
+        cid.watcher.stopped.set()
+        cid.kv.disconnect()
+        for one in (ann, bob):
+            one.report_broken(0, "of the test")
+        until(lambda: all(one.current().number == 1 for one in (ann, bob)), "generation 1")
+        assert sorted(ann.current().ids) == sorted(bob.current().ids) == ["ann", "bob"]
