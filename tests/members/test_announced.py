@@ -21,33 +21,38 @@ def server() -> Iterator[HostStore]:
         yield store
 
 
+def value(store: HostStore) -> bytes | None:
+    _, found = store.ask("look", "0", "0", "key")
+    return found
+
+
 def test_announced_value_ends_with_its_connection(server: HostStore) -> None:
     other = server.clone()
-    other.announce("key", "1")
-    other.announce("key", "2")
-    assert other.get("key") == b"2"
-    assert server.get("key") == b"2"
+    other.announce("key", b"1")
+    other.announce("key", b"2")
+    assert value(other) == b"2"
+    assert value(server) == b"2"
     other.close()
-    until(lambda: not server.check(["key"]), "its end")
+    until(lambda: value(server) is None, "its end")
 
 
 def test_value_of_a_later_connection_stays(server: HostStore) -> None:
     others = [server.clone(), server.clone()]
     for store in others:
-        store.announce("key", "second")
-        assert store.get("key") == b"second"
+        store.announce("key", b"second")
+        assert value(store) == b"second"
     others[0].close()
     time.sleep(0.2)
-    assert server.get("key") == b"second"
+    assert value(server) == b"second"
 
 
 def test_announcement_removes_no_lasting_value(server: HostStore) -> None:
-    server.set("key", "1")
+    server.ask("set", "key", "1")
     stranger = server.clone()
-    stranger.announce("key", "2")
+    stranger.announce("key", b"2")
     with pytest.raises(DistNetworkError):
-        stranger.get("key")
-    assert server.get("key") == b"1"
+        value(stranger)
+    assert value(server) == b"1"
 
 
 def test_member_without_a_connection_is_left_out_at_once() -> None:

@@ -17,6 +17,7 @@ from tests.lab.namespaces import needs_netns
 from tests.members import (
     test_busy,
     test_few_left,
+    test_late,
     test_rejoining,
     test_restarts,
     test_rounds,
@@ -104,7 +105,7 @@ def test_joiner_that_cannot_reach_one_member_is_evicted(
 
 
 EVENTS: dict[str, list[Callable[..., None]]] = {
-    "a member or its machine dies": [
+    "a member dies": [
         test_rounds.test_whoever_is_killed_others_make_the_round_again,
         test_few_left.test_one_that_is_left_trains_to_its_goal,
     ],
@@ -115,6 +116,10 @@ EVENTS: dict[str, list[Callable[..., None]]] = {
     ],
     "a member works alone for longer, inside `tw.busy`": [
         test_busy.test_a_member_that_says_that_it_is_busy_stays_one
+    ],
+    "a member comes late to an averaging": [
+        test_late.test_late_member_takes_over_averagings_made_without_it,
+        test_late.test_no_step_of_a_late_member_is_lost_or_counts_twice,
     ],
     "`members.leave()`, for instance on SIGTERM": [
         test_rounds.test_one_that_leaves_is_no_error_for_the_others,

@@ -9,9 +9,9 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from torch._C._distributed_c10d import HashStore
 
 from tests import api
+from tests.members.places import store_alone
 from tests.waiting import PATIENCE_S
 from thinwire.errors import PayloadCorrupt
 
@@ -179,10 +179,12 @@ def member(turns: list[tuple[api.Kind, int, bytes]]) -> Iterator[api.Group]:
 
     The relay has all that it will send before the member connects: one that waits for messages to
     be made could find the relay silent for too long."""
-    relay, store = Liar(b"".join(sent(turns))), HashStore()
-    for rank in range(1, SIZE):
-        store.set(f"endpoint/{rank}", "null")  # nobody listens
-    groups = api.MemberGroups(store, 0, SIZE, PATIENCE_S, relay.endpoint)
+    relay = Liar(b"".join(sent(turns)))
+    with store_alone() as connection:
+        store = api.AuthenticatedStore(connection, None)
+        for rank in range(1, SIZE):
+            store.set(f"endpoint/{rank}", "null")  # nobody listens
+        groups = api.MemberGroups(store, 0, SIZE, PATIENCE_S, relay.endpoint)
     group = OnCpu.over_private(None, PATIENCE_S)
     group.rank, group.size, group.relayed = 0, SIZE, True
     group._shared = groups

@@ -121,7 +121,7 @@ def _equal(found: list[dict[str, Any]]) -> None:
         for name in CONFIGS
     ],
 )
-def test_a_late_member_takes_over_what_was_made_without_it(
+def test_late_member_takes_over_averagings_made_without_it(
     ranks: Pool, tmp_path: Path, name: str
 ) -> None:
     config = CONFIGS[name]
@@ -185,7 +185,7 @@ def test_no_step_of_a_late_member_is_lost_or_counts_twice(
     assert min(present.values()) == 2
 
 
-def test_two_members_wait_for_each_other(ranks: Pool, tmp_path: Path) -> None:
+def test_two_members_wait_for_one_another(ranks: Pool, tmp_path: Path) -> None:
     found = met(ranks, _two, str(tmp_path), size=2)
     assert found[0] == found[1]
     assert len(found[0]) == 10
