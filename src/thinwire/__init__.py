@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from thinwire.local.config import AdaptiveLocalSGD, LocalSGD
     from thinwire.local.updates import LocalUpdates, local_sgd
     from thinwire.logs import log_stats
-    from thinwire.members.members import Members, join
+    from thinwire.members.joining import join
+    from thinwire.members.members import Members
     from thinwire.optim.dgc_momentum import Attached
     from thinwire.optim.layerwise import LAMB, LARS
     from thinwire.pipeline.split import Pipeline
@@ -94,7 +95,8 @@ _NAMES = {
     "local.config": "AdaptiveLocalSGD LocalSGD",
     "local.updates": "LocalUpdates local_sgd",
     "logs": "log_stats",
-    "members.members": "Members join",
+    "members.joining": "join",
+    "members.members": "Members",
     "optim.layerwise": "LAMB LARS",
     "optim.dgc_momentum": "Attached",
     "pipeline.split": "Pipeline",

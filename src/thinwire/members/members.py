@@ -1,27 +1,20 @@
 """Members of a run: joining, the current membership, leaving."""
 
-import datetime
 import json
 import logging
 import os
 import secrets
 import socket
-import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire import _validate as check
-from thinwire._launched import require_linux
 from thinwire.comm.handshake import leaves
-from thinwire.comm.relay import RelayEndpoint, require_relay
-from thinwire.comm.waiting import seconds_of
 from thinwire.errors import (
     Evicted,
     Mismatch,
@@ -32,13 +25,12 @@ from thinwire.errors import (
     ThinwireError,
 )
 from thinwire.members.closing import Late
-from thinwire.members.credentials import parse_address, read_token
 from thinwire.members.generation import packed, unpacked
 from thinwire.members.group import AWAY, ElasticGroup, SingleRank, Site, SiteGroup
 from thinwire.members.kv import KeyValueView
-from thinwire.members.meeting import connect, require_same
+from thinwire.members.meeting import require_same
 from thinwire.members.membership import Membership
-from thinwire.members.relay import relay_key
+from thinwire.members.missed import MOST_WAITING, MissedRounds, SentRounds
 from thinwire.members.transfer import (
     MOST_DONORS,
     Donor,
@@ -46,44 +38,18 @@ from thinwire.members.transfer import (
     Part,
     StateMessage,
     TransferContext,
-    offer_key,
-    wanted_key,
 )
-from thinwire.members.watcher import CLOSED_KEY, POLL_S, Terms
-from thinwire.page import report_of, shown_name
+from thinwire.members.watcher import CLOSED_KEY, Terms
+from thinwire.page import report_of
 
-_TIMEOUT_S = 60.0
 _NEWS_S = 10.0
 _MOST_KEPT = 0.1
-_MOST_WAITING = 256 << 20
-"""Bytes of rounds, beside the last one, that wait for a late member at most."""
 _LEAVE_S = 2.0
 """Longest time in seconds for the announcement of a member that leaves."""
 _MOST_FAILURES = 3
 """Attempts to enter a run again without an averaging."""
 _log = logging.getLogger("thinwire")
 Facts = Mapping[str, Any]
-
-
-@dataclass(slots=True)
-class _SentRounds:
-    """Rounds that a late member receives, the first of them, and the member that sends them."""
-
-    since: int
-    donor: str
-    sending: Donor | None = None
-
-    def enqueue(self, update: StateMessage) -> None:
-        """Send one more round, if this member sends them and the late one asks in time."""
-        if self.sending is not None:
-            self.sending.enqueue(update)
-            if self.sending.waiting_bytes > update.nbytes + _MOST_WAITING:
-                self.close()
-
-    def close(self) -> None:
-        """End the transfer."""
-        if self.sending is not None:
-            self.sending.close()
 
 
 class SharedState(Protocol):
@@ -163,12 +129,9 @@ class Member:
         self._outgoing_handoff: Donor | None = None
         self._reports: Sequence[Facts] = ()
         """Reports of all members of the round, until it ends."""
-        self._late: dict[str, _SentRounds] = {}
+        self._late: dict[str, SentRounds] = {}
         """Members that are late."""
-        self._rounds: Download | None = None
-        """Rounds that this member was late for, as long as it is."""
-        self._offers: set[int] = set()
-        """Numbers of the transfers of rounds to this member."""
+        self._missed = MissedRounds(self._membership, self.kv)
         self.step: Callable[[], int] = lambda: 0
         self._samplers: dict[Any, Callable[[], Any]] = {}
         """Samplers of this member, and what returns the progress of each."""
@@ -259,7 +222,7 @@ class Member:
     def close(self, *, leaves: bool) -> None:
         """Leave the run; unless `leaves`, as a member that was lost."""
         self._close_donors()
-        self._close_rounds()
+        self._missed.close()
         if self._outgoing_handoff is not None:
             self._outgoing_handoff.close(self.timeout_s)
         shared = self._membership.shared
@@ -307,7 +270,7 @@ class Member:
     def _enter_again(self, state: SharedState, known: int) -> None:
         """Join the run in which generation `known` was, as a new member that has a state."""
         self._close_donors()
-        self._close_rounds()
+        self._missed.close()
         self._taken = {}
         ended = ""
         try:
@@ -322,6 +285,7 @@ class Member:
             self._failures = _MOST_FAILURES
             raise Evicted(ended)
         self.group.membership = self._membership
+        self._missed = MissedRounds(self._membership, self.kv)
         self.group.bound = self.group.pending_after = None
         self.fetch_state(state)
         self.group.bind_latest()
@@ -506,7 +470,7 @@ class Member:
             "goes_on": goes_on,
         }
         self._reports = ()
-        self._close_rounds()
+        self._missed.close()
         self._end_round(state, made, None)
 
     def _end_round(self, state: SharedState, made: Facts, update: StateMessage | None) -> None:
@@ -567,7 +531,7 @@ class Member:
         if update is not None:
             self._send_to_late(made, update, ids)
         whole = sum(tensor.nbytes for tensor in state.tensors().values())
-        most = max(_MOST_KEPT * whole, _MOST_WAITING * bool(self._late))
+        most = max(_MOST_KEPT * whole, MOST_WAITING * bool(self._late))
         while sum(kept.nbytes for _, kept in self._kept) > most:
             del self._kept[0]
 
@@ -582,7 +546,7 @@ class Member:
                 sent.enqueue(update)
                 continue
             since = made["averaging"] if sent is None else sent.since
-            sent = self._late[member] = _SentRounds(since, present[index % len(present)])
+            sent = self._late[member] = SentRounds(since, present[index % len(present)])
             rounds = [kept for at, kept in self._kept if at >= since]
             # without some of them it enters the run again
             if sent.donor == self.id and len(rounds) > made["averaging"] - since:
@@ -594,53 +558,13 @@ class Member:
         """Apply the rounds that this member was late for, and continue with the others."""
         shared = self._membership.shared
         while (closed := self.kv.get(CLOSED_KEY)) and closed["vote"] > shared.votes:
-            update = self._next_missed(state)
+            update = self._missed.next(self._transfer_context, state.averagings, state.max_bytes)
             made = update.plain["made"]
             state.apply(update)
             self._membership.accept_closed(made["vote"], unpacked(made["answers"]), made["voters"])
             self.receive_reports(made["reports"])
             self._end_round(state, made, update)
             _log.info("took over averaging %d, for which this member was late", state.averagings)
-
-    def _next_missed(self, state: SharedState) -> StateMessage:
-        """Return the next round that this member was late for."""
-        while True:
-            if self._rounds is None:
-                sender, number = self._offered()
-                self.kv.put(wanted_key(number), True)
-                is_there = partial(self._is_member, sender)
-                self._rounds = Download(
-                    self._transfer_context, number, 1, {}, state.max_bytes, is_there
-                )
-            try:
-                update = self._rounds.next(wait=True)
-            except PeerLost as error:  # another member sends them
-                _log.warning("asking another member for what was missed: %s", error)
-                self._close_rounds()
-                continue
-            assert update is not None, "waited for"
-            if update.plain["made"]["averaging"] > state.averagings:
-                return update
-
-    def _is_member(self, other: str) -> bool:
-        return other in self._membership.current().ids
-
-    def _offered(self) -> tuple[str, int]:
-        """Wait until a member sends the rounds that this one misses; return it, and the number."""
-        until = time.monotonic() + self.timeout_s
-        since = 0
-        while time.monotonic() < until:
-            self._membership.current()
-            since, (offer,) = self.kv.look([offer_key(self.id)], POLL_S, since)
-            if offer is not None and offer["number"] not in self._offers:
-                self._offers.add(offer["number"])
-                return offer["by"], offer["number"]
-        raise PeerStalled("no member sends the averagings that this one was late for")
-
-    def _close_rounds(self) -> None:
-        if self._rounds is not None:
-            self._rounds.close()
-        self._rounds = None
 
     def _assign_donors(
         self, state: SharedState, number: int, hello: Facts, remaining: Sequence[str]
@@ -760,112 +684,3 @@ def _meet(membership: Membership, site: SingleRank) -> None:
     with site.raising_together("meeting the ranks with the same shard"):
         if site.rank > 0:
             membership.meet(ids)
-
-
-@check.by_name
-def join(
-    address: str,
-    *,
-    run: str,
-    token_file: str | Path | None = None,
-    min_members: int = 1,
-    start_members: int | None = None,
-    rejoin: bool = True,
-    grace_seconds: float | None = None,
-    timeout: float | datetime.timedelta | None = None,
-    mesh: DeviceMesh | None = None,
-    relay: bool = False,
-    ca: str | Path | None = None,
-    streams: int | None = None,
-    keep_batch: bool = False,
-    name: str | None = None,
-) -> Members:
-    """Join a run, or start it together with the other members, without torchrun.
-
-    Example::
-
-        with tw.join("tcp://10.0.0.1:29400", run="llm", token_file="token") as members:
-            print(members.rank, members.size)
-
-    Args:
-        address: Address of the meeting place (`thinwire host`), such as "tcp://10.0.0.1:29400".
-        run: Name of the run; its members train together.
-        token_file: File with the secret of the run; None if the meeting place has no token.
-        min_members: Number of members needed to start, and to continue after the loss of a member:
-            those that reach the meeting place, also one alone. `leave` may take a run below it.
-        start_members: Members needed to start, if more than `min_members`; the same on all.
-        rejoin: True if this member, once it was away longer than the time-out, enters the run again
-            with what it has trained: `sync.step` jumps to that of the others. With False, for a
-            member of shards, and after three failures it gets `Evicted`. May differ.
-        grace_seconds: Seconds, from when more than half of the members have come to an averaging,
-            after which it is made without the late ones. A late member takes its result over, and
-            its own change is part of its next averaging. None: all are waited for. Same on all.
-        timeout: Longest wait for others, in seconds or as a timedelta; 60 s by default.
-        mesh: Mesh (1, shards) of a member with a sharded model, "replicate" and "shard", over all
-            ranks of this site, which are a job of their own. They join and leave together.
-        relay: True if others cannot reach this member: it connects to the meeting place alone
-            (`thinwire host --relay`). Members with False reach each other directly.
-        ca: File with the CA certificate of the relay, or its own, on all members; needed if the
-            host has --cert. Without it the connection to the relay is not encrypted.
-        streams: Connections to each other member for large messages, as in `prepare`.
-        keep_batch: True if an engine keeps the microbatches of an update, over all members, as of
-            the first round, rounded up by the factor `stats()["batch_share"]`; same on all.
-        name: Name of this member on the host's page, beside its identity; by default the variable
-            THINWIRE_NAME, which `thinwire up` sets. Up to 64 printable characters.
-
-    Returns:
-        The members, a context manager. If the run has begun, this process is a joiner until it
-        enters `local_sgd(..., members=members)`.
-
-    Raises:
-        QuorumLost: Fewer than `min_members` came within the time-out; the error names them.
-        ThinwireError: No host answers at the address, no relay answers, or the token differs.
-        Mismatch: An argument differs from the other members', or a certificate does not verify.
-        TypeError, ValueError: An argument is invalid.
-    """
-    require_linux("training with members")
-    check.instance("run", run, str)
-    check.integer("min_members", min_members, at_least=1)
-    start_members = min_members if start_members is None else start_members
-    check.integer("start_members", start_members, at_least=min_members)
-    check.boolean("rejoin", rejoin)
-    timeout_s = seconds_of(timeout) or _TIMEOUT_S
-    check.instance("address", address, str)
-    host = parse_address("address", address, scheme=True)
-    token = None
-    if token_file is not None:
-        check.instance("token_file", token_file, (str, Path))
-        token = read_token(token_file)
-    check.instance("relay", relay, bool)
-    name = os.environ.get("THINWIRE_NAME") if name is None else name
-    if name is not None:
-        check.instance("name", name, str)
-        if shown_name(name) != name:
-            raise ValueError(f"name={name!r}: only up to 64 printable characters are allowed")
-    tls = None if ca is None else _authority(ca)
-    limit = datetime.timedelta(seconds=timeout_s)
-    site = SingleRank() if mesh is None else Site(mesh, timeout_s)
-    reach = partial(connect, address, run, token, limit)
-    kv = KeyValueView(reach(), timeout_s, reach)
-    own_address = None if relay else kv.store.own_address
-    endpoint = RelayEndpoint(*host, relay_key(token), tls, own_address, timeout_s / 4)
-    if relay:
-        require_relay(endpoint, timeout_s)
-    streams = None if streams is None else check.integer("streams", streams, at_least=1)
-    check.boolean("keep_batch", keep_batch)
-    if grace_seconds is not None:
-        grace_seconds = check.real("grace_seconds", grace_seconds, at_least=0)
-        if mesh is not None:
-            raise ValueError("grace_seconds is not for members that are sites: omit it, or mesh")
-    limits = endpoint, min_members, start_members, timeout_s
-    terms = Terms(*limits, streams, keep_batch, name, grace_seconds)
-    return Members(Member(kv, terms, site, rejoin=rejoin))
-
-
-def _authority(ca: str | Path) -> ssl.SSLContext:
-    check.instance("ca", ca, (str, Path))
-    try:
-        return ssl.create_default_context(cafile=ca)
-    except OSError as error:
-        why = error.strerror or error
-        raise ValueError(f"ca={str(ca)!r} holds no certificate: {why}") from None
