@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from collections.abc import Iterator
 from itertools import chain, count, repeat
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import thinwire as tw
-from tests.members.places import met
+from tests.api import AuthenticatedStore, HostStore, KeyValueView, Membership, Terms
+from tests.members.places import LOOPBACK, met, store_alone
 from tests.members.relays import relay_place
 from tests.members.test_restarts import restarted
 from tests.members.training import MOST_STEPS, PHASES, digest, faulty, model, wait_for
@@ -186,21 +188,22 @@ def test_no_step_of_a_late_member_is_lost_or_counts_twice(
 
 
 def test_two_members_wait_for_one_another(ranks: Pool, tmp_path: Path) -> None:
-    found = met(ranks, _two, str(tmp_path), size=2)
+    found = met(ranks, _slow, str(tmp_path), size=2)
     assert found[0] == found[1]
     assert len(found[0]) == 10
 
 
-def _two(rank: int, size: int, address: str, folder: str) -> Any:
+def _slow(rank: int, size: int, address: str, folder: str, **options: Any) -> Any:
+    """The averagings of a run in which rank 1 sleeps before its step 10."""
     made = count(1)
 
     def sleep(*_: object) -> None:
-        if next(made) == 10 and rank:
+        if next(made) == 10 and rank == 1:
             time.sleep(3 * GRACE_S)
 
     hook = register_optimizer_step_pre_hook(sleep)
     try:
-        return trained(rank, size, address, CONFIGS["dense"], folder, {})["rounds"]
+        return trained(rank, size, address, CONFIGS["dense"], folder, {}, **options)["rounds"]
     finally:
         hook.remove()
 
@@ -318,3 +321,29 @@ def test_an_engine_of_a_late_member_and_its_sampler_go_on(ranks: Pool, tmp_path:
     assert others[0][1] < made
     whole = [index for *_, indices in found for index in indices]
     assert len(whole) == len(set(whole))
+
+
+@pytest.fixture
+def server() -> Iterator[HostStore]:
+    with store_alone() as store:
+        yield store
+
+
+def test_an_agreement_of_others_is_not_taken_for_that_of_a_late_member(server: HostStore) -> None:
+    """Where it is known from the next generation alone, by a member that is one agreement behind"""
+    kv = KeyValueView(AuthenticatedStore(server, None))
+    late = Membership(kv, "ann", Terms(LOOPBACK, 1, 1, TIMEOUT_S))
+    late.shared.recorded = 1, (b"answer",), ("bob", "cid")
+    assert late.recorded(1) is None
+    assert late.shared.votes == 0
+    late.shared.recorded = 1, (b"answer", b"answer"), ("ann", "bob")
+    assert late.recorded(1) == [b"answer", b"answer"]
+
+
+def test_fewer_than_min_members_wait(ranks: Pool, tmp_path: Path) -> None:
+    found = met(ranks, _few, str(tmp_path), size=3)
+    assert found[0] == found[1] == found[2]
+
+
+def _few(rank: int, size: int, address: str, folder: str) -> Any:
+    return _slow(rank, size, address, folder, min_members=size)

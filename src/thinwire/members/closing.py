@@ -27,8 +27,9 @@ class Late(ThinwireError):
 class ClosingVote(Work):
     """One agreement, for which members write their answers at the host.
 
-    It closes once all members have answered; with `grace_s`, also so many seconds after more than
-    half have. Who took part is written once, with the answers, so that it is equal for all.
+    It closes once all members have answered, or, given `least`, `grace_s` seconds after more than
+    half and at least so many have. Who took part is written once, with the answers, so that it is
+    equal for all.
     """
 
     def __init__(
@@ -37,7 +38,8 @@ class ClosingVote(Work):
         membership: Membership,
         vote: int,
         answer: bytes,
-        grace_s: float | None,
+        grace_s: float,
+        least: int | None,
     ) -> None:
         super().__init__()
         self.vote = vote
@@ -49,6 +51,7 @@ class ClosingVote(Work):
         self._own_id = membership.shared.own_id
         self._answer = {"vote": vote, "answer": packed([answer])}
         self._grace_s = grace_s
+        self._least = least
         self._since = 0
         self._due_s = math.inf
         self._missing: list[str] = []
@@ -108,7 +111,7 @@ class ClosingVote(Work):
             return False
         self._missing = [one for one in ids if one not in given]
         now = time.monotonic()
-        if 2 * len(given) > len(ids) and self._grace_s is not None:
+        if self._least is not None and len(given) >= max(self._least, len(ids) // 2 + 1):
             self._due_s = min(self._due_s, now + self._grace_s)
         if not self._missing:
             self._due_s = min(self._due_s, now)

@@ -221,9 +221,9 @@ class ElasticGroup(Group):
         grace_s = self._terms.grace_seconds
         if grace_s is None:
             return None
-        early = self.early
+        least = self._terms.min_members if self.early else None
         self.early = False
-        return ClosingVote(self._kv, self.membership, vote, payload, grace_s if early else None)
+        return ClosingVote(self._kv, self.membership, vote, payload, grace_s, least)
 
     def _take_back_late(self, attempt: int | None) -> None:
         """Exchange with all members again, unless in an attempt of a round."""

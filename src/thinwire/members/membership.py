@@ -121,6 +121,8 @@ class Membership:
             shared = self.shared
             if shared.recorded is None or shared.recorded[0] != vote:
                 return None
+            if shared.own_id not in shared.recorded[2]:  # it was late, and has to take it over
+                return None
             shared.votes, shared.answers, shared.voters = shared.recorded
             shared.recorded = None
             return list(shared.answers)
