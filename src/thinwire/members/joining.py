@@ -91,6 +91,10 @@ def join(
     start_members = min_members if start_members is None else start_members
     check.integer("start_members", start_members, at_least=min_members)
     check.boolean("rejoin", rejoin)
+    if grace_seconds is not None:
+        grace_seconds = check.real("grace_seconds", grace_seconds, at_least=0)
+        if mesh is not None:
+            raise ValueError("grace_seconds is not for members that are sites: omit it, or mesh")
     timeout_s = seconds_of(timeout) or _TIMEOUT_S
     check.instance("address", address, str)
     host = parse_address("address", address, scheme=True)
@@ -115,10 +119,6 @@ def join(
         require_relay(endpoint, timeout_s)
     streams = None if streams is None else check.integer("streams", streams, at_least=1)
     check.boolean("keep_batch", keep_batch)
-    if grace_seconds is not None:
-        grace_seconds = check.real("grace_seconds", grace_seconds, at_least=0)
-        if mesh is not None:
-            raise ValueError("grace_seconds is not for members that are sites: omit it, or mesh")
     limits = endpoint, min_members, start_members, timeout_s
     terms = Terms(*limits, streams, keep_batch, name, grace_seconds)
     return Members(Member(kv, terms, site, rejoin=rejoin))
