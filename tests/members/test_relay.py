@@ -58,18 +58,24 @@ def in_order(rank: int, size: int, address: str, config: Any, options: Any) -> l
     return found
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_bits_equal_members_that_reach_one_another(ranks: Pool, token_file: str, name: str) -> None:
-    """Nobody, one or all of three through the relay."""
+@pytest.mark.parametrize(
+    ("name", "token", "size"),
+    [*((name, True, 3) for name in CONFIGS), ("whole", False, 2), ("whole", False, 3)],
+)
+def test_bits_equal_members_that_reach_one_another(
+    ranks: Pool, token_file: str, name: str, token: bool, size: int
+) -> None:
+    """Nobody, one or all through the relay; without a token sums are made in shares."""
     found, config = [], CONFIGS[name]
     steps = 20 * config.k_steps // config.fragments
-    for relayed in ([], [2], [0, 1, 2]):
-        options = {"token_file": token_file, "relayed": relayed, "steps": steps}
-        with relay_place() as address:
+    for relayed in ([], [size - 1], [*range(size)]):
+        options = {"relayed": relayed, "steps": steps}
+        options |= {"token_file": token_file} if token else {}
+        with relay_place(TOKEN if token else None) as address:
             args = in_order, address, config, options
-            found += ranks.run(*args, size=3, group=False)
+            found += ranks.run(*args, size=size, group=False)
     assert len(found[0]) >= 20
-    assert found == 9 * [found[0]]
+    assert found == 3 * size * [found[0]]
 
 
 def heavy(rank: int, size: int, address: str, relayed: list[int], options: Any) -> list[str]:
