@@ -115,7 +115,7 @@ def test_the_line_is_cut_while_a_joiner_waits(line: Proxy, cut_s: float) -> None
         beats = 0
         while not over.wait(0.1):
             beats += 1
-            kv.put("hb/ann", {"beat": beats})
+            kv.put("hb/ann", {"beat": beats, "trip_s": 0.0})
 
     beating = threading.Thread(target=live)
     beating.start()
