@@ -1,7 +1,6 @@
 """Values that end with a connection: a member whose process ends is gone at the host at once."""
 
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -11,14 +10,8 @@ import pytest
 from torch.distributed import DistNetworkError
 
 from tests.api import HostStore, KeyValueView, Membership, Terms, connect, watcher
-from tests.members.places import LOOPBACK, TIMEOUT, TOKEN, meeting_place, store_alone
+from tests.members.places import LOOPBACK, TIMEOUT, TOKEN, meeting_place
 from tests.waiting import PATIENCE_S, until
-
-
-@pytest.fixture
-def server() -> Iterator[HostStore]:
-    with store_alone() as store:
-        yield store
 
 
 def value(store: HostStore) -> bytes | None:

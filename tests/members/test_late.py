@@ -2,7 +2,6 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator
 from itertools import chain, count, repeat
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import thinwire as tw
 from tests.api import AuthenticatedStore, HostStore, KeyValueView, Membership, Terms
-from tests.members.places import LOOPBACK, met, store_alone
+from tests.members.places import LOOPBACK, met
 from tests.members.relays import relay_place
+from tests.members.test_rejoining import CONFIGS as REJOINING
 from tests.members.test_restarts import restarted
 from tests.members.training import MOST_STEPS, PHASES, digest, faulty, model, wait_for
 from tests.ranks import Lost, Pool
@@ -22,20 +22,7 @@ from tests.toys import engine_of
 from tests.waiting import time_out
 
 TIMEOUT_S, GRACE_S = time_out(10.0), time_out(0.5)
-CONFIGS = {
-    "dense": tw.LocalSGD(4, begin_step=0),
-    "one bit": tw.LocalSGD(4, begin_step=1, compression=tw.Quantized(1)),
-    "sparse": tw.LocalSGD(4, begin_step=1, compression=tw.Sparse(0.9)),
-    "Muon": tw.LocalSGD(4, begin_step=1, compression=tw.Quantized(1)),
-    "low rank, with state": tw.LocalSGD(
-        4, begin_step=1, average_state=True, compression=tw.LowRank(2, begin_step=0, min_numel=16)
-    ),
-    "applied later": tw.LocalSGD(4, begin_step=1, compression=tw.Quantized(1), delay=2),
-    "outer momentum, parts": tw.LocalSGD(
-        4, begin_step=1, fragments=2, outer_lr=0.7, outer_momentum=0.9, outer_nesterov=True
-    ),
-    "by time": tw.LocalSGD(50, begin_step=0, round_seconds=0.3),
-}
+CONFIGS = {name: one for name, one in REJOINING.items() if name != "three steps late"}
 
 
 def trained(
@@ -321,12 +308,6 @@ def test_an_engine_of_a_late_member_and_its_sampler_go_on(ranks: Pool, tmp_path:
     assert others[0][1] < made
     whole = [index for *_, indices in found for index in indices]
     assert len(whole) == len(set(whole))
-
-
-@pytest.fixture
-def server() -> Iterator[HostStore]:
-    with store_alone() as store:
-        yield store
 
 
 def test_an_agreement_of_others_is_not_taken_for_that_of_a_late_member(server: HostStore) -> None:

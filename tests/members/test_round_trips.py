@@ -1,13 +1,12 @@
 """How often a member asks a distant meeting place and waits for the answer."""
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.api import AuthenticatedStore, HostStore, KeyValueView, MemberGroups, Membership, Terms
-from tests.members.places import LOOPBACK, store_alone
+from tests.members.places import LOOPBACK
 
 LIMIT_S = 20.0
 
@@ -24,12 +23,6 @@ class Counted:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
-
-
-@pytest.fixture
-def server() -> Iterator[HostStore]:
-    with store_alone() as store:
-        yield store
 
 
 @pytest.mark.parametrize("secret", [None, b"s" * 32])
