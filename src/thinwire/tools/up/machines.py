@@ -172,6 +172,8 @@ class Machines:
         self._following: list[Future[None]] = []
         self._ended: queue.SimpleQueue[tuple[Job, int, str]] = queue.SimpleQueue()
         self._lost_s: dict[Job, float] = {}
+        # with a lock, unlike that of PYTHONUNBUFFERED: no line of a thread ends inside another
+        self._output = open(sys.stdout.fileno(), "wb", closefd=False)  # noqa: SIM115
 
     def __enter__(self) -> Self:
         return self
@@ -236,7 +238,7 @@ class Machines:
     def prepare(self, machine: Machine) -> None:
         """Copy what differs of the folder, run the set-up there, and require our version."""
         self._copy(machine)
-        speaker = Speaker(machine.ssh, sys.stdout.buffer)
+        speaker = Speaker(machine.ssh, self._output)
         say(f"{machine.ssh}: setup")
         with self._control(machine, "setup") as call:
             for chunk in call.chunks():
@@ -315,7 +317,7 @@ class Machines:
         wait(self._following, timeout=_LAST_S)
 
     def _follow(self, job: Job, offset: int) -> None:
-        speaker = Speaker(str(job), sys.stdout.buffer)
+        speaker = Speaker(str(job), self._output)
         status = LOST
         try:
             while status == LOST:
