@@ -19,16 +19,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
 from benchmarks.common import Results, bare_parser, markdown
 from benchmarks.gaps import Cell
 from benchmarks.law import Training, alone, works_of
-from thinwire.core.muon import muon_
-from thinwire.optim.muon import _rule as muon_rule
-from thinwire.tools.run.trainers import BETAS, WEIGHT_DECAY
 
 RESULTS = Path(__file__).parent / "results" / "late.jsonl"
 WORKERS, INTERVAL, STEPS, RATE, SEEDS = 8, 16, 961, 0.024, (5, 6, 7)
@@ -55,49 +48,6 @@ class Late:
     seed: int
     steps: int = STEPS
     lr: float = RATE
-
-
-class Together:
-    """Updates of all workers as one batch, which takes half of the time of one after the other."""
-
-    def __init__(self, training: Training) -> None:
-        self.works, self.loss_fn = training.works, training.setup.loss_fn
-        self.model = training.models[0]
-        named = [dict(model.named_parameters()) for model in training.models]
-        self.params = {n: torch.stack([own[n].detach() for own in named]) for n in named[0]}
-        for name, whole in self.params.items():
-            for own, part in zip(named, whole, strict=True):
-                own[name].data = part
-        group = training.optimizers[0].param_groups[0]
-        matrices = {p: name for name, p in named[0].items() if p.ndim == 2}
-        shapes = dict[torch.Size, list[str]]()
-        for p in group["params"]:
-            if p in matrices:
-                shapes.setdefault(p.shape, []).append(matrices[p])
-        self.matrices = list(shapes.values())
-        self.rule = muon_rule(group["params"][0], group)
-        self.momentum = {n: torch.zeros_like(self.params[n]) for ns in self.matrices for n in ns}
-        others = [p for n, p in self.params.items() if n not in self.momentum]
-        self.adamw = torch.optim.AdamW(others, betas=BETAS, weight_decay=WEIGHT_DECAY)
-        self.grads = torch.func.vmap(torch.func.grad(self._loss))
-
-    def _loss(self, params: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
-        return self.loss_fn(torch.func.functional_call(self.model, params, (inputs,)), targets)
-
-    def __call__(self, rate: float) -> None:
-        batches = map(torch.stack, zip(*(work.next_batch() for work in self.works), strict=True))
-        with sdpa_kernel(SDPBackend.MATH):
-            grads = self.grads(self.params, *batches)
-        for names in self.matrices:
-            params, parts, buffers = (
-                [part for name in names for part in tensors[name].unbind()]
-                for tensors in (self.params, grads, self.momentum)
-            )
-            muon_(params, parts, buffers, rate, self.rule)
-        for name, param in self.params.items():
-            param.grad = grads[name]
-        self.adamw.param_groups[0]["lr"] = rate
-        self.adamw.step()
 
 
 def late_ranks(late: str, seed: int, rounds: int) -> list[set[int]]:
@@ -137,7 +87,7 @@ def measured(cell: Late) -> dict[str, Any]:
         sync = training.sync
         assert sync is not None, "it has an interval"
         sync.late, sync.late_change, sync.late_weight = ranks.__getitem__, cell.change, cell.weight
-        training.update = Together(training)
+        training.train_together()
         training.run(None)
         # one on the list has the anchors also where late ones keep their changes
         on_list = next(rank for rank in range(WORKERS) if rank not in ranks[-1])

@@ -30,6 +30,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import thinwire as tw
 from benchmarks.common import Results, json_lines, markdown
@@ -49,12 +51,14 @@ from benchmarks.gaps import (
     regret,
 )
 from benchmarks.lockstep import LocalRanks
+from thinwire.core.muon import muon_
+from thinwire.optim.muon import _rule as muon_rule
 from thinwire.tools.planning.loss import law, loss_gap
 from thinwire.tools.run.built_in import NextByte
 from thinwire.tools.run.config import Recipe, RunConfig
 from thinwire.tools.run.task import OwnTask, called, device_of
 from thinwire.tools.run.text import Corpus, read_folder, read_standard_library
-from thinwire.tools.run.trainers import Setup
+from thinwire.tools.run.trainers import BETAS, WEIGHT_DECAY, Setup
 from thinwire.tools.run.training import rate_factor
 
 RATES = {"muon": (0.012, 0.024, 0.048), "adamw": (0.003, 0.006, 0.012)}
@@ -62,6 +66,8 @@ EVALUATIONS, HELD_OUT_SEQUENCES = 5, 512
 PREDICTED = "2026-11-26"
 _KEPT_EVERY_S = 600.0
 _HELD_OUT_BATCH = 32
+_IN_TURN = 48
+"""Workers from which on all train as one batch."""
 
 
 @cache
@@ -130,6 +136,8 @@ def train(cell: Cell, device: str = "cpu", kept: Path | None = None) -> dict[str
         works = works_of(cell, device, Path(folder))
         try:
             training = Training(cell, works)
+            if cell.workers > _IN_TURN and cell.interval and cell.optimizer == "muon":
+                training.train_together()
             training.run(file)
         except FloatingPointError as error:
             return {"loss": None, "error": str(error)}
@@ -156,6 +164,56 @@ def alone() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+class Together:
+    """Updates of all workers as one batch, which takes half of the time of one after the other."""
+
+    def __init__(self, training: "Training") -> None:
+        self.works, self.loss_fn = training.works, training.setup.loss_fn
+        self.model = training.models[0]
+        named = [dict(model.named_parameters()) for model in training.models]
+        self.params = {n: torch.stack([own[n].detach() for own in named]) for n in named[0]}
+        for name, whole in self.params.items():
+            for own, part in zip(named, whole, strict=True):
+                own[name].data = part
+        group = training.optimizers[0].param_groups[0]
+        matrices = {p: name for name, p in named[0].items() if p.ndim == 2}
+        shapes = dict[torch.Size, list[str]]()
+        for p in group["params"]:
+            if p in matrices:
+                shapes.setdefault(p.shape, []).append(matrices[p])
+        self.matrices = list(shapes.values())
+        self.rule = muon_rule(group["params"][0], group)
+        self.momentum = {n: torch.zeros_like(self.params[n]) for ns in self.matrices for n in ns}
+        others = [p for n, p in self.params.items() if n not in self.momentum]
+        self.adamw = torch.optim.AdamW(others, betas=BETAS, weight_decay=WEIGHT_DECAY)
+        self.grads = torch.func.vmap(torch.func.grad(self._loss))
+
+    def _loss(self, params: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
+        return self.loss_fn(torch.func.functional_call(self.model, params, (inputs,)), targets)
+
+    def __call__(self, rate: float) -> None:
+        batches = map(torch.stack, zip(*(work.next_batch() for work in self.works), strict=True))
+        with sdpa_kernel(SDPBackend.MATH):
+            grads = self.grads(self.params, *batches)
+        for names in self.matrices:
+            params, parts, buffers = (
+                [part for name in names for part in tensors[name].unbind()]
+                for tensors in (self.params, grads, self.momentum)
+            )
+            muon_(params, parts, buffers, rate, self.rule)
+        for name, param in self.params.items():
+            param.grad = grads[name]
+        self.adamw.param_groups[0]["lr"] = rate
+        self.adamw.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"momentum": self.momentum, "adamw": self.adamw.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.momentum = state["momentum"]
+        self.adamw.load_state_dict(state["adamw"])
+
+
 class Training:
     """All workers of a cell; in dense training they share one model. `local` is another config of
     local updates than that of the cell.
@@ -179,6 +237,11 @@ class Training:
         """Updates every model at a rate."""
         self.done = 0
         self.losses = [(0, self._loss())]
+
+    def train_together(self) -> None:
+        """Update all workers as one batch, whose sums round differently than in turn."""
+        self.update = together = Together(self)
+        self._holders = [*self.models, together, *([self.sync] if self.sync else [])]
 
     def run(self, file: Path | None) -> None:
         """Take all steps; begin with the state in the file if there is one."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gaps import Cell
-from benchmarks.late import Together, late_ranks
+from benchmarks.late import late_ranks
 from benchmarks.law import Training, alone, works_of
 
 
@@ -38,7 +38,7 @@ def test_workers_train_as_one_batch_as_they_do_in_turn(tmp_path: Path) -> None:
             training = Training(cell, works_of(cell, "cpu", tmp_path))
             begin = torch.cat([p.detach().flatten() for p in training.models[2].parameters()])
             if fast:
-                training.update = Together(training)
+                training.train_together()
             for _ in range(7):
                 training.step()
             ends.append(torch.cat([p.detach().flatten() for p in training.models[2].parameters()]))
