@@ -67,7 +67,7 @@ PREDICTED = "2026-11-26"
 _KEPT_EVERY_S = 600.0
 _HELD_OUT_BATCH = 32
 _IN_TURN = 48
-"""Workers from which on all train as one batch."""
+"""More workers than these train as one batch."""
 
 
 @cache
