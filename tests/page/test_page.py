@@ -34,6 +34,7 @@ with tw.join(sys.argv[1], run="llm", token_file=sys.argv[2], start_members=3) as
     engine = strategy.prepare(model, optimizer, torch.nn.functional.mse_loss, members=members)
     while True:
         time.sleep(float(sys.argv[3]))
+        members.show(total_steps=20_000, held_out_loss=0.5)
         engine.train_step(torch.randn(8, 64), torch.zeros(8, 8))
 """
 
@@ -70,6 +71,7 @@ def test_page_of_a_run_names_the_slow_member_and_the_lost_one(tmp_path: Path) ->
         page.open(url, width=400)
         text = "document.body.innerText"
         page.wait_for(f"{text}.includes('slow: computes') && {text}.includes('kbit/s')")
+        page.wait_for(f"{text}.includes(' of 20,000') && {text}.includes('0.5000')")
         slow = page.value("document.querySelector('.bad b').textContent")
         members[2].kill()
         assert slow.startswith(f"{MARKUP} (")

@@ -109,6 +109,8 @@ class Member:
             self.kv = kv.under(f"shard/{site.rank}")
             self.require_same_setup("site", facts)
         self._named = {} if terms.name is None else {"name": terms.name}
+        self.numbers = dict[str, float]()
+        """Numbers that the caller shows on the page."""
         try:
             self._membership = self._join_run()
         except BaseException:
@@ -292,7 +294,7 @@ class Member:
 
     def show(self, stats: Facts, loss: Any) -> None:
         """Show numbers of this member on the page of the run."""
-        self._membership.shared.shown = report_of(stats, loss) | self._named
+        self._membership.shared.shown = report_of({**stats, **self.numbers}, loss) | self._named
 
     def register_sampler(self, sampler: Any, progress: Callable[[], Any]) -> None:
         """Add a sampler, whose samples are distributed again when the membership changes."""
@@ -656,6 +658,15 @@ class Members:
     def on_change(self, callback: "Callable[[Members], None]") -> None:
         """Call `callback` with the members after each change, between two exchanges."""
         self._member.group.on_rebind.append(lambda: callback(self))
+
+    def show(self, *, total_steps: int | None = None, held_out_loss: float | None = None) -> None:
+        """Show on the page how many steps the run takes, and the last loss on held-out data."""
+        numbers: dict[str, float] = {}
+        if total_steps is not None:
+            numbers["total_steps"] = check.integer("total_steps", total_steps, at_least=1)
+        if held_out_loss is not None:
+            numbers["held_out_loss"] = check.real("held_out_loss", held_out_loss)
+        self._member.numbers |= numbers
 
     def leave(self) -> None:
         """Leave the run after the current round. The others continue without an error."""

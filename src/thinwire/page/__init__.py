@@ -11,6 +11,7 @@ from typing import Any
 _SHOWN = (
     *("at", "step", "averagings", "loss", "bytes_sent", "bytes_received", "rate_bit_s"),
     *("waiting_share", "goodput", "lost_waiting", "lost_regrouping", "lost_joining", "lost_saving"),
+    *("total_steps", "held_out_loss"),
 )
 _SLOWER, _NARROWER = 1.15, 0.67
 _MOST_SAMPLES, _MOST_EVENTS, _MOST_POINTS = 8, 100, 400
