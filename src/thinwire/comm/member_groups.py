@@ -4,7 +4,7 @@ import contextlib
 import datetime
 import struct
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,7 +23,7 @@ from thinwire.comm.elastic import (
 )
 from thinwire.comm.failures import explain_failure
 from thinwire.comm.private import forget, keep_alive, made_within, released_at_exit
-from thinwire.comm.relay import Kind, RelayClient, RelayEndpoint
+from thinwire.comm.relay import Kind, RelayClient, RelayEndpoint, relay_between, relay_times
 from thinwire.comm.relayed import RelayedGroup
 from thinwire.comm.sockets import Connection, Endpoint, connections, resend_every_second, shut_down
 from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
@@ -59,7 +59,7 @@ class MemberGroups:
         self.control: ProcessGroup | None = None
         self._rank = rank
         self._size = size
-        self._endpoint = endpoint
+        self._relays = {"": endpoint}
         # torch's store of a run has a prefix and a session, which nobody else has
         self._room = getattr(store, "room", "")
         self._connections: list[Connection] = []
@@ -73,10 +73,20 @@ class MemberGroups:
             self._listening = listening_device(endpoint.own_address)
         self._direct: Mapping[int, Endpoint] = {}
         """Where ranks listen; empty on a rank that does not listen."""
+        self._relayed: defaultdict[str, set[int]] = defaultdict(set)
+        """Ranks that this one reaches through a relay, by its name."""
 
         def meet() -> list[ProcessGroup]:
-            found = exchange_endpoints(store, rank, size, timeout_s, self._listening[1])
+            of_members: Any = store
+            self._relays |= of_members.relays(endpoint)
+            several = len(self._relays) > 1
+            own_times = relay_times(self._relays, timeout_s / 4) if several else {}
+            found, times = exchange_endpoints(
+                store, rank, size, timeout_s, self._listening[1], own_times
+            )
             self._direct = found if rank in found else {}
+            for other in set(range(size)) - self._direct.keys() - {rank}:
+                self._relayed[relay_between(times[rank], times[other])].add(other)
             if reached is not None:
                 refused = self._direct.keys() - answering(self._direct, timeout_s / 3)
                 reached.extend(other for other in range(size) if other not in refused)
@@ -84,8 +94,8 @@ class MemberGroups:
             return self._connect("", (Kind.DATA, Kind.CONTROL), timeout_s)
 
         self.group, self.control = self._made(meet, timeout_s)
-        self.relayed = len(self._direct) < size
-        self.copies = max(len(self._direct), 1) if self.relayed else size - 1
+        self.relayed = bool(self._relayed)
+        self.copies = max(len(self._direct) - 1, 0) + len(self._relayed)
         released_at_exit(self)
 
     def add_streams(self, count: int, timeout_s: float) -> None:
@@ -115,15 +125,19 @@ class MemberGroups:
         direct: list[Any] = [None] * len(kinds)
         if len(self._direct) > 1:
             direct = self._connect_directly([f"{name}{kind.name}" for kind in kinds], timeout_s)
-            if len(self._direct) == self._size:
+            if not self._relayed:
                 return direct
-        reached = self._direct.keys() - {self._rank}
-        client = RelayClient(self._endpoint, self._room + name, self._rank, self._size, reached)
-        self._clients.append(client)
-        if not client.wait_for_all(timeout_s):
-            raise client.refusal or RuntimeError(f"Timed out{client.outage()}")
+        clients = []
+        for relay, ranks in self._relayed.items():
+            others = set(range(self._size)) - ranks - {self._rank}
+            room = self._relays[relay], self._room + name
+            clients.append(RelayClient(*room, self._rank, self._size, others))
+        self._clients += clients
+        for client in clients:
+            if not client.wait_for_all(timeout_s):
+                raise client.refusal or RuntimeError(f"Timed out{client.outage()}")
         return [
-            RelayedGroup(client, kind, self._size, group)
+            RelayedGroup(clients, kind, self._size, group)
             for kind, group in zip(kinds, direct, strict=True)
         ]
 

@@ -159,6 +159,37 @@ def require_relay(endpoint: RelayEndpoint, limit_s: float) -> None:
         ) from error.__context__
 
 
+def relay_times(endpoints: Mapping[str, RelayEndpoint], limit_s: float) -> dict[str, float]:
+    """Return the seconds in which relays admit this process; one that does not is left out."""
+    times = {}
+
+    async def try_one(name: str, endpoint: RelayEndpoint) -> None:
+        began_s = time.monotonic()
+        try:
+            async with asyncio.timeout(limit_s):
+                _, writer = await _connect(endpoint, "", 0)
+        except (OSError, EOFError, ThinwireError) as error:
+            why = str(error) or type(error).__name__
+            # the store need not relay itself
+            level = logging.WARNING if name else logging.INFO
+            _log.log(level, "the relay at %s is left out: %s", endpoint, why)
+        else:
+            times[name] = time.monotonic() - began_s
+            writer.transport.abort()
+
+    async def try_all() -> None:
+        await asyncio.gather(*(try_one(*item) for item in endpoints.items()))
+
+    asyncio.run(try_all())
+    return times
+
+
+def relay_between(own: Mapping[str, float], its: Mapping[str, float]) -> str:
+    """Return the relay of a pair of ranks, by the times of both; "" is that of the store."""
+    common = own.keys() & its.keys()
+    return min(common, key=lambda name: (own[name] + its[name], name), default="")
+
+
 @dataclass(slots=True)
 class SentMessage:
     """Message that this rank has sent: one for all other ranks, or one for each of some."""

@@ -29,6 +29,8 @@ thinwire host --new-token token
 thinwire host --bind 10.0.0.1:29400 --token-file token --page 8080
 
 thinwire host --bind 203.0.113.7:29400 --token-file token --relay --cert cert.pem --key key.pem
+
+thinwire host --bind 198.51.100.9:29400 --token-file token --relay --store tcp://203.0.113.7:29400
 """
 _BACKLOG = 512
 _END_S = 10.0
@@ -48,6 +50,8 @@ def host(
     new_token: Path | None = None,
     public: _Flag = False,
     relay: _Flag = False,
+    store: str | None = None,
+    announce: str | None = None,
     cert: Path | None = None,
     key: Path | None = None,
     page: int | None = None,
@@ -69,6 +73,9 @@ def host(
         public: Allow listening on all addresses.
         relay: Relay the messages of members that join with relay=True, which then need no open
             port.
+        store: tcp://HOST:PORT of the meeting place, on another machine: only relay for its members.
+            Two members use the relay that both reach soonest.
+        announce: ADDRESS:PORT at which members reach this relay, if it is not --bind.
         cert: Certificate in PEM form for the relay, so that its traffic is encrypted; members pass
             its CA as ca=.
         key: Its private key, unless it is in the same file.
@@ -92,10 +99,14 @@ def host(
         raise ValueError("--bind is missing: an address of this machine, such as 10.0.0.1:29400")
     requested = parse_address("bind", bind, scheme=False)
     token = None if token_file is None else read_token(token_file)
-    if (cert or key) and not relay:
-        raise ValueError("--cert and --key are for the relay: give --relay too")
+    if (cert or key or store or announce) and not relay:
+        raise ValueError(
+            "--cert, --key, --store and --announce are for the relay: give --relay too"
+        )
     if key and not cert:
         raise ValueError("--cert is missing: the certificate that belongs to --key")
+    of_store = journal or recover or page is not None or end
+    shown = _announced(requested, store, announce, of_store=bool(of_store))
     if end is not None:
         print(_ended(requested, end, token))
         return
@@ -104,7 +115,7 @@ def host(
         where = Address(*listener.getsockname()[:2])
         relaying = None
         if relay:
-            from thinwire.members.relay import Relay, certificate, relay_key  # loads torch
+            from thinwire.members.relay import Relay, certificate, relay_key, run_relay
 
             relaying = Relay(relay_key(token), certificate(cert, key) if cert else None)
         stop = threading.Event()
@@ -116,14 +127,14 @@ def host(
             if not quiet:
                 _print(line)
 
-        kept = _journal(journal, requested, say)
+        kept = None if store else _journal(journal, requested, say)
 
         def ready(url: str) -> None:
             _print(f"listening on tcp://{where}")
             if kept is not None and kept.values:
                 say(f"going on with the runs of {kept.path}")
             if relay:
-                say("relaying for members with relay=True")
+                say(f"relaying for members with relay=True{f' of {store}' if store else ''}")
             if url:
                 _print(f"page of the members: {url}")
             if token is None:
@@ -138,6 +149,11 @@ def host(
                     "docs/security.md, and use a tunnel"
                 )
 
+        if relaying is not None and store is not None:
+            run_relay(
+                listener, relaying, store, shown or where, token, say=say, ready=ready, stop=stop
+            )
+            return
         at = None if page is None else Address(where.host, page)
         run_host(
             listener,
@@ -151,6 +167,26 @@ def host(
             recover=recover,
         )
         say("ended: members train on; start it again, so that others can join")
+
+
+def _announced(
+    requested: Address, store: str | None, announce: str | None, *, of_store: bool
+) -> Address | None:
+    """Return where members reach a relay, if not at --bind; check the options beside --store."""
+    if store is None:
+        if announce:
+            raise ValueError("--store is missing: the meeting place that --announce is for")
+        return None
+    if of_store:
+        raise ValueError(
+            "--store: this process only relays. Give --journal, --recover, --page and --end to the "
+            "host of the store"
+        )
+    if announce:
+        return parse_address("announce", announce, scheme=False)
+    if requested.host in ("*", "0.0.0.0", "::"):
+        raise ValueError(f"--announce is missing: where members reach bind={str(requested)!r}")
+    return None
 
 
 def _ended(host: Address, run: str, token: bytes | None) -> str:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire import _validate as check
 from thinwire._launched import require_linux
-from thinwire.comm.relay import RelayEndpoint, require_relay
+from thinwire.comm.relay import RelayEndpoint, relay_times, require_relay
 from thinwire.comm.waiting import seconds_of
 from thinwire.members.credentials import parse_address, read_token
 from thinwire.members.group import SingleRank, Site
@@ -115,7 +115,7 @@ def join(
     kv = KeyValueView(reach(), timeout_s, reach)
     own_address = None if relay else kv.store.own_address
     endpoint = RelayEndpoint(*host, relay_key(token), tls, own_address, timeout_s / 4)
-    if relay:
+    if relay and not relay_times(kv.call(lambda: kv.store.relays(endpoint)), timeout_s):
         require_relay(endpoint, timeout_s)
     streams = None if streams is None else check.integer("streams", streams, at_least=1)
     check.boolean("keep_batch", keep_batch)
