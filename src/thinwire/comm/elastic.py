@@ -35,18 +35,13 @@ def exchange_endpoints(
     timeout_s: float,
     local: Endpoint | None,
     times: Mapping[str, float],
-) -> tuple[dict[int, Endpoint], list[Mapping[str, float]]]:
-    """Return the endpoints of the ranks that listen, and the times of all to the relays.
-
-    `local` is None if this rank does not listen.
-    """
+) -> list[Any]:
+    """Return where the ranks listen, or None, and their times to relays."""
     keys = [f"endpoint/{other}" for other in range(size)]
     of_members: Any = store  # torch's stubs know neither call
     of_members.announce(keys[rank], json.dumps([local, times]))
     found = of_members.multi_get(keys, datetime.timedelta(seconds=timeout_s))
-    locals_, times_of_all = zip(*map(json.loads, found), strict=True)
-    listening = {rank: (one[0], one[1]) for rank, one in enumerate(locals_) if one is not None}
-    return listening, [*times_of_all]
+    return [*zip(*map(json.loads, found), strict=True)]
 
 
 def connections_between(local: Endpoint, remote: Set[Endpoint]) -> list[Connection]:

@@ -23,7 +23,7 @@ from thinwire.comm.elastic import (
 )
 from thinwire.comm.failures import explain_failure
 from thinwire.comm.private import forget, keep_alive, made_within, released_at_exit
-from thinwire.comm.relay import Kind, RelayClient, RelayEndpoint, relay_between, relay_times
+from thinwire.comm.relay import Kind, RelayClient, RelayEndpoint, relay_times
 from thinwire.comm.relayed import RelayedGroup
 from thinwire.comm.sockets import Connection, Endpoint, connections, resend_every_second, shut_down
 from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
@@ -59,7 +59,6 @@ class MemberGroups:
         self.control: ProcessGroup | None = None
         self._rank = rank
         self._size = size
-        self._relays = {"": endpoint}
         # torch's store of a run has a prefix and a session, which nobody else has
         self._room = getattr(store, "room", "")
         self._connections: list[Connection] = []
@@ -78,15 +77,18 @@ class MemberGroups:
 
         def meet() -> list[ProcessGroup]:
             of_members: Any = store
-            self._relays |= of_members.relays(endpoint)
-            several = len(self._relays) > 1
-            own_times = relay_times(self._relays, timeout_s / 4) if several else {}
-            found, times = exchange_endpoints(
-                store, rank, size, timeout_s, self._listening[1], own_times
+            self._relays = of_members.relays(endpoint)
+            times = relay_times(self._relays, timeout_s / 4)
+            endpoints, times_of_all = exchange_endpoints(
+                store, rank, size, timeout_s, self._listening[1], times
             )
+            found = {r: (at[0], at[1]) for r, at in enumerate(endpoints) if at is not None}
             self._direct = found if rank in found else {}
             for other in set(range(size)) - self._direct.keys() - {rank}:
-                self._relayed[relay_between(times[rank], times[other])].add(other)
+                theirs = times_of_all[other]
+                # both ranks of a pair compute the same; "" is the relay of the host
+                sums = [(times[name] + theirs[name], name) for name in times.keys() & theirs.keys()]
+                self._relayed[min(sums, default=(0.0, ""))[1]].add(other)
             if reached is not None:
                 refused = self._direct.keys() - answering(self._direct, timeout_s / 3)
                 reached.extend(other for other in range(size) if other not in refused)
@@ -127,11 +129,12 @@ class MemberGroups:
             direct = self._connect_directly([f"{name}{kind.name}" for kind in kinds], timeout_s)
             if not self._relayed:
                 return direct
-        clients = []
-        for relay, ranks in self._relayed.items():
-            others = set(range(self._size)) - ranks - {self._rank}
-            room = self._relays[relay], self._room + name
-            clients.append(RelayClient(*room, self._rank, self._size, others))
+        others = set(range(self._size)) - {self._rank}
+        own = self._room + name, self._rank, self._size
+        clients = [
+            RelayClient(self._relays[relay], *own, others - ranks)
+            for relay, ranks in self._relayed.items()
+        ]
         self._clients += clients
         for client in clients:
             if not client.wait_for_all(timeout_s):

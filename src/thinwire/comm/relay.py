@@ -11,6 +11,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -160,34 +161,26 @@ def require_relay(endpoint: RelayEndpoint, limit_s: float) -> None:
 
 
 def relay_times(endpoints: Mapping[str, RelayEndpoint], limit_s: float) -> dict[str, float]:
-    """Return the seconds in which relays admit this process; one that does not is left out."""
+    """Return the seconds in which relays admit this process, without those that do not.
+
+    Returns nothing for one relay alone.
+    """
     times = {}
 
-    async def try_one(name: str, endpoint: RelayEndpoint) -> None:
+    def look(name: str) -> None:
         began_s = time.monotonic()
         try:
-            async with asyncio.timeout(limit_s):
-                _, writer = await _connect(endpoint, "", 0)
-        except (OSError, EOFError, ThinwireError) as error:
-            why = str(error) or type(error).__name__
-            # the store need not relay itself
-            level = logging.WARNING if name else logging.INFO
-            _log.log(level, "the relay at %s is left out: %s", endpoint, why)
+            require_relay(endpoints[name], limit_s)
+        except ThinwireError as error:
+            # the host need not relay itself
+            _log.log(logging.WARNING if name else logging.INFO, "%s", error)
         else:
             times[name] = time.monotonic() - began_s
-            writer.transport.abort()
 
-    async def try_all() -> None:
-        await asyncio.gather(*(try_one(*item) for item in endpoints.items()))
-
-    asyncio.run(try_all())
+    if len(endpoints) > 1:
+        with ThreadPoolExecutor(len(endpoints)) as pool:
+            list(pool.map(look, endpoints))
     return times
-
-
-def relay_between(own: Mapping[str, float], its: Mapping[str, float]) -> str:
-    """Return the relay of a pair of ranks, by the times of both; "" is that of the store."""
-    common = own.keys() & its.keys()
-    return min(common, key=lambda name: (own[name] + its[name], name), default="")
 
 
 @dataclass(slots=True)
@@ -258,7 +251,7 @@ class RelayClient:
             return self._present >= self.others
 
     def send(self, channel: Kind, contents: Contents) -> SentMessage:
-        """Send to all other ranks, or to those named in a mapping."""
+        """Send to all other ranks, or to those of them that are named in a mapping."""
         messages = [contents] if isinstance(contents, bytes) else contents.values()
         longest = max(map(len, messages), default=0)
         if longest > _MAX_MESSAGE_BYTES:
@@ -266,7 +259,7 @@ class RelayClient:
                 f"a message of {longest} bytes is too long for a relay, which takes "
                 f"{_MAX_MESSAGE_BYTES}: compress it, or use fragments"
             )
-        to = set(self.others if isinstance(contents, bytes) else contents)
+        to = {*(self.others if isinstance(contents, bytes) else self.others & contents.keys())}
         message = SentMessage(channel, self._next_out[channel], contents, to)
         self._next_out[channel] += 1
         self._schedule(lambda: self._post(message))

@@ -113,9 +113,7 @@ class RelayedGroup(ProcessGroup):
     ) -> Work:
         works = direct
         for client in self._clients:
-            if isinstance(contents, Mapping):
-                client.send(self._channel, {rank: contents[rank] for rank in client.others})
-            elif contents is not None:
+            if contents is not None:
                 client.send(self._channel, contents)
             own = client.others & sources
             works = [_RelayedWork(client, self._channel, own, works, store_results)]

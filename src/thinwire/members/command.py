@@ -99,14 +99,16 @@ def host(
         raise ValueError("--bind is missing: an address of this machine, such as 10.0.0.1:29400")
     requested = parse_address("bind", bind, scheme=False)
     token = None if token_file is None else read_token(token_file)
-    if (cert or key or store or announce) and not relay:
-        raise ValueError(
-            "--cert, --key, --store and --announce are for the relay: give --relay too"
-        )
+    if (cert or key or store) and not relay:
+        raise ValueError("--cert, --key and --store are for the relay: give --relay too")
     if key and not cert:
         raise ValueError("--cert is missing: the certificate that belongs to --key")
-    of_store = journal or recover or page is not None or end
-    shown = _announced(requested, store, announce, of_store=bool(of_store))
+    of_store = journal or recover or end or page is not None
+    if (store and (of_store or public > bool(announce))) or (announce and not store):
+        raise ValueError(
+            "--store needs --announce with --public, and takes no --journal, --recover, --page or "
+            "--end: these are for the host of the store. --announce needs --store"
+        )
     if end is not None:
         print(_ended(requested, end, token))
         return
@@ -151,42 +153,28 @@ def host(
 
         if relaying is not None and store is not None:
             run_relay(
-                listener, relaying, store, shown or where, token, say=say, ready=ready, stop=stop
+                listener,
+                relaying,
+                store,
+                parse_address("announce", announce or str(where), scheme=False),
+                token,
+                say=say,
+                ready=ready,
+                stop=stop,
             )
             return
-        at = None if page is None else Address(where.host, page)
         run_host(
             listener,
             token,
             say=say,
             ready=ready,
             stop=stop,
-            page=at,
+            page=None if page is None else Address(where.host, page),
             relay=relaying,
             journal=kept,
             recover=recover,
         )
         say("ended: members train on; start it again, so that others can join")
-
-
-def _announced(
-    requested: Address, store: str | None, announce: str | None, *, of_store: bool
-) -> Address | None:
-    """Return where members reach a relay, if not at --bind; check the options beside --store."""
-    if store is None:
-        if announce:
-            raise ValueError("--store is missing: the meeting place that --announce is for")
-        return None
-    if of_store:
-        raise ValueError(
-            "--store: this process only relays. Give --journal, --recover, --page and --end to the "
-            "host of the store"
-        )
-    if announce:
-        return parse_address("announce", announce, scheme=False)
-    if requested.host in ("*", "0.0.0.0", "::"):
-        raise ValueError(f"--announce is missing: where members reach bind={str(requested)!r}")
-    return None
 
 
 def _ended(host: Address, run: str, token: bytes | None) -> str:

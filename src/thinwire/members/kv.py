@@ -113,11 +113,12 @@ class AuthenticatedStore(Store):
         return AuthenticatedStore(self._store, key or None, f"relay/{self.session}/")
 
     def relays(self, endpoint: RelayEndpoint) -> dict[str, RelayEndpoint]:
-        """Return the relays that are announced at the host, by name."""
+        """Return the relay of the host, as "", and those that are announced there, by name."""
         found = KeyValueView(self.of_relays(endpoint.key)).entries("")
-        return {
+        others = {
             name: endpoint._replace(host=host, port=port) for name, (host, port) in found.items()
         }
+        return {"": endpoint, **others}
 
     def drop(self, prefix: str) -> None:
         """Remove all keys with this prefix, which a host that is started again may still have."""

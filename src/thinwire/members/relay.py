@@ -208,13 +208,11 @@ def run_relay(
                     reached = reach()
                 relays = reached.of_relays(relay_key(token))
                 relays.announce(str(address), json.dumps(address))
+                now = ""
             except RuntimeError as error:
-                if problem != str(error):
-                    say(f"not announced at {store}: {error}")
-                problem = str(error)
-            else:
-                if problem:
-                    say(f"announced again at {store}")
-                problem = ""
+                now = f": {error}"
+            if now != problem:
+                say(f"{'not announced' if now else 'announced again'} at {store}{now}")
+            problem = now
             if stop.wait(_SIGN_S):
                 return
