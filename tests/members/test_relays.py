@@ -229,13 +229,13 @@ def test_an_address_of_a_stranger_is_no_relay(token_file: str, tmp_path: Path) -
         (["--relay", "--announce", "127.0.0.1:1"], "needs --store"),
     ],
 )
-def test_a_relay_whose_options_contradict_is_refused(
+def test_a_relay_with_options_that_contradict_is_refused(
     capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     assert message in refusal(capsys, "host", "--bind", "127.0.0.1:0", *words)
 
 
-def test_a_relay_whose_store_refuses_it_ends(token_file: str) -> None:
+def test_a_relay_that_its_store_refuses_ends(token_file: str) -> None:
     words = "host", "--bind", "127.0.0.1:0", "--relay", "--token-file", token_file, "--store"
     with listening() as free:
         port = free.getsockname()[1]

@@ -72,7 +72,7 @@ class MemberGroups:
             self._listening = listening_device(endpoint.own_address)
         self._direct: Mapping[int, Endpoint] = {}
         """Where ranks listen; empty on a rank that does not listen."""
-        self._relayed: defaultdict[str, set[int]] = defaultdict(set)
+        self._by_relay: defaultdict[str, set[int]] = defaultdict(set)
         """Ranks that this one reaches through a relay, by its name."""
 
         def meet() -> list[ProcessGroup]:
@@ -88,7 +88,7 @@ class MemberGroups:
                 theirs = times_of_all[other]
                 # both ranks of a pair compute the same; "" is the relay of the host
                 sums = [(times[name] + theirs[name], name) for name in times.keys() & theirs.keys()]
-                self._relayed[min(sums, default=(0.0, ""))[1]].add(other)
+                self._by_relay[min(sums, default=(0.0, ""))[1]].add(other)
             if reached is not None:
                 refused = self._direct.keys() - answering(self._direct, timeout_s / 3)
                 reached.extend(other for other in range(size) if other not in refused)
@@ -96,8 +96,8 @@ class MemberGroups:
             return self._connect("", (Kind.DATA, Kind.CONTROL), timeout_s)
 
         self.group, self.control = self._made(meet, timeout_s)
-        self.relayed = bool(self._relayed)
-        self.copies = max(len(self._direct) - 1, 0) + len(self._relayed)
+        self.relayed = bool(self._by_relay)
+        self.copies = max(len(self._direct) - 1, 0) + len(self._by_relay)
         released_at_exit(self)
 
     def add_streams(self, count: int, timeout_s: float) -> None:
@@ -127,13 +127,13 @@ class MemberGroups:
         direct: list[Any] = [None] * len(kinds)
         if len(self._direct) > 1:
             direct = self._connect_directly([f"{name}{kind.name}" for kind in kinds], timeout_s)
-            if not self._relayed:
+            if not self._by_relay:
                 return direct
         others = set(range(self._size)) - {self._rank}
         own = self._room + name, self._rank, self._size
         clients = [
             RelayClient(self._relays[relay], *own, others - ranks)
-            for relay, ranks in self._relayed.items()
+            for relay, ranks in self._by_relay.items()
         ]
         self._clients += clients
         for client in clients:

@@ -117,6 +117,7 @@ def host(
         where = Address(*listener.getsockname()[:2])
         relaying = None
         if relay:
+            # loads torch
             from thinwire.members.relay import Relay, certificate, relay_key, run_relay
 
             relaying = Relay(relay_key(token), certificate(cert, key) if cert else None)
