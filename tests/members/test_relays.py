@@ -39,10 +39,10 @@ PORT = 29_500
 
 @contextlib.contextmanager
 def relay_command(
-    store: str, token_file: str, *options: str, bind: str = "127.0.0.1:0", namespace: int = -1
+    store: str, *options: str, bind: str = "127.0.0.1:0", namespace: int = -1
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Yield a process that relays for a store, announced there, and its address."""
-    words = ["--bind", bind, "--relay", "--store", store, "--token-file", token_file, *options]
+    words = ["--bind", bind, "--relay", "--store", store, *options]
     with host_command(*words, namespace=namespace) as (process, address):
         assert process.stdout is not None
         assert process.stdout.readline() == f"relaying for members with relay=True of {store}\n"
@@ -68,12 +68,15 @@ def recorded() -> Iterator[list[tuple[str, str, frozenset[int]]]]:
         yield found
 
 
-def regional(rank: int, size: int, address: str, options: Any) -> Any:
+def regional(
+    rank: int, size: int, address: str, bits: int | None, relayed: list[int], options: Any
+) -> Any:
     """Return the rank among the members, its digests, its relays by rank, and its bytes sent."""
     torch.manual_seed(0)
     net, found = torch.nn.Linear(60, 50), []
-    config = tw.LocalSGD(1, begin_step=0, compression=tw.Quantized(8))
-    options = {"start_members": size, "timeout": PATIENCE_S, **options}
+    compression = None if bits is None else tw.Quantized(bits)
+    config = tw.LocalSGD(1, begin_step=0, compression=compression)
+    options = {"start_members": size, "timeout": PATIENCE_S, "relay": rank in relayed, **options}
     with recorded() as used, in_run(address, net, config, **options) as (members, sync, sgd):
         torch.manual_seed(members.rank)
         while sync.step < 10:
@@ -85,33 +88,46 @@ def regional(rank: int, size: int, address: str, options: Any) -> Any:
     return own, found, relays, sent
 
 
+REGIONS = [1, 1, 2, 2]
+"""Of the members; region 0 is that of the store."""
+
+
 @needs_netns
-def test_pairs_use_the_relay_that_is_near_to_both(ranks: Pool, token_file: str) -> None:
-    """Two regions of a relay and two members, and a store elsewhere, 40 ms apart."""
+@pytest.mark.parametrize(
+    ("bits", "relayed", "token"),
+    [(8, [0, 1, 2, 3], True), (8, [0, 2], True), (None, [0, 1, 2, 3], False), (None, [2], False)],
+)
+def test_pairs_use_the_relay_that_is_near_to_both(
+    ranks: Pool, token_file: str, bits: int | None, relayed: list[int], token: bool
+) -> None:
+    """The regions are 40 ms apart. Sums are made in shares where no message has a MAC."""
     with contextlib.ExitStack() as ends:
         net = ends.enter_context(network(3, Link.parse("100mbit", "20ms")))
         spaces = net.namespace_fds
-        bind = ["--bind", f"{net.addresses[0]}:{PORT}", "--token-file", token_file]
+        secret = ["--token-file", token_file] if token else []
+        bind = ["--bind", f"{net.addresses[0]}:{PORT}", *secret]
         _, store = ends.enter_context(host_command(*bind, namespace=spaces[0]))
         near = {}
-        for region in (1, 2):
+        for region in {*REGIONS}:
             where = {"bind": f"{net.addresses[region]}:{PORT}", "namespace": spaces[region]}
-            _, near[region] = ends.enter_context(relay_command(store, token_file, **where))
-        regions = [1, 1, 2, 2]
-        options = {"relay": True, "token_file": token_file}
-        homes = [spaces[region] for region in regions]
-        found = at_home(ranks, homes, regional, store, options)
-    with meeting_place() as address:
-        direct = ranks.run(regional, address, {"token_file": token_file}, size=4, group=False)
-    region_of = {one[0]: region for one, region in zip(found, regions, strict=True)}
+            _, near[region] = ends.enter_context(relay_command(store, *secret, **where))
+        options = {"token_file": token_file} if token else {}
+        homes = [spaces[region] for region in REGIONS]
+        found = at_home(ranks, homes, regional, store, bits, relayed, options)
+    with meeting_place(TOKEN if token else None) as address:
+        direct = ranks.run(regional, address, bits, [], options, size=4, group=False)
+    region_of = {one[0]: region for one, region in zip(found, REGIONS, strict=True)}
+    away = {found[index][0] for index in relayed}
     relays = {one[0]: one[2] for one in found}
     for own in range(4):
-        assert relays[own].keys() == set(range(4)) - {own}
+        assert relays[own].keys() == (set(range(4)) if own in away else away) - {own}
         for other, relay in relays[own].items():
             assert relays[other][own] == relay
             assert relay in (near[region_of[own]], near[region_of[other]])
     assert {tuple(one[1]) for one in [*found, *direct]} == {tuple(direct[0][1])}
-    assert len({sent / len({*used.values()}) for _, _, used, sent in found}) == 1
+    if bits is not None:
+        copies = [len({*used.values()}) + 3 - len(used) for _, _, used, _ in found]
+        assert len({one[3] / many for one, many in zip(found, copies, strict=True)}) == 1
 
 
 def recording(rank: int, size: int, *args: Any) -> tuple[list[str], list[str]]:
@@ -124,17 +140,17 @@ def test_a_relay_that_dies_is_replaced_by_another(
     ranks: Pool, token_file: str, tmp_path: Path
 ) -> None:
     """The store relays nothing; the second relay is announced after the run has begun."""
-    flag = tmp_path / "go"
+    flag, secret = tmp_path / "go", ["--token-file", token_file]
     options = {"token_file": token_file, "timeout": TIMEOUT_S}
     with relay_place() as address:
         args = in_order, address, CONFIGS["sparse"], dict(options)
         expected = ranks.run(*args, size=3, group=False)[0]
-    with meeting_place() as store, relay_command(store, token_file) as (relay, first):
+    with meeting_place() as store, relay_command(store, *secret) as (relay, first):
         second = []
 
         def replace() -> None:
             until(flag.exists, "the first averaging")
-            with relay_command(store, token_file) as (_, address):
+            with relay_command(store, *secret) as (_, address):
                 second.append(address)
                 until(lambda: len(announced(store)) == 2, "the second relay")
                 relay.send_signal(signal.SIGKILL)
@@ -163,11 +179,12 @@ def test_a_joiner_gets_the_state_where_the_store_relays_nothing(
     """One of the relays there accepts connections, and answers nothing."""
     options = {"founders": 2, "flag": str(tmp_path / "go"), "step_s": 0.02, "until_size": 3}
     options |= {"token_file": token_file, "relay": True}
+    secret = ["--token-file", token_file]
     with (
         meeting_place() as store,
-        relay_command(store, token_file),
-        relay_command(store, token_file),
-        relay_command(store, token_file) as (stopped, _),
+        relay_command(store, *secret),
+        relay_command(store, *secret),
+        relay_command(store, *secret) as (stopped, _),
     ):
         until(lambda: len(announced(store)) == 3, "the relays")
         stopped.send_signal(signal.SIGSTOP)
@@ -182,12 +199,11 @@ def test_a_joiner_gets_the_state_where_the_store_relays_nothing(
 def test_a_relay_is_announced_again_at_a_store_that_restarts(token_file: str) -> None:
     with listening() as free:
         bind = f"127.0.0.1:{free.getsockname()[1]}"
-    words = ["--bind", bind, "--token-file", token_file]
+    secret = ["--token-file", token_file]
+    words = ["--bind", bind, *secret]
     with contextlib.ExitStack() as ends:
         host, store = ends.enter_context(host_command(*words))
-        relay, _ = ends.enter_context(
-            relay_command(store, token_file, "--announce", "[fd00::1]:77")
-        )
+        relay, _ = ends.enter_context(relay_command(store, *secret, "--announce", "[fd00::1]:77"))
         until(lambda: announced(store) == {"[fd00::1]:77": ["fd00::1", 77]}, "its address")
         host.send_signal(signal.SIGKILL)
         host.wait()
