@@ -103,8 +103,8 @@ def host(
         raise ValueError("--cert, --key and --store are for the relay: give --relay too")
     if key and not cert:
         raise ValueError("--cert is missing: the certificate that belongs to --key")
-    of_store = journal or recover or end or page is not None
-    if (store and (of_store or public > bool(announce))) or (announce and not store):
+    is_host = journal or recover or end or page is not None
+    if (announce and not store) or (store and (is_host or (public and not announce))):
         raise ValueError(
             "--store needs --announce with --public, and takes no --journal, --recover, --page or "
             "--end: these are for the host of the store. --announce needs --store"
