@@ -99,8 +99,11 @@ class Rendezvous:
 
     relayed, copies = False, 1
 
-    def __init__(self, store: Any, rank: int, size: int, timeout_s: float, *_: Any) -> None:
-        exchange_endpoints(store, rank, size, timeout_s, ("127.0.0.1", 1))
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout_s: float, relay: RelayEndpoint, *_: Any
+    ) -> None:
+        store.relays(relay)
+        exchange_endpoints(store, rank, size, timeout_s, ("127.0.0.1", 1), {})
         prefetching = PrefetchingStore(store, size)
         for kind in ("DATA", "CONTROL"):
             of_kind = PrefixStore(kind, prefetching)

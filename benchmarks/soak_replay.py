@@ -233,6 +233,9 @@ class _Threads(HashStore):  # type: ignore[misc]  # torch's stubs do not know it
     def announce(self, key: str, value: Any) -> None:
         self.set(key, value)
 
+    def relays(self, endpoint: RelayEndpoint) -> dict[str, RelayEndpoint]:
+        return {"": endpoint}
+
     def multi_get(self, keys: list[str], timeout: timedelta | None = None) -> list[bytes]:
         self.wait(keys, *([] if timeout is None else [timeout]))
         found: list[bytes] = super().multi_get(keys)

@@ -113,7 +113,8 @@ def host_command(*options: str, namespace: int = -1) -> Iterator[tuple[subproces
     """`thinwire host` as a process, in the namespace of a descriptor, and its address."""
     there = [sys.executable, enter.__file__, str(namespace), str(os.getpid())]
     # no run of an earlier test at the same address
-    kept = () if "--journal" in options else ("--journal", f"{tempfile.mkdtemp()}/runs")
+    has_none = {"--journal", "--store"}.isdisjoint(options)
+    kept = ("--journal", f"{tempfile.mkdtemp()}/runs") if has_none else ()
     command = [*there, sys.executable, "-m", "thinwire", "host", *options, *kept]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     passed = () if namespace < 0 else (namespace,)

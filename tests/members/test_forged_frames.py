@@ -183,7 +183,7 @@ def member(turns: list[tuple[api.Kind, int, bytes]]) -> Iterator[api.Group]:
     with store_alone() as connection:
         store = api.AuthenticatedStore(connection, None)
         for rank in range(1, SIZE):
-            store.set(f"endpoint/{rank}", "null")  # nobody listens
+            store.set(f"endpoint/{rank}", "[null, {}]")  # nobody listens
         groups = api.MemberGroups(store, 0, SIZE, PATIENCE_S, relay.endpoint)
     group = OnCpu.over_private(None, PATIENCE_S)
     group.rank, group.size, group.relayed = 0, SIZE, True

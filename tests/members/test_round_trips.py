@@ -38,7 +38,7 @@ def test_whoever_looks_waits_for_one_answer(server: HostStore, secret: bytes | N
 
 
 @pytest.mark.parametrize("size", [2, 5])
-def test_generation_connects_after_three_answers_at_any_size(server: HostStore, size: int) -> None:
+def test_generation_connects_after_four_answers_at_any_size(server: HostStore, size: int) -> None:
     stores = [Counted(server.clone()) for _ in range(size)]
     made: dict[int, MemberGroups] = {}
 
@@ -54,7 +54,7 @@ def test_generation_connects_after_three_answers_at_any_size(server: HostStore, 
     for direct in made.values():
         direct.release()
     assert len(made) == size
-    assert {store.answers for store in stores} == {3}
+    assert {store.answers for store in stores} == {4}
 
 
 def test_many_requests_cost_few_answers(server: HostStore) -> None:

@@ -29,15 +29,19 @@ _listening = threading.Lock()
 
 
 def exchange_endpoints(
-    store: Store, rank: int, size: int, timeout_s: float, local: Endpoint | None
-) -> dict[int, Endpoint]:
-    """Return the endpoints of the ranks that listen; `local` is None if this one does not."""
+    store: Store,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    local: Endpoint | None,
+    times: Mapping[str, float],
+) -> list[Any]:
+    """Return where the ranks listen, or None, and their times to relays."""
     keys = [f"endpoint/{other}" for other in range(size)]
     of_members: Any = store  # torch's stubs know neither call
-    of_members.announce(keys[rank], json.dumps(local))
+    of_members.announce(keys[rank], json.dumps([local, times]))
     found = of_members.multi_get(keys, datetime.timedelta(seconds=timeout_s))
-    values = map(json.loads, found)
-    return {rank: (value[0], value[1]) for rank, value in enumerate(values) if value is not None}
+    return [*zip(*map(json.loads, found), strict=True)]
 
 
 def connections_between(local: Endpoint, remote: Set[Endpoint]) -> list[Connection]:

@@ -4,7 +4,7 @@ import contextlib
 import datetime
 import struct
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,7 +23,7 @@ from thinwire.comm.elastic import (
 )
 from thinwire.comm.failures import explain_failure
 from thinwire.comm.private import forget, keep_alive, made_within, released_at_exit
-from thinwire.comm.relay import Kind, RelayClient, RelayEndpoint
+from thinwire.comm.relay import Kind, RelayClient, RelayEndpoint, relay_times
 from thinwire.comm.relayed import RelayedGroup
 from thinwire.comm.sockets import Connection, Endpoint, connections, resend_every_second, shut_down
 from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
@@ -59,7 +59,6 @@ class MemberGroups:
         self.control: ProcessGroup | None = None
         self._rank = rank
         self._size = size
-        self._endpoint = endpoint
         # torch's store of a run has a prefix and a session, which nobody else has
         self._room = getattr(store, "room", "")
         self._connections: list[Connection] = []
@@ -73,10 +72,23 @@ class MemberGroups:
             self._listening = listening_device(endpoint.own_address)
         self._direct: Mapping[int, Endpoint] = {}
         """Where ranks listen; empty on a rank that does not listen."""
+        self._by_relay: defaultdict[str, set[int]] = defaultdict(set)
+        """Ranks that this one reaches through a relay, by its name."""
 
         def meet() -> list[ProcessGroup]:
-            found = exchange_endpoints(store, rank, size, timeout_s, self._listening[1])
+            of_members: Any = store
+            self._relays = of_members.relays(endpoint)
+            times = relay_times(self._relays, timeout_s / 4)
+            endpoints, times_of_all = exchange_endpoints(
+                store, rank, size, timeout_s, self._listening[1], times
+            )
+            found = {r: (at[0], at[1]) for r, at in enumerate(endpoints) if at is not None}
             self._direct = found if rank in found else {}
+            for other in set(range(size)) - self._direct.keys() - {rank}:
+                theirs = times_of_all[other]
+                # both ranks of a pair compute the same; "" is the relay of the host
+                sums = [(times[name] + theirs[name], name) for name in times.keys() & theirs.keys()]
+                self._by_relay[min(sums, default=(0.0, ""))[1]].add(other)
             if reached is not None:
                 refused = self._direct.keys() - answering(self._direct, timeout_s / 3)
                 reached.extend(other for other in range(size) if other not in refused)
@@ -84,8 +96,8 @@ class MemberGroups:
             return self._connect("", (Kind.DATA, Kind.CONTROL), timeout_s)
 
         self.group, self.control = self._made(meet, timeout_s)
-        self.relayed = len(self._direct) < size
-        self.copies = max(len(self._direct), 1) if self.relayed else size - 1
+        self.relayed = bool(self._by_relay)
+        self.copies = max(len(self._direct) - 1, 0) + len(self._by_relay)
         released_at_exit(self)
 
     def add_streams(self, count: int, timeout_s: float) -> None:
@@ -115,15 +127,20 @@ class MemberGroups:
         direct: list[Any] = [None] * len(kinds)
         if len(self._direct) > 1:
             direct = self._connect_directly([f"{name}{kind.name}" for kind in kinds], timeout_s)
-            if len(self._direct) == self._size:
+            if not self._by_relay:
                 return direct
-        reached = self._direct.keys() - {self._rank}
-        client = RelayClient(self._endpoint, self._room + name, self._rank, self._size, reached)
-        self._clients.append(client)
-        if not client.wait_for_all(timeout_s):
-            raise client.refusal or RuntimeError(f"Timed out{client.outage()}")
+        others = set(range(self._size)) - {self._rank}
+        own = self._room + name, self._rank, self._size
+        clients = [
+            RelayClient(self._relays[relay], *own, others - ranks)
+            for relay, ranks in self._by_relay.items()
+        ]
+        self._clients += clients
+        for client in clients:
+            if not client.wait_for_all(timeout_s):
+                raise client.refusal or RuntimeError(f"Timed out{client.outage()}")
         return [
-            RelayedGroup(client, kind, self._size, group)
+            RelayedGroup(clients, kind, self._size, group)
             for kind, group in zip(kinds, direct, strict=True)
         ]
 

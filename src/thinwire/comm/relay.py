@@ -11,6 +11,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -159,6 +160,29 @@ def require_relay(endpoint: RelayEndpoint, limit_s: float) -> None:
         ) from error.__context__
 
 
+def relay_times(endpoints: Mapping[str, RelayEndpoint], limit_s: float) -> dict[str, float]:
+    """Return the seconds in which relays admit this process, without those that do not.
+
+    Returns nothing for one relay alone.
+    """
+    times = {}
+
+    def look(name: str) -> None:
+        began_s = time.monotonic()
+        try:
+            require_relay(endpoints[name], limit_s)
+        except ThinwireError as error:
+            # the host need not relay itself
+            _log.log(logging.WARNING if name else logging.INFO, "%s", error)
+        else:
+            times[name] = time.monotonic() - began_s
+
+    if len(endpoints) > 1:
+        with ThreadPoolExecutor(len(endpoints)) as pool:
+            list(pool.map(look, endpoints))
+    return times
+
+
 @dataclass(slots=True)
 class SentMessage:
     """Message that this rank has sent: one for all other ranks, or one for each of some."""
@@ -227,7 +251,7 @@ class RelayClient:
             return self._present >= self.others
 
     def send(self, channel: Kind, contents: Contents) -> SentMessage:
-        """Send to all other ranks, or to those named in a mapping."""
+        """Send to all other ranks, or to those of them that are named in a mapping."""
         messages = [contents] if isinstance(contents, bytes) else contents.values()
         longest = max(map(len, messages), default=0)
         if longest > _MAX_MESSAGE_BYTES:
@@ -235,7 +259,7 @@ class RelayClient:
                 f"a message of {longest} bytes is too long for a relay, which takes "
                 f"{_MAX_MESSAGE_BYTES}: compress it, or use fragments"
             )
-        to = set(self.others if isinstance(contents, bytes) else contents)
+        to = {*(self.others if isinstance(contents, bytes) else self.others & contents.keys())}
         message = SentMessage(channel, self._next_out[channel], contents, to)
         self._next_out[channel] += 1
         self._schedule(lambda: self._post(message))

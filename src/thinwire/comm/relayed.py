@@ -1,7 +1,7 @@
 """Process group of which some messages go through a relay."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,14 +20,14 @@ _Store = Callable[[_Received], None]
 
 
 class _RelayedWork(Work):
-    """Messages awaited, relayed and direct ones; and the acknowledgements of the one `sent`."""
+    """Messages awaited from one relay, and `further` works; acknowledgements of the one `sent`."""
 
     def __init__(
         self,
         client: RelayClient,
         channel: Kind,
         sources: Iterable[int],
-        direct: Sequence[Work],
+        further: Sequence[Work],
         store_results: _Store,
         sent: SentMessage | None = None,
     ) -> None:
@@ -36,16 +36,20 @@ class _RelayedWork(Work):
         self._channel = channel
         self._store_results = store_results
         self._expected = {source: client.claim(channel, source) for source in sources}
-        self._direct = direct
+        self._further = further
         self._sent = sent
 
     def is_completed(self) -> bool:
-        if any(work.is_completed() and not work.is_success() for work in self._direct):
+        if any(work.is_completed() and not work.is_success() for work in self._further):
             return True
         with self._client.changed:
             if self._failure() is not None:
                 return True
-            return self._is_here() and all(work.is_completed() for work in self._direct)
+            return self._is_here() and all(work.is_completed() for work in self._further)
+
+    def is_success(self) -> bool:
+        with self._client.changed:
+            return self._failure() is None
 
     def _is_here(self) -> bool:
         acknowledged = self._sent is None or not self._sent.unacknowledged
@@ -62,7 +66,7 @@ class _RelayedWork(Work):
         with client.changed:
             if (failure := self._failure()) is not None:
                 raise failure
-        for work in self._direct:
+        for work in self._further:
             work.wait(*([] if limit_s is None else [_left(limit_s, begun)]))
             forget(work)
         with client.changed:
@@ -84,27 +88,36 @@ class RelayedGroup(ProcessGroup):
     """What `torch.distributed` calls of a process group, for one kind of messages."""
 
     def __init__(
-        self, client: RelayClient, channel: Kind, size: int, direct: ProcessGroup | None
+        self,
+        clients: Sequence[RelayClient],
+        channel: Kind,
+        size: int,
+        direct: ProcessGroup | None,
     ) -> None:
         # what a class of Python's may inherit from; torch's stub has another one
-        super().__init__(client.rank, size)  # type: ignore[call-arg]
-        self._client = client
+        super().__init__(clients[0].rank, size)  # type: ignore[call-arg]
+        self._clients = clients
         self._channel = channel
-        self._own_rank = client.rank
+        self._own_rank = clients[0].rank
         self._direct = direct
-        self._reached = [] if direct is None else sorted(set(range(size)) - client.others)
+        self._relayed = frozenset[int]().union(*(client.others for client in clients))
+        self._reached = [] if direct is None else sorted(set(range(size)) - self._relayed)
         """Ranks of `direct`."""
 
     def _exchanged(
         self,
         contents: Contents | None,
         direct: Sequence[Work],
-        sources: Iterable[int] = (),
+        sources: Set[int] = frozenset(),
         store_results: _Store = lambda _: None,
     ) -> Work:
-        if contents is not None:
-            self._client.send(self._channel, contents)
-        return _RelayedWork(self._client, self._channel, sources, direct, store_results)
+        works = direct
+        for client in self._clients:
+            if contents is not None:
+                client.send(self._channel, contents)
+            own = client.others & sources
+            works = [_RelayedWork(client, self._channel, own, works, store_results)]
+        return works[0]
 
     def _launched(self, launch: Callable[..., Work | None], *tensors: Any, **options: Any) -> Work:
         """Launch a collective of the ranks that reach each other."""
@@ -119,7 +132,7 @@ class RelayedGroup(ProcessGroup):
         direct = []
         if self._reached:
             direct = [self._launched(dist.all_gather, [rows[r] for r in self._reached], own)]
-        return self._exchanged(_bytes_of(own), direct, self._client.others, partial(_fill, rows))
+        return self._exchanged(_bytes_of(own), direct, self._relayed, partial(_fill, rows))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         return self._gathered(input, output.view(-1, input.numel()).unbind())
@@ -165,19 +178,20 @@ class RelayedGroup(ProcessGroup):
             for rank, row in zip(self._reached, torch.split(received, taken), strict=True):
                 rows[rank].copy_(row)
 
-        contents = {rank: _bytes_of(parts[rank]) for rank in self._client.others}
-        return self._exchanged(contents, direct, self._client.others, store)
+        contents = {rank: _bytes_of(parts[rank]) for rank in self._relayed}
+        return self._exchanged(contents, direct, self._relayed, store)
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]  # this form of two
 
     def send(self, tensors: Any, to: int, tag: int) -> Work:
         # the sender of a state must not run ahead of a slow line, nor close before the end
-        sent = self._client.send(self._channel, {to: _bytes_of(tensors[0])})
-        return _RelayedWork(self._client, self._channel, [], [], lambda _: None, sent)
+        [client] = self._clients  # of two ranks
+        sent = client.send(self._channel, {to: _bytes_of(tensors[0])})
+        return _RelayedWork(client, self._channel, [], [], lambda _: None, sent)
 
     def recv(self, tensors: Any, source: int, tag: int) -> Work:
         row = {source: tensors[0]}
-        return self._exchanged(None, [], [source], partial(_fill, row))
+        return self._exchanged(None, [], {source}, partial(_fill, row))
 
 
 def _bytes_of(tensor: Tensor) -> bytes:

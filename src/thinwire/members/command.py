@@ -29,6 +29,8 @@ thinwire host --new-token token
 thinwire host --bind 10.0.0.1:29400 --token-file token --page 8080
 
 thinwire host --bind 203.0.113.7:29400 --token-file token --relay --cert cert.pem --key key.pem
+
+thinwire host --bind 198.51.100.9:29400 --token-file token --relay --store tcp://203.0.113.7:29400
 """
 _BACKLOG = 512
 _END_S = 10.0
@@ -48,6 +50,8 @@ def host(
     new_token: Path | None = None,
     public: _Flag = False,
     relay: _Flag = False,
+    store: str | None = None,
+    announce: str | None = None,
     cert: Path | None = None,
     key: Path | None = None,
     page: int | None = None,
@@ -69,6 +73,9 @@ def host(
         public: Allow listening on all addresses.
         relay: Relay the messages of members that join with relay=True, which then need no open
             port.
+        store: tcp://HOST:PORT of the meeting place, on another machine: only relay for its members.
+            Two members use the relay that both reach soonest.
+        announce: ADDRESS:PORT at which members reach this relay, if it is not --bind.
         cert: Certificate in PEM form for the relay, so that its traffic is encrypted; members pass
             its CA as ca=.
         key: Its private key, unless it is in the same file.
@@ -92,10 +99,16 @@ def host(
         raise ValueError("--bind is missing: an address of this machine, such as 10.0.0.1:29400")
     requested = parse_address("bind", bind, scheme=False)
     token = None if token_file is None else read_token(token_file)
-    if (cert or key) and not relay:
-        raise ValueError("--cert and --key are for the relay: give --relay too")
+    if (cert or key or store) and not relay:
+        raise ValueError("--cert, --key and --store are for the relay: give --relay too")
     if key and not cert:
         raise ValueError("--cert is missing: the certificate that belongs to --key")
+    is_host = journal or recover or end or page is not None
+    if (announce and not store) or (store and (is_host or (public and not announce))):
+        raise ValueError(
+            "--store needs --announce with --public, and takes no --journal, --recover, --page or "
+            "--end: these are for the host of the store. --announce needs --store"
+        )
     if end is not None:
         print(_ended(requested, end, token))
         return
@@ -104,7 +117,8 @@ def host(
         where = Address(*listener.getsockname()[:2])
         relaying = None
         if relay:
-            from thinwire.members.relay import Relay, certificate, relay_key  # loads torch
+            # loads torch
+            from thinwire.members.relay import Relay, certificate, relay_key, run_relay
 
             relaying = Relay(relay_key(token), certificate(cert, key) if cert else None)
         stop = threading.Event()
@@ -116,14 +130,14 @@ def host(
             if not quiet:
                 _print(line)
 
-        kept = _journal(journal, requested, say)
+        kept = None if store else _journal(journal, requested, say)
 
         def ready(url: str) -> None:
             _print(f"listening on tcp://{where}")
             if kept is not None and kept.values:
                 say(f"going on with the runs of {kept.path}")
             if relay:
-                say("relaying for members with relay=True")
+                say(f"relaying for members with relay=True{f' of {store}' if store else ''}")
             if url:
                 _print(f"page of the members: {url}")
             if token is None:
@@ -138,14 +152,25 @@ def host(
                     "docs/security.md, and use a tunnel"
                 )
 
-        at = None if page is None else Address(where.host, page)
+        if relaying is not None and store is not None:
+            run_relay(
+                listener,
+                relaying,
+                store,
+                parse_address("announce", announce or str(where), scheme=False),
+                token,
+                say=say,
+                ready=ready,
+                stop=stop,
+            )
+            return
         run_host(
             listener,
             token,
             say=say,
             ready=ready,
             stop=stop,
-            page=at,
+            page=None if page is None else Address(where.host, page),
             relay=relaying,
             journal=kept,
             recover=recover,

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire import _validate as check
 from thinwire._launched import require_linux
-from thinwire.comm.relay import RelayEndpoint, require_relay
+from thinwire.comm.relay import RelayEndpoint, relay_times, require_relay
 from thinwire.comm.waiting import seconds_of
 from thinwire.members.credentials import parse_address, read_token
 from thinwire.members.group import SingleRank, Site
@@ -65,10 +65,10 @@ def join(
         timeout: Longest wait for others, in seconds or as a timedelta; 60 s by default.
         mesh: Mesh (1, shards) of a member with a sharded model, "replicate" and "shard", over all
             ranks of this site, which are a job of their own. They join and leave together.
-        relay: True if others cannot reach this member: it connects to the meeting place alone
-            (`thinwire host --relay`). Members with False reach each other directly.
-        ca: File with the CA certificate of the relay, or its own, on all members; needed if the
-            host has --cert. Without it the connection to the relay is not encrypted.
+        relay: True if others cannot reach this member: it connects to the meeting place and relays
+            alone (`thinwire host --relay`). Members with False reach each other directly.
+        ca: File with the CA certificate of the relays, or their own, on all members; needed if they
+            have --cert. Without it the connections to relays are not encrypted.
         streams: Connections to each other member for large messages, as in `prepare`.
         keep_batch: True if an engine keeps the microbatches of an update, over all members, as of
             the first round, rounded up by the factor `stats()["batch_share"]`; same on all.
@@ -115,7 +115,7 @@ def join(
     kv = KeyValueView(reach(), timeout_s, reach)
     own_address = None if relay else kv.store.own_address
     endpoint = RelayEndpoint(*host, relay_key(token), tls, own_address, timeout_s / 4)
-    if relay:
+    if relay and not relay_times(kv.call(lambda: kv.store.relays(endpoint)), timeout_s):
         require_relay(endpoint, timeout_s)
     streams = None if streams is None else check.integer("streams", streams, at_least=1)
     check.boolean("keep_batch", keep_batch)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, final
 from torch.distributed import DistError, DistNetworkError, DistStoreError, Store
 
 from thinwire._watchdog import Late, within
+from thinwire.comm.relay import RelayEndpoint
 from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
 from thinwire.members.credentials import Signer, derived_key
 
@@ -106,6 +107,18 @@ class AuthenticatedStore(Store):
         found = self._store.ask("list", start)
         keys = [key.decode(errors="replace").removeprefix(start) for key in found[::2]]
         return dict(zip(keys, found[1::2], strict=True))
+
+    def of_relays(self, key: bytes) -> AuthenticatedStore:
+        """Return the part of the host's store in which relays with this key are announced."""
+        return AuthenticatedStore(self._store, key or None, f"relay/{self.session}/")
+
+    def relays(self, endpoint: RelayEndpoint) -> dict[str, RelayEndpoint]:
+        """Return the relay of the host, as "", and those that are announced there, by name."""
+        found = KeyValueView(self.of_relays(endpoint.key)).entries("")
+        others = {
+            name: endpoint._replace(host=host, port=port) for name, (host, port) in found.items()
+        }
+        return {"": endpoint, **others}
 
     def drop(self, prefix: str) -> None:
         """Remove all keys with this prefix, which a host that is started again may still have."""

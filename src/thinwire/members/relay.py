@@ -1,13 +1,16 @@
-"""The relay of `thinwire host --relay`, which shares the port of the store."""
+"""The relay of `thinwire host --relay`, at the port of the store or announced there."""
 
 import asyncio
 import contextlib
 import hmac
 import json
 import secrets
+import socket
 import ssl
+import threading
 from collections import defaultdict
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -22,11 +25,14 @@ from thinwire.comm.relay import (
     hello_mac,
     signal,
 )
-from thinwire.members.credentials import derived_key
-from thinwire.members.server import MOST_CONNECTIONS
+from thinwire.members.credentials import Address, derived_key
+from thinwire.members.meeting import connect
+from thinwire.members.server import MOST_CONNECTIONS, serving
 
 _HELLO_S = 5.0
 _SIGN_S = 2.0
+_STORE_S = 5.0
+"""Longest time in seconds of one attempt to connect to the store."""
 _SLOW_S = 120.0
 """Seconds after which a rank that reads nothing is dropped."""
 _QUEUE_BYTES = 32 << 20
@@ -177,3 +183,36 @@ class Relay:
                 recipient.transport.abort()
             except OSError:
                 pass  # it has disconnected, and its own task cleans up
+
+
+def run_relay(
+    listener: socket.socket,
+    relay: Relay,
+    store: str,
+    address: Address,
+    token: bytes | None,
+    *,
+    say: Callable[[str], object],
+    ready: Callable[[str], object],
+    stop: threading.Event,
+) -> None:
+    """Relay for the members of a store, at which it announces this address, until `stop` is set."""
+    reach = partial(connect, store, "relay", token, timedelta(seconds=_STORE_S))
+    reached = reach()
+    problem = ""
+    with serving(listener, None, relay):
+        ready("")
+        while True:
+            try:
+                if problem:  # the store was restarted, or the line to it was cut
+                    reached = reach()
+                relays = reached.of_relays(relay_key(token))
+                relays.announce(str(address), json.dumps(address))
+                now = ""
+            except RuntimeError as error:
+                now = f": {error}"
+            if now != problem:
+                say(f"{'not announced' if now else 'announced again'} at {store}{now}")
+            problem = now
+            if stop.wait(_SIGN_S):
+                return

@@ -32,7 +32,7 @@ _HELLO_S = 5.0
 _RETRY_S = 0.2
 _MORE_FILES = 64
 _JOIN_S = 2.0
-_PASSING = re.compile(rb"run/[^/]+/(.*/)?(hb|here|alive|founder|shown|gloo|copy)/")
+_PASSING = re.compile(rb"relay/|run/[^/]+/(.*/)?(hb|here|alive|founder|shown|gloo|copy)/")
 """Keys that are of no use to a host that was restarted."""
 
 Parts = Sequence[bytes | None]
