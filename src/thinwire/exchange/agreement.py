@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 from thinwire._wording import warn_user
@@ -18,6 +19,8 @@ from thinwire.errors import Diverged, Mismatch, NonFinite, PayloadCorrupt, Thinw
 
 COMPARING = "comparing everything"
 """Phase in which ranks compare all replicated state, before a checkpoint."""
+FLUSHING = "flushing"
+"""Phase in which ranks agree to finish what is pending."""
 
 Report = dict[str, Any]
 """Report of one rank by key, with values that JSON holds. A key without a value is left out."""
@@ -170,10 +173,23 @@ class Agreement:
         # without an event, ranks of other parts need only the common keys
         quiet = {key for key, value in own.items() if value} <= _QUIET
         common = _written(_common(own)) if quiet else message
-        rows = self.group.launch_bytes(message, action=vote.purpose, common=common)
-        return Pending(
-            lambda: self._judged(vote, own, _read(rows.wait(), message, own, vote.purpose))
-        )
+        ask = partial(self.group.launch_bytes, message, action=vote.purpose, common=common)
+        rows = ask()
+
+        def answers() -> Answers:
+            nonlocal rows
+            while True:
+                reports = _read(rows.wait(), message, own, vote.purpose)
+                last = max(report["step"] for report in reports)
+                behind = {report["phase"] for report in reports if report["step"] < last}
+                # members that end before the others come to the step of these, which ask again
+                if self.group.static_membership or behind != {FLUSHING}:
+                    return self._judged(vote, own, reports)
+                if step < last:
+                    return self._answers(reports)
+                rows = ask()
+
+        return Pending(answers)
 
     def riding(self, step: int, phase: str, *, near: bool, **facts: Any) -> "Riding":
         """Return this rank's report for a slot of a sum that all ranks launch; see `Riding`."""

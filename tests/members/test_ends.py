@@ -1,0 +1,130 @@
+"""Members that end at another step than the others leave the run with what they have trained."""
+
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import thinwire as tw
+from tests.members.places import met
+from tests.members.training import TIMEOUT_S, digest, in_run, model
+from tests.ranks import Pool
+
+CONFIGS = {
+    "dense": tw.LocalSGD(4, begin_step=0),
+    "one bit": tw.LocalSGD(4, begin_step=6, compression=tw.Quantized(1)),
+    "sparse, late": tw.LocalSGD(4, begin_step=1, compression=tw.Sparse(0.9), delay=2),
+    "three steps late": tw.LocalSGD(4, begin_step=1, delay=3),
+    "one bit, five steps late": tw.LocalSGD(6, begin_step=1, compression=tw.Quantized(1), delay=5),
+    "outer momentum, parts": tw.LocalSGD(
+        4, begin_step=1, fragments=2, outer_lr=0.7, outer_momentum=0.9, outer_nesterov=True
+    ),
+    "parts, late": tw.LocalSGD(12, begin_step=1, fragments=2, delay=3),
+    "rare": tw.LocalSGD(100, begin_step=0),
+    "adaptive": tw.AdaptiveLocalSGD(init_k_steps=4, begin_step=1),
+}
+
+
+def ending(
+    rank: int,
+    size: int,
+    address: str,
+    config: Any,
+    ends: list[int],
+    how: str = "block",
+) -> dict[str, Any]:
+    """Train for `ends[rank]` steps of its own, and return the rounds and the state at the end."""
+    net = model(rank)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    batches = torch.Generator().manual_seed(rank)
+    rounds: dict[int, tuple[str, int]] = {}
+    grace = 1.0 if how == "grace" else None
+    options: dict[str, Any] = {"timeout": TIMEOUT_S, "start_members": size, "grace_seconds": grace}
+    engine = None
+    with ExitStack() as stack:
+        merge = tw.GradientMerge(2) if how == "merged" else None
+        if how in ("block", "grace"):
+            block = in_run(address, net, config, optimizer, **options)
+            members, sync, _ = stack.enter_context(block)
+        else:
+            members = stack.enter_context(tw.join(address, run="test", **options))
+            strategy = tw.DistributedStrategy(localsgd=config, gradient_merge=merge)
+            engine = strategy.prepare(net, optimizer, nn.MSELoss(), members=members)
+            stack.callback(engine.close)
+            assert engine.sync is not None
+            sync = engine.sync
+        averagings = sync.stats()["averagings"]
+        for _ in range(ends[rank]):
+            x = torch.randn(8, 24, generator=batches)
+            if engine is None:
+                optimizer.zero_grad()
+                loss = (net(x) - x.roll(1, 1)).square().mean()
+                loss.backward()
+                sync.observe(loss)
+                optimizer.step()
+            else:
+                engine.train_step(x, x.roll(1, 1))
+            applied, averagings = averagings, sync.stats()["averagings"]
+            if averagings > applied:
+                rounds[sync.step] = digest(sync), members.size
+            time.sleep(0.02)
+        sync.flush() if engine is None else engine.flush()
+        return {"step": sync.step, "state": digest(sync), "left": members.left, "rounds": rounds}
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [(name, "block") for name in CONFIGS]
+    + [("dense", "engine"), ("one bit", "merged"), ("one bit", "grace")],
+)
+@pytest.mark.parametrize("ends", [[14, 30], [30, 30, 17], [9, 22, 30, 14, 30]])
+def test_one_that_ends_before_the_others_leaves_after_their_round(
+    ranks: Pool, name: str, how: str, ends: list[int]
+) -> None:
+    """It has the bits of the others after that round; these go on to their own last step."""
+    found = met(ranks, ending, CONFIGS[name], ends, how, size=len(ends))
+    last = found[max(range(len(ends)), key=ends.__getitem__)]
+    steps = max(ends) // (2 if how == "merged" else 1)
+    for end, one in zip(ends, found, strict=True):
+        assert one["left"] == (end < max(ends))
+        if not one["left"]:
+            assert (one["step"], one["state"]) == (steps, last["state"])
+            assert one["rounds"] == last["rounds"]
+            continue
+        assert end // (2 if how == "merged" else 1) < one["step"] <= steps
+        assert one["rounds"].items() <= last["rounds"].items()
+        states = {digest for digest, _ in last["rounds"].values()} | {last["state"]}
+        assert one["state"] in states
+
+
+def counted(rank: int, size: int, address: str, config: Any, ends: list[int]) -> float:
+    """Let a step lower the only parameter by rank + 1; return the moves of all rounds."""
+    net = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), 1.0)
+    moved = 0.0
+    options = {"timeout": TIMEOUT_S, "start_members": size}
+    with in_run(address, net, config, optimizer, **options) as (_, sync, _):
+        [anchor] = sync.state_dict()["anchors"].values()
+        for left in range(ends[rank], -1, -1):
+            present = size * sync.stats()["batch_share"]
+            if left:
+                optimizer.zero_grad()
+                ((rank + 1) * net.weight.sum()).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+            else:
+                sync.flush()
+            [now] = sync.state_dict()["anchors"].values()
+            moved += present * float(anchor - now)
+            anchor = now
+            time.sleep(0.02)
+    return moved
+
+
+@pytest.mark.parametrize("name", ["dense", "three steps late", "rare"])
+def test_steps_of_one_that_ends_early_count(ranks: Pool, name: str) -> None:
+    ends = [9, 22, 30, 14]
+    moved = met(ranks, counted, CONFIGS[name], ends, size=len(ends))
+    assert moved[2] == pytest.approx(9 + 2 * 22 + 3 * 30 + 4 * 14, abs=1e-3)
