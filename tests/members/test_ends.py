@@ -10,9 +10,11 @@ from torch import nn
 
 import thinwire as tw
 from tests.members.places import met
-from tests.members.training import TIMEOUT_S, digest, in_run, model
-from tests.ranks import Pool
+from tests.members.training import TIMEOUT_S, die, digest, in_run, model
+from tests.ranks import Lost, Pool
+from tests.waiting import PATIENCE_S
 
+NEVER_S = 4 * PATIENCE_S
 CONFIGS = {
     "dense": tw.LocalSGD(4, begin_step=0),
     "one bit": tw.LocalSGD(4, begin_step=6, compression=tw.Quantized(1)),
@@ -35,6 +37,7 @@ def ending(
     config: Any,
     ends: list[int],
     how: str = "block",
+    killed: int = -1,
 ) -> dict[str, Any]:
     """Train for `ends[rank]` steps of its own, and return the rounds and the state at the end."""
     net = model(rank)
@@ -42,7 +45,8 @@ def ending(
     batches = torch.Generator().manual_seed(rank)
     rounds: dict[int, tuple[str, int]] = {}
     grace = 1.0 if how == "grace" else None
-    options: dict[str, Any] = {"timeout": TIMEOUT_S, "start_members": size, "grace_seconds": grace}
+    timeout_s = TIMEOUT_S if killed < 0 else NEVER_S
+    options: dict[str, Any] = {"timeout": timeout_s, "start_members": size, "grace_seconds": grace}
     engine = None
     with ExitStack() as stack:
         merge = tw.GradientMerge(2) if how == "merged" else None
@@ -71,6 +75,8 @@ def ending(
             if averagings > applied:
                 rounds[sync.step] = digest(sync), members.size
             time.sleep(0.02)
+        if rank == killed:
+            die()
         sync.flush() if engine is None else engine.flush()
         return {"step": sync.step, "state": digest(sync), "left": members.left, "rounds": rounds}
 
@@ -128,3 +134,19 @@ def test_steps_of_one_that_ends_early_count(ranks: Pool, name: str) -> None:
     ends = [9, 22, 30, 14]
     moved = met(ranks, counted, CONFIGS[name], ends, size=len(ends))
     assert moved[2] == pytest.approx(9 + 2 * 22 + 3 * 30 + 4 * 14, abs=1e-3)
+
+
+@pytest.mark.parametrize("how", ["block", "engine"])
+@pytest.mark.parametrize("name", ["dense", "one bit"])
+@pytest.mark.parametrize("ends", [[14, 30], [30, 30, 14]])
+def test_one_that_is_killed_is_not_waited_for_until_the_time_out(
+    ranks: Pool, name: str, how: str, ends: list[int]
+) -> None:
+    """Also by only one other, since its connection to the host ends with it, for good."""
+    killed = ends.index(14)
+    given = ranks, ending, CONFIGS[name], ends, how, killed
+    found = met(*given, size=len(ends), errors=True)
+    assert isinstance(found.pop(killed), Lost)
+    assert {one["step"] for one in found} == {30}
+    assert {one["state"] for one in found} == {found[0]["state"]}
+    assert [*found[0]["rounds"].values()][-1][1] == len(found)
