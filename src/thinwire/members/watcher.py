@@ -698,7 +698,7 @@ class Watcher:
                 break
             except ThinwireError as error:
                 failed = str(error)
-                why = f"({error.__cause__ or error}). {self._connecting_advice()}"
+                why = f"({error.__cause__ or error}). {self.connecting_advice()}"
             cause = f"it could not connect to all of them {why}"
             attempts += formed.continuing == decision.ids
             self.kv.put_if_absent(f"break/{number}", {"by": self.own_id, "why": failed})
@@ -738,7 +738,8 @@ class Watcher:
         # two connections to each other member, and those of the generation before
         allow_files(4 * size + _MORE_FILES, f"a run of {size} members")
 
-    def _connecting_advice(self) -> str:
+    def connecting_advice(self) -> str:
+        """Return what a member can do that cannot connect to the others."""
         doctor = "`thinwire doctor` on each machine says what is in the way"
         if self._endpoint.own_address is None:  # it uses the relay already
             return doctor
