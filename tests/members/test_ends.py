@@ -11,7 +11,7 @@ from torch import nn
 import thinwire as tw
 from tests.members.places import met
 from tests.members.training import TIMEOUT_S, die, digest, in_run, model
-from tests.ranks import Lost, Pool
+from tests.ranks import Lost, Pool, Raised
 from tests.waiting import PATIENCE_S
 
 NEVER_S = 4 * PATIENCE_S
@@ -150,3 +150,33 @@ def test_one_that_is_killed_is_not_waited_for_until_the_time_out(
     assert {one["step"] for one in found} == {30}
     assert {one["state"] for one in found} == {found[0]["state"]}
     assert [*found[0]["rounds"].values()][-1][1] == len(found)
+
+
+def with_other_calls(rank: int, size: int, address: str, odd: list[int], how: str) -> Any:
+    """Train to step 30, while the `odd` ranks make another call than the others."""
+    net = model(rank)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    options = {"timeout": TIMEOUT_S, "start_members": size}
+    with in_run(address, net, CONFIGS[how], optimizer, **options) as (members, sync, _):
+        while sync.step < 30:
+            optimizer.zero_grad()
+            net(torch.randn(8, 24)).square().mean().backward()
+            optimizer.step()
+            if rank in odd and sync.step == 10 + odd.index(rank) * (2 * len(odd) < size):
+                sync.require_equal()
+        return members.size, digest(sync)
+
+
+@pytest.mark.parametrize("how", ["dense", "one bit", "one bit, five steps late"])
+@pytest.mark.parametrize(("size", "odd"), [(2, [1]), (3, [1]), (4, [0, 2]), (5, [0]), (5, [3, 1])])
+def test_calls_that_differ_from_those_of_more_than_half_are_errors_of_their_members(
+    ranks: Pool, size: int, odd: list[int], how: str
+) -> None:
+    found = met(ranks, with_other_calls, odd, how, size=size, errors=True)
+    wrong = [*range(size)] if 2 * len(odd) >= size else odd
+    for rank in wrong:
+        assert isinstance(found[rank], Raised), found[rank]
+        assert found[rank].type_name == "Mismatch", found[rank].text
+    others = {one for rank, one in enumerate(found) if rank not in wrong}
+    assert not any(isinstance(one, Raised) for one in others), others
+    assert [members for members, _ in others] == [size - len(odd)] * (len(wrong) < size)

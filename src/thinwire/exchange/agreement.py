@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from thinwire._wording import warn_user
-from thinwire.comm import Group, Pending, sealed, wrong_call_site
+from thinwire.comm import Group, Pending, Regrouped, sealed, wrong_call_site
 from thinwire.errors import Diverged, Mismatch, NonFinite, PayloadCorrupt, ThinwireError
 
 COMPARING = "comparing everything"
@@ -182,11 +182,17 @@ class Agreement:
                 reports = _read(rows.wait(), message, own, vote.purpose)
                 last = max(report["step"] for report in reports)
                 behind = {report["phase"] for report in reports if report["step"] < last}
-                # members that end before the others come to the step of these, which ask again
-                if self.group.static_membership or behind != {FLUSHING}:
+                if self.group.static_membership:
                     return self._judged(vote, own, reports)
-                if step < last:
-                    return self._answers(reports)
+                if behind == {FLUSHING}:  # they end first, and come to the step of the others
+                    if step < last:
+                        return self._answers(reports)
+                else:
+                    odd = _odd_ranks(reports)
+                    if self.group.answer_index in odd or not self.group.leave_out(odd):
+                        return self._judged(vote, own, reports)
+                    if vote.last:  # with the messages of these ranks
+                        raise Regrouped
                 rows = ask()
 
         return Pending(answers)
@@ -334,6 +340,15 @@ def _refuse_errors(answers: Answers) -> None:
     nothing = "Nothing was applied on any rank" if len(answers) > 1 else "Nothing else was applied"
     for rank, text in answers.of("user_error"):
         raise ThinwireError(f"rank {rank}: {text}. {nothing}")
+
+
+def _odd_ranks(reports: Sequence[Report]) -> list[int]:
+    """Return the ranks whose call differs from that of more than half; none if there is no such."""
+    calls = [[report[key] for key in _POSITION] for report in reports]
+    most = max(calls, key=calls.count)
+    if 2 * calls.count(most) <= len(calls):
+        return []
+    return [rank for rank, call in enumerate(calls) if call != most]
 
 
 def _refuse_different_steps(answers: Answers, purpose: str) -> None:
