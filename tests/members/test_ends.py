@@ -169,7 +169,7 @@ def with_other_calls(rank: int, size: int, address: str, odd: list[int], how: st
 
 @pytest.mark.parametrize("how", ["dense", "one bit", "one bit, five steps late"])
 @pytest.mark.parametrize(("size", "odd"), [(2, [1]), (3, [1]), (4, [0, 2]), (5, [0]), (5, [3, 1])])
-def test_calls_that_differ_from_those_of_more_than_half_are_errors_of_their_members(
+def test_call_unlike_that_of_more_than_half_is_an_error_of_its_member(
     ranks: Pool, size: int, odd: list[int], how: str
 ) -> None:
     found = met(ranks, with_other_calls, odd, how, size=size, errors=True)

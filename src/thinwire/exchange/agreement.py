@@ -21,6 +21,8 @@ COMPARING = "comparing everything"
 """Phase in which ranks compare all replicated state, before a checkpoint."""
 FLUSHING = "flushing"
 """Phase in which ranks agree to finish what is pending."""
+AVERAGED = "averaged"
+"""Phase in which ranks agree to apply an averaging."""
 
 Report = dict[str, Any]
 """Report of one rank by key, with values that JSON holds. A key without a value is left out."""
@@ -180,12 +182,14 @@ class Agreement:
             nonlocal rows
             while True:
                 reports = _read(rows.wait(), message, own, vote.purpose)
-                last = max(report["step"] for report in reports)
-                behind = {report["phase"] for report in reports if report["step"] < last}
                 if self.group.static_membership:
                     return self._judged(vote, own, reports)
-                if behind == {FLUSHING}:  # they end first, and come to the step of the others
-                    if step < last:
+                last = max(report["step"] for report in reports)
+                phases = {report["phase"] for report in reports}
+                behind = {report["phase"] for report in reports if report["step"] < last}
+                # who ends first takes part in the averaging of the others, which ask again
+                if behind == {FLUSHING} or phases == {FLUSHING, AVERAGED}:
+                    if phase == FLUSHING and (step < last or AVERAGED in phases):
                         return self._answers(reports)
                 else:
                     odd = _odd_ranks(reports)

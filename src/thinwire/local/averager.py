@@ -11,7 +11,7 @@ from thinwire.comm.private import forget_ended
 from thinwire.comm.replicate import copy_from_first_
 from thinwire.core.sharded import Shards
 from thinwire.errors import Mismatch, NonFinite, PayloadCorrupt
-from thinwire.exchange.agreement import FLUSHING, Answers
+from thinwire.exchange.agreement import AVERAGED, FLUSHING, Answers
 from thinwire.exchange.digest import RollingDigest
 from thinwire.exchange.replica import Replica
 from thinwire.exchange.synchronizer import Synchronizer
@@ -200,10 +200,7 @@ class Averager(Synchronizer):
         still = self.counters.averagings and not (self.when.unsynced or self.unsent)
         moved = self.averaging.written() if still else None
         member = self._member
-        if member is None:
-            self.settle()
-        elif not self._advance(Stage.APPLIED):  # the others may vote on it at later steps
-            return
+        self.settle()
         answers = self.agreement(
             *(self.counters.step, FLUSHING),
             first=False,
@@ -213,16 +210,20 @@ class Averager(Synchronizer):
             unsent=self.unsent or None,
         )
         last = max(report["step"] for report in answers)
-        if member is not None and last > self.counters.step:
-            _log.warning(
-                "this member ends at step %d, before the others: it leaves the run after their "
-                "averaging of step %d",
-                *(self.counters.step, last),
-            )
-            member.leaving = True
-            self.counters.step = last
-            self.make(self.when.due())
-            if self._advance(Stage.APPLIED) and not member.left:
+        votes = any(report["phase"] == AVERAGED for report in answers)
+        if member is not None and (votes or last > self.counters.step):
+            # the others still vote on the averaging in flight, or have applied it
+            if self._advance(Stage.APPLIED) and not votes:
+                _log.warning(
+                    "this member ends at step %d, before the others: it leaves the run after their "
+                    "averaging of step %d",
+                    *(self.counters.step, last),
+                )
+                member.leaving = True
+                self.counters.step = last
+                self.make(self.when.due())
+                self._advance(Stage.APPLIED)
+            if not member.left:
                 self.flush()
             return
         self._advance(Stage.APPLIED, goes_on=True)
@@ -457,7 +458,7 @@ class Averager(Synchronizer):
             self.same.sums = measured.round.sums_digest
         return self.agreement.launch(
             measured.step,
-            "averaged",
+            AVERAGED,
             first=False,
             last=True,
             corrupt=refused,
