@@ -16,6 +16,7 @@ from tests.faults.proxy import proxy
 from tests.lab.namespaces import needs_netns
 from tests.members import (
     test_busy,
+    test_ends,
     test_few_left,
     test_late,
     test_rejoining,
@@ -28,7 +29,7 @@ from tests.members.places import host_command, meeting_place
 from tests.members.test_few_left import trained
 from tests.members.training import TIMEOUT_S
 from tests.ranks import Pool, Raised
-from tests.waiting import until
+from tests.waiting import time_out, until
 
 PAGE = Path(__file__).parents[2] / "docs" / "members.md"
 
@@ -104,10 +105,37 @@ def test_joiner_that_cannot_reach_one_member_is_evicted(
     assert [size for _, size in first["changes"]][-1] == 2
 
 
+@needs_netns
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("side", ["joiner", pytest.param("members", marks=pytest.mark.slow)])
+def test_joiner_that_reaches_no_member_ends_with_their_names(
+    ranks: Pool, token_file: str, tmp_path: Path, side: str, size: int
+) -> None:
+    """Whoever's packets are lost; the others go on as before."""
+    steps = 250 if side == "joiner" else 600
+    options = {"founders": size, "flag": str(tmp_path / "go"), "step_s": 0.1, "steps": steps}
+    options |= {"timeout_s": time_out(3.0), "token_file": token_file}
+    with network(2 + size, Link.parse("1gbit")) as net:
+        members, joiner = range(1, 1 + size), 1 + size
+        for one in members:
+            own, other = (joiner, one) if side == "joiner" else (one, joiner)
+            blackhole(net.namespace_fds[own], [net.addresses[other]])
+        bind = ["--bind", f"{net.addresses[0]}:29400", "--token-file", token_file]
+        with host_command(*bind, namespace=net.namespace_fds[0]) as (_, address):
+            given = trained, address, options
+            *found, refused = at_home(ranks, [*net.namespace_fds[1:]], *given, expect_errors=True)
+    assert isinstance(refused, Raised)
+    assert refused.type_name == "PeerLost", refused.text
+    assert "relay=True" in refused.text
+    assert {(one["step"], len(one["changes"])) for one in found} == {(steps, 0)}
+    assert len({tuple(one["rounds"].items()) for one in found}) == 1
+
+
 EVENTS: dict[str, list[Callable[..., None]]] = {
     "a member dies": [
         test_rounds.test_whoever_is_killed_others_make_the_round_again,
         test_few_left.test_one_that_is_left_trains_to_its_goal,
+        test_ends.test_one_that_is_killed_is_not_waited_for_until_the_time_out,
     ],
     "a member sleeps or is cut off for longer than the time-out": [
         test_rejoining.test_one_that_slept_trains_on_with_the_others,
@@ -125,12 +153,16 @@ EVENTS: dict[str, list[Callable[..., None]]] = {
         test_rounds.test_one_that_leaves_is_no_error_for_the_others,
         test_rounds.test_residual_of_a_leaving_member_goes_to_a_remaining_one,
     ],
+    "a block or engine ends before the others'": [
+        test_ends.test_one_that_ends_before_the_others_leaves_after_their_round
+    ],
     "the `with` block of `tw.join` ends, or `members.close()`": [
         test_rounds.test_some_end_by_themselves
     ],
     "a process joins": [test_rounds.test_a_joiner_has_the_bits_of_the_others],
     "a joiner cannot reach one of the members": [
-        test_joiner_that_cannot_reach_one_member_is_evicted
+        test_joiner_that_cannot_reach_one_member_is_evicted,
+        test_joiner_that_reaches_no_member_ends_with_their_names,
     ],
     "the joiner or a donor dies meanwhile": [
         test_rounds.test_joiner_that_dies_in_the_copy_delays_nobody

@@ -80,6 +80,7 @@ def site(
     flag_at: int = 4,
     fault: dict[str, Any] | None = None,
     leave_at: dict[int, int] | None = None,
+    end_at: dict[int, int] | None = None,
     step_s: float = 0.0,
     one_start: bool = False,
     timeout_s: float = TIMEOUT_S,
@@ -87,6 +88,7 @@ def site(
     """A rank of a site; `size` counts the processes of all of them, as `rank` does."""
     number, shard = divmod(rank, SHARDS)
     founders = size // SHARDS if founders is None else founders
+    steps = (end_at or {}).get(number, steps)
     flag = Path(folder, "go")
     wait_for(str(flag) if number >= founders else "")
     with as_site(folder, f"{number}", shard) as mesh:
@@ -223,6 +225,14 @@ def test_a_rank_that_leaves_takes_its_site_with_it(ranks: Pool, tmp_path: Path, 
     sites = run_sites(ranks, tmp_path, SPARSE, size=6, **options)
     gone = sites.pop(rank // SHARDS)
     assert [one["left"] for one in gone] == [True, True]
+    assert [one["step"] for one in gone] == [13, 13]
+    rounds = alike(sites, 24)
+    assert [size for _, size in rounds.values()] == [3, 3, 3, 3, 2, 2]
+
+
+def test_a_site_that_ends_before_the_others_leaves(ranks: Pool, tmp_path: Path) -> None:
+    sites = run_sites(ranks, tmp_path, SPARSE, size=6, end_at={1: 10})
+    gone = sites.pop(1)
     assert [one["step"] for one in gone] == [13, 13]
     rounds = alike(sites, 24)
     assert [size for _, size in rounds.values()] == [3, 3, 3, 3, 2, 2]

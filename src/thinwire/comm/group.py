@@ -283,6 +283,10 @@ class Group:
         """Index of this rank's answer among the last answers received."""
         return self.rank
 
+    def leave_out(self, ranks: Sequence[int]) -> bool:
+        """Continue without members, by the indices of their last answers, if that is possible."""
+        return False
+
     @property
     def device(self) -> torch.device:
         """Device on which this group's backend needs data from the host."""

@@ -10,14 +10,19 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 from thinwire._wording import warn_user
-from thinwire.comm import Group, Pending, sealed, wrong_call_site
+from thinwire.comm import Group, Pending, Regrouped, sealed, wrong_call_site
 from thinwire.errors import Diverged, Mismatch, NonFinite, PayloadCorrupt, ThinwireError
 
 COMPARING = "comparing everything"
 """Phase in which ranks compare all replicated state, before a checkpoint."""
+FLUSHING = "flushing"
+"""Phase in which ranks agree to finish what is pending."""
+AVERAGED = "averaged"
+"""Phase in which ranks agree to apply an averaging."""
 
 Report = dict[str, Any]
 """Report of one rank by key, with values that JSON holds. A key without a value is left out."""
@@ -170,10 +175,31 @@ class Agreement:
         # without an event, ranks of other parts need only the common keys
         quiet = {key for key, value in own.items() if value} <= _QUIET
         common = _written(_common(own)) if quiet else message
-        rows = self.group.launch_bytes(message, action=vote.purpose, common=common)
-        return Pending(
-            lambda: self._judged(vote, own, _read(rows.wait(), message, own, vote.purpose))
-        )
+        ask = partial(self.group.launch_bytes, message, action=vote.purpose, common=common)
+        rows = ask()
+
+        def answers() -> Answers:
+            nonlocal rows
+            while True:
+                reports = _read(rows.wait(), message, own, vote.purpose)
+                if self.group.static_membership:
+                    return self._judged(vote, own, reports)
+                last = max(report["step"] for report in reports)
+                phases = {report["phase"] for report in reports}
+                behind = {report["phase"] for report in reports if report["step"] < last}
+                # who ends first takes part in the averaging of the others, which ask again
+                if behind == {FLUSHING} or phases == {FLUSHING, AVERAGED}:
+                    if phase == FLUSHING and (step < last or AVERAGED in phases):
+                        return self._answers(reports)
+                else:
+                    odd = _odd_ranks(reports)
+                    if self.group.answer_index in odd or not self.group.leave_out(odd):
+                        return self._judged(vote, own, reports)
+                    if vote.last:  # with the messages of these ranks
+                        raise Regrouped
+                rows = ask()
+
+        return Pending(answers)
 
     def riding(self, step: int, phase: str, *, near: bool, **facts: Any) -> "Riding":
         """Return this rank's report for a slot of a sum that all ranks launch; see `Riding`."""
@@ -318,6 +344,15 @@ def _refuse_errors(answers: Answers) -> None:
     nothing = "Nothing was applied on any rank" if len(answers) > 1 else "Nothing else was applied"
     for rank, text in answers.of("user_error"):
         raise ThinwireError(f"rank {rank}: {text}. {nothing}")
+
+
+def _odd_ranks(reports: Sequence[Report]) -> list[int]:
+    """Return the ranks whose call differs from that of more than half; none if there is no such."""
+    calls = [[report[key] for key in _POSITION] for report in reports]
+    most = max(calls, key=calls.count)
+    if 2 * calls.count(most) <= len(calls):
+        return []
+    return [rank for rank, call in enumerate(calls) if call != most]
 
 
 def _refuse_different_steps(answers: Answers, purpose: str) -> None:

@@ -1,5 +1,6 @@
 """Average parameters when it is due: measure, agree, send, verify, apply."""
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ from thinwire.comm.private import forget_ended
 from thinwire.comm.replicate import copy_from_first_
 from thinwire.core.sharded import Shards
 from thinwire.errors import Mismatch, NonFinite, PayloadCorrupt
-from thinwire.exchange.agreement import Answers
+from thinwire.exchange.agreement import AVERAGED, FLUSHING, Answers
 from thinwire.exchange.digest import RollingDigest
 from thinwire.exchange.replica import Replica
 from thinwire.exchange.synchronizer import Synchronizer
@@ -21,6 +22,7 @@ from thinwire.local.model import LocalModel, OtherBuffers, refuse_scaler
 from thinwire.local.steps import of_site, weights_of
 from thinwire.members.members import Member
 
+_log = logging.getLogger("thinwire")
 _FROZEN = (
     "frozen parameter {} (local updates do not average it: make it a buffer, keep it outside the "
     "model, or update it only where sync.synced is true)"
@@ -197,15 +199,33 @@ class Averager(Synchronizer):
         # a write that is not from these steps, such as by a second optimizer after the averaging
         still = self.counters.averagings and not (self.when.unsynced or self.unsent)
         moved = self.averaging.written() if still else None
+        member = self._member
         self.settle()
         answers = self.agreement(
-            *(self.counters.step, "flushing"),
+            *(self.counters.step, FLUSHING),
             first=False,
             work=work,
             state=changed,
             moved=moved,
             unsent=self.unsent or None,
         )
+        last = max(report["step"] for report in answers)
+        votes = any(report["phase"] == AVERAGED for report in answers)
+        if member is not None and (votes or last > self.counters.step):
+            # the others still vote on the averaging in flight, or have applied it
+            if self._advance(Stage.APPLIED) and not votes:
+                _log.warning(
+                    "this member ends at step %d, before the others: it leaves the run after their "
+                    "averaging of step %d",
+                    *(self.counters.step, last),
+                )
+                member.leaving = True
+                self.counters.step = last
+                self.make(self.when.due())
+                self._advance(Stage.APPLIED)
+            if not member.left:
+                self.flush()
+            return
         self._advance(Stage.APPLIED, goes_on=True)
         # decided from the answers, so that all ranks enter the averaging or none does: other ranks
         # may have made steps
@@ -438,7 +458,7 @@ class Averager(Synchronizer):
             self.same.sums = measured.round.sums_digest
         return self.agreement.launch(
             measured.step,
-            "averaged",
+            AVERAGED,
             first=False,
             last=True,
             corrupt=refused,

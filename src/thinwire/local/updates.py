@@ -420,11 +420,12 @@ class LocalUpdates:
         """Apply a result in flight; average everything if ranks made steps since the last full
         sync, else, uncompressed, what other code has changed: buffers (`update_bn`), parameters.
 
-        All ranks must call it after the same step. With `round_seconds`, a rank takes part in the
-        rounds of the others until all have called it. Leaving the block calls it.
+        All ranks must call it after the same step; a member that is at an earlier one takes part in
+        the next averaging of the others, and leaves the run. With `round_seconds`, a rank takes
+        part in the rounds of the others until all have called it. Leaving the block calls it.
 
         Raises:
-            Mismatch: Ranks are at different steps.
+            Mismatch: Ranks, unless members, are at different steps.
             ThinwireError: As in any averaging.
         """
         averager = open_averager(self)

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import cycle
 from typing import Any
@@ -59,6 +59,16 @@ class ElasticGroup(Group):
     def answer_index(self) -> int:
         voters, own_id = self.membership.shared.voters, self.membership.shared.own_id
         return voters.index(own_id)
+
+    def leave_out(self, ranks: Sequence[int]) -> bool:
+        now = self.bound
+        if now is None or not ranks:
+            return False
+        odd = {self.membership.shared.voters[rank] for rank in ranks}
+        ids = [one for one in now.ids if one not in odd]
+        self.membership.change_members(now.number, ids, ids)
+        self.pending_after = now.number
+        return True
 
     def bind_latest(self) -> int:
         """Bind to the last generation, waiting for a pending one; return its number."""

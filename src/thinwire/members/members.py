@@ -354,12 +354,21 @@ class Member:
 
     def fetch_state(self, state: SharedState) -> None:
         """Copy the state of the run from donors, and wait for admission."""
+        failures = 0
         try:
             while (problem := self._attempt(state)) is not None:
                 _log.warning("asking another member for the state: %s", problem)
                 wrong = {one for one, sent_wrong in self._refused_donors.items() if sent_wrong}
                 if wrong >= {*self._membership.shared.expected, *self._donor_ids}:
                     raise PayloadCorrupt(f"no member is left to ask for the state: {problem}")
+                download = self.download
+                failures = 0 if download is None or download.reached else failures + 1
+                if failures == _MOST_FAILURES:
+                    raise PeerLost(
+                        f"this member reaches the host, and {failures} times none of the members "
+                        f"that were to send the state, such as {', '.join(self._donor_ids)} "
+                        f"({problem}). {self._membership.watcher.connecting_advice()}"
+                    )
         except ThinwireError as error:
             self.site.announce_end(error)
             raise
@@ -397,6 +406,7 @@ class Member:
         site = self.site
         shared = self._membership.shared
         self._has_state = False
+        self.download = None
         asks: Facts = {"has": state.averagings, "without": [*self._refused_donors]}
         number = shared.say_hello(self.kv, **asks) if site.rank == 0 else 0
         number = site.broadcast_value("asking for admission", number)

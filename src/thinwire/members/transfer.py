@@ -356,6 +356,11 @@ class Download:
         """True while something is in transit."""
         return any(thread.is_alive() for thread in self._threads)
 
+    @property
+    def reached(self) -> bool:
+        """True if a donor has been connected."""
+        return any(self._recipients)
+
     def _run(self, context: TransferContext, number: int, part: Part) -> None:
         arrived = self._arrived
         index = part.index

@@ -32,6 +32,8 @@ _QUIET_S = 1.0
 """Time since the last announcement after which the missing ones are left out."""
 _AT_ONCE = 16
 """Requests of joiners that are read at once."""
+_BACK_S = 8.0
+"""Time for a member that lost its connection to the host to have another one."""
 _ALIVE_S = 3.0
 """Age in seconds from which a process without a new heartbeat counts as gone."""
 BUSY_BEAT_S = 1.2
@@ -611,7 +613,8 @@ class Watcher:
         """Return the next generation, of those present; they may need `connecting_s` more."""
         # the store keeps what is written first: a side that does not reach it forms none
         number = old.number + 1
-        begun = grown_s = time.monotonic()
+        begun = grown_s = there_s = time.monotonic()
+        store = self.kv.store
         news = 0
         missing = [*old.ids]
         announced: dict[str, dict[str, Any]] = {}
@@ -629,6 +632,9 @@ class Watcher:
                 announced |= found
                 missing = [member for member in old.ids if member not in announced]
                 grown_s = time.monotonic()
+            if not gone or self.kv.store is not store:  # a host that comes back has lost them all
+                there_s = time.monotonic()
+                store = self.kv.store
             silent_s = min(map(self._silent_s, missing), default=math.inf)
             connecting = [one["connecting_s"] or 0.0 for one in announced.values()]
             decision, lost = next_decision(old.ids, announced, old.continuing)
@@ -641,7 +647,9 @@ class Watcher:
             late = late and waited_s > announce_s + max(connecting, default=0.0)
             # those that were all late announce themselves one after the other
             quiet = time.monotonic() - grown_s > self.shared.with_trips(_QUIET_S)
-            if not missing or (quiet and (late or (gone and quick))):
+            # no live member that reaches the host is without a connection for so long
+            longer = time.monotonic() - there_s > self.shared.with_trips(_BACK_S)
+            if not missing or (quiet and (late or (gone and enough and (most or longer)))):
                 if enough:
                     return self._decided(number, decision)
                 raise QuorumLost(
@@ -690,7 +698,7 @@ class Watcher:
                 break
             except ThinwireError as error:
                 failed = str(error)
-                why = f"({error.__cause__ or error}). {self._connecting_advice()}"
+                why = f"({error.__cause__ or error}). {self.connecting_advice()}"
             cause = f"it could not connect to all of them {why}"
             attempts += formed.continuing == decision.ids
             self.kv.put_if_absent(f"break/{number}", {"by": self.own_id, "why": failed})
@@ -730,7 +738,8 @@ class Watcher:
         # two connections to each other member, and those of the generation before
         allow_files(4 * size + _MORE_FILES, f"a run of {size} members")
 
-    def _connecting_advice(self) -> str:
+    def connecting_advice(self) -> str:
+        """Return what a member can do that cannot connect to the others."""
         doctor = "`thinwire doctor` on each machine says what is in the way"
         if self._endpoint.own_address is None:  # it uses the relay already
             return doctor

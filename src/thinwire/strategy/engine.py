@@ -297,7 +297,8 @@ class Engine:
 
         Call it on all ranks at the end of training, and under local updates before an evaluation.
         Afterwards all ranks have the same model, and the next averaging is `k_steps` steps later.
-        If nothing is pending it only compares steps. A member that has left only drops its merge.
+        If nothing is pending it only compares steps. A member that has left only drops its merge;
+        one that is at an earlier step than the others leaves the run after their next averaging.
 
         Example::
 

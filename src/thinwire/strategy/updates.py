@@ -303,7 +303,7 @@ class LocalStep(Microsteps):
     @property
     def flush_compares_steps(self) -> bool:
         """True if nothing in a flush but the engine compares the ranks' steps."""
-        return self.in_lockstep and self.merge_steps > 1
+        return self.in_lockstep and self.merge_steps > 1 and self.group.static_membership
 
     @property
     def in_lockstep(self) -> bool:
