@@ -28,6 +28,7 @@ from thinwire.comm.macs import MessageMacs, wrong_mac_text
 from thinwire.comm.private import Private, forget, is_alone, keep_alive, private_group
 from thinwire.comm.stats import Rate
 from thinwire.comm.waiting import (
+    Awaited,
     Limit,
     Progress,
     Timeout,
@@ -567,18 +568,13 @@ class Group:
             works.append(work)
 
         def finish() -> Tensor:
-            set_activity(action, awaited)
             begin_s = time.perf_counter()
-            try:
-                self._wait_for_all(works, action, held, by_gloo=by_gloo)
-                nbytes = sent if rated and not control else 0
-                now_s = time.perf_counter()
-                self._rate.ended(nbytes, launched_s, begin_s, now_s)
-                if control:
-                    shared.round_trip_s = min(shared.round_trip_s, now_s - launched_s)
-            finally:
-                self.wait_s += time.perf_counter() - begin_s
-                set_activity(action, None)
+            self._wait_for_all(works, action, awaited, held, by_gloo=by_gloo)
+            nbytes = sent if rated and not control else 0
+            now_s = time.perf_counter()
+            self._rate.ended(nbytes, launched_s, begin_s, now_s)
+            if control:
+                shared.round_trip_s = min(shared.round_trip_s, now_s - launched_s)
             return result()
 
         return Pending(finish)
@@ -600,21 +596,33 @@ class Group:
         return [self._private, *shared.more][: max(count, 1)]
 
     def _wait_for_all(
-        self, works: Sequence[dist.Work], action: str, held: Sequence[Tensor], *, by_gloo: bool
+        self,
+        works: Sequence[dist.Work],
+        action: str,
+        awaited: Awaited,
+        held: Sequence[Tensor] = (),
+        *,
+        by_gloo: bool,
     ) -> None:
         nbytes = sum(tensor.nbytes for tensor in held) if len(works) > 1 else 0
         progress = Progress(action, nbytes) if len(works) > 1 else None
-        for work in works:
-            limit = Limit(self.timeout_s, self._ask_before_s, self._extension_s, self._look)
-            try:
-                limit.wait(work, in_slices=by_gloo)
-            except RuntimeError as error:
-                if work.is_completed():
-                    forget(work)
-                raise self._explained(error, action, limit.within) from error.__context__
-            forget(work)
-            if progress is not None:
-                progress.add(nbytes / len(works))
+        set_activity(action, awaited)
+        begin_s = time.perf_counter()
+        try:
+            for work in works:
+                limit = Limit(self.timeout_s, self._ask_before_s, self._extension_s, self._look)
+                try:
+                    limit.wait(work, in_slices=by_gloo)
+                except RuntimeError as error:
+                    if work.is_completed():
+                        forget(work)
+                    raise self._explained(error, action, limit.within) from error.__context__
+                forget(work)
+                if progress is not None:
+                    progress.add(nbytes / len(works))
+        finally:
+            self.wait_s += time.perf_counter() - begin_s
+            set_activity(action, None)
 
     def _extension_s(self) -> float:
         heartbeats = self._shared and self._shared.heartbeats

@@ -72,17 +72,13 @@ class ClosingVote(Work):
         """Return True once it is closed, or the host has ended."""
         return self._ended
 
-    def missing(self) -> str:
-        """Return the members that have not answered, as text."""
-        return ", ".join(self._missing)
-
     def wait(self, timeout: datetime.timedelta = datetime.timedelta.max) -> bool:
         """Wait until it is closed, or the host has ended: then `answers` stay None."""
         until = time.monotonic() + timeout.total_seconds()
         while not self._ended:
             left_s = until - time.monotonic()
             if left_s <= 0:
-                raise RuntimeError("Timed out")
+                raise RuntimeError(f"Timed out: {', '.join(self._missing)} did not answer")
             try:
                 ids = self._membership.current().ids
             except ThinwireError as error:

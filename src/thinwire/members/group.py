@@ -4,8 +4,9 @@ import json
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from itertools import cycle
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.comm import Group, Pending, Regrouped, is_alone, require_mesh
 from thinwire.comm.member_groups import MemberGroups
 from thinwire.comm.private import forget_ended, in_flight
-from thinwire.comm.waiting import Limit, own_deadlines, progressed, set_activity, whole_s
-from thinwire.errors import Evicted, PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
+from thinwire.comm.waiting import own_deadlines, progressed, whole_s
+from thinwire.errors import Evicted, PeerLost, PeerStalled, ThinwireError
 from thinwire.members.closing import ClosingVote, Late
 from thinwire.members.generation import Generation, packed, unpacked
 from thinwire.members.kv import KeyValueView
@@ -24,6 +25,7 @@ from thinwire.members.watcher import BUSY_BEAT_S, Terms
 
 AWAY = Evicted, Late, PeerLost, PeerStalled
 """Errors of a member that was away: it reached nobody, or the others continued without it."""
+_T = TypeVar("_T")
 
 
 class ElasticGroup(Group):
@@ -113,16 +115,11 @@ class ElasticGroup(Group):
         name = f"{now.number}/{shared.votes}"
         if now.present is None or now.present.ids != ids:
             present = Generation(now.number, ids, ids.index(shared.own_id), now.continuing)
-            broken = None
-            try:
-                if present.size > 1:
-                    where = self._kv.store.under(f"gloo/{name}"), present.rank, present.size
-                    limit_s = shared.connecting_s
-                    present.groups = MemberGroups(*where, limit_s, self._terms.endpoint)
-            except ThinwireError as error:
-                broken = str(error)
-            if broken is not None:
-                raise self._broken(now.number, broken)
+            if present.size > 1:
+                where = self._kv.store.under(f"gloo/{name}"), present.rank, present.size
+                limits = shared.connecting_s, self._terms.endpoint
+                make = partial(MemberGroups, *where, *limits)
+                present.groups = self._in_generation(now.number, make)
             with shared.changed:
                 now.present = present
                 if shared.frozen:  # its waits were to be ended before it was there
@@ -237,20 +234,9 @@ class ElasticGroup(Group):
 
     def _closed(self, closing: ClosingVote, action: str) -> list[bytes] | None:
         """Wait for an agreement at the host; None if the host ends meanwhile."""
-        limit = Limit(self.timeout_s, self._ask_before_s, self._extension_s, lambda _: None)
-        begin_s = time.perf_counter()
-        set_activity(action, ("host", True, closing.vote))
-        number = self.membership.current().number
-        broken = None
-        try:
-            limit.wait(closing, in_slices=True)
-        except RuntimeError:
-            broken = f"{action}: {closing.missing()} did not answer within {limit.within}"
-        finally:
-            self.wait_s += time.perf_counter() - begin_s
-            set_activity(action, None)
-        if broken is not None:
-            raise self._broken(number, broken)
+        awaited = "host", True, closing.vote
+        wait = partial(self._wait_for_all, [closing], action, awaited, by_gloo=True)
+        self._in_generation(self.membership.current().number, wait)
         if closing.error is not None:
             raise closing.error
         return closing.answers
@@ -269,25 +255,13 @@ class ElasticGroup(Group):
 
     def _launched(self, *exchange: Any, **options: Any) -> Pending[Tensor]:
         number = -1 if self.bound is None else self.bound.number
-        # outside of the handlers: an error of the next generation stands alone
-        broken: str | None = None
-        try:
-            pending = super()._launched(*exchange, **options)
-        except ThinwireError as error:
-            broken = str(error)
-        if broken is not None:
-            raise self._broken(number, broken)
+        launch = partial(super()._launched, *exchange, **options)
+        pending = self._in_generation(number, launch)
 
         def finish() -> Tensor:
             if self.membership.current().number != number:
                 raise Regrouped
-            try:
-                return pending.wait()
-            except PayloadCorrupt:
-                raise
-            except ThinwireError as error:
-                broken = str(error)
-            raise self._broken(number, broken)
+            return self._in_generation(number, pending.wait)
 
         return Pending(finish)
 
@@ -299,10 +273,16 @@ class ElasticGroup(Group):
     def _extension_s(self) -> float:
         return self.membership.extension_s(whole_s(self.timeout_s))
 
-    def _broken(self, number: int, why: str) -> Regrouped:
-        self.membership.report_broken(number, why)
+    def _in_generation(self, number: int, work: Callable[[], _T]) -> _T:
+        """Return the result of `work`; if it fails wait for the next generation: `Regrouped`."""
+        # outside of the handler: an error of the next generation stands alone
+        try:
+            return work()
+        except ThinwireError as error:
+            broken = str(error)
+        self.membership.report_broken(number, broken)
         self._wait_for_next(number)
-        return Regrouped()
+        raise Regrouped
 
     def _wait_for_next(self, number: int) -> None:
         begun_s = time.perf_counter()
