@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed import Work
 
 from thinwire.errors import PeerLost, PeerStalled, ThinwireError
-from thinwire.members.generation import packed, unpacked
+from thinwire.members.generation import Outcome, packed, unpacked
 from thinwire.members.kv import KeyValueView
 from thinwire.members.membership import Membership
 from thinwire.members.watcher import CLOSED_KEY, POLL_S
@@ -113,18 +113,15 @@ class ClosingVote(Work):
             self._due_s = min(self._due_s, now)
         if now < self._due_s + _STAGGER_S * [*given].index(self._own_id):
             return False
-        value = {"vote": self.vote, "voters": [*given], "answers": [*given.values()]}
-        return self._take(self._kv.swap(CLOSED_KEY, closed, value))
+        outcome = Outcome(self.vote, unpacked([*given.values()]), [*given])
+        return self._take(self._kv.swap(CLOSED_KEY, closed, outcome.to_dict()))
 
     def _take(self, closed: Any) -> bool:
         """Take what was closed, if it is this agreement or a later one."""
         if closed is None or closed["vote"] < self.vote:
             return False
         # for a later one all that took part in this one were needed
-        voters = closed["voters"] if closed["vote"] == self.vote else []
-        if self._own_id in voters:
-            self.answers = unpacked(closed["answers"])
-            self._membership.accept_closed(self.vote, self.answers, voters)
-        else:
+        self.answers = self._membership.accepted(Outcome.from_dict(closed), self.vote)
+        if self.answers is None:
             self.error = Late()
         return True

@@ -59,8 +59,8 @@ class ElasticGroup(Group):
 
     @property
     def answer_index(self) -> int:
-        voters, own_id = self.membership.shared.voters, self.membership.shared.own_id
-        return voters.index(own_id)
+        shared = self.membership.shared
+        return shared.agreed.voters.index(shared.own_id)
 
     def bind_latest(self) -> int:
         """Bind to the last generation, waiting for a pending one; return its number."""
@@ -112,7 +112,7 @@ class ElasticGroup(Group):
         if now is None or not self.some_are_late:
             return
         shared, ids = self.membership.shared, self.present_ids
-        name = f"{now.number}/{shared.votes}"
+        name = f"{now.number}/{shared.agreed.vote}"
         if now.present is None or now.present.ids != ids:
             present = Generation(now.number, ids, ids.index(shared.own_id), now.continuing)
             if present.size > 1:
@@ -181,7 +181,7 @@ class ElasticGroup(Group):
         if self.bound is None and self.pending_after is None:
             return [payload]
         membership, attempt = self.membership, self._attempt
-        vote = membership.shared.votes + 1
+        vote = membership.shared.agreed.vote + 1
         closing = self._at_host(vote, payload) if attempt is None else None
         try:
             while True:
@@ -244,11 +244,12 @@ class ElasticGroup(Group):
     def _taken(self, answers: list[bytes]) -> list[bytes]:
         """Return the answers of an agreement, if this member was in time for it."""
         shared = self.membership.shared
-        if shared.own_id not in shared.voters:
+        voters = shared.agreed.voters
+        if shared.own_id not in voters:
             raise Late
         now = self.membership.current()
-        missing = [one for one in now.ids if one not in shared.voters]
-        shared.present = shared.voters if missing else None
+        missing = [one for one in now.ids if one not in voters]
+        shared.present = voters if missing else None
         if any(map(self.membership.watcher.is_gone, missing)):
             self.membership.report_broken(now.number, f"no heartbeat of {', '.join(missing)}")
         return answers
@@ -448,7 +449,7 @@ class SiteGroup(Group):
         def common_answers() -> list[bytes]:
             with self._announcing_end():
                 answers = gathered.wait()
-            ids = self._shard_group.membership.shared.voters
+            ids = self._shard_group.membership.shared.agreed.voters
             all_equal = len(set(answers)) == 1
             report = {"ids": ids, "answers": packed(answers[:1] if all_equal else answers)}
             received = [

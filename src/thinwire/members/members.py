@@ -25,7 +25,7 @@ from thinwire.errors import (
     ThinwireError,
 )
 from thinwire.members.closing import Late
-from thinwire.members.generation import packed, unpacked
+from thinwire.members.generation import Outcome
 from thinwire.members.group import AWAY, ElasticGroup, SingleRank, Site, SiteGroup
 from thinwire.members.kv import KeyValueView
 from thinwire.members.meeting import require_same
@@ -281,7 +281,7 @@ class Member:
             ended = f"{error}. Start all members again, from the last copy"
         while not ended and (found := self.kv.get(f"members/{known + 1}")) is not None:
             known += 1
-            if not found["votes"]:
+            if not found["vote"]:
                 ended = f"it has begun anew, with generation {known}. Start this member again"
         if ended:
             self._failures = _MOST_FAILURES
@@ -460,12 +460,9 @@ class Member:
         # the generation of the agreement, equal on all members, even if a new one has formed since
         now = self.group.bound
         assert now is not None, "exchanged"
-        shared = self._membership.shared
         made = {
+            **self._membership.shared.agreed.to_dict(),
             "averaging": state.averagings,
-            "vote": shared.votes,
-            "voters": shared.voters,
-            "answers": packed(shared.answers),
             "generation": now.number,
             "ids": now.ids,
             "reports": [] if goes_on else self._reports,
@@ -559,11 +556,11 @@ class Member:
     def catch_up(self, state: SharedState) -> None:
         """Apply the rounds that this member was late for, and continue with the others."""
         shared = self._membership.shared
-        while (closed := self.kv.get(CLOSED_KEY)) and closed["vote"] > shared.votes:
+        while (closed := self.kv.get(CLOSED_KEY)) and closed["vote"] > shared.agreed.vote:
             update = self._missed.next(self._transfer_context, state.averagings, state.max_bytes)
             made = update.plain["made"]
             state.apply(update)
-            self._membership.accept_closed(made["vote"], unpacked(made["answers"]), made["voters"])
+            self._membership.accept_closed(Outcome.from_dict(made))
             self.receive_reports(made["reports"])
             self._end_round(state, made, update)
             _log.info("took over averaging %d, for which this member was late", state.averagings)

@@ -9,7 +9,7 @@ from typing import Any
 
 from thinwire.comm.private import forget_ended
 from thinwire.errors import PeerStalled, ThinwireError
-from thinwire.members.generation import Generation
+from thinwire.members.generation import Generation, Outcome
 from thinwire.members.kv import KeyValueView, no_answer_message
 from thinwire.members.watcher import (
     BUSY_BEAT_S,
@@ -92,12 +92,11 @@ class Membership:
             )
         return self.current()
 
-    def accept_closed(self, vote: int, answers: Sequence[bytes], voters: Sequence[str]) -> None:
+    def accept_closed(self, agreed: Outcome) -> None:
         """Accept an agreement that the host keeps, whatever the generation."""
         with self.shared.changed:
-            shared = self.shared
-            shared.votes, shared.answers, shared.voters = vote, tuple(answers), tuple(voters)
-            shared.recorded = None
+            self.shared.agreed = agreed
+            self.shared.recorded = None
 
     def accept_agreement(self, number: int, vote: int, answers: Sequence[bytes]) -> bool:
         """Accept an agreement; return False if its generation has been left meanwhile."""
@@ -108,24 +107,22 @@ class Membership:
             now = shared.generation
             if shared.frozen or now is None or now.number != number:
                 return False
-            shared.votes = vote
-            shared.answers = tuple(answers)
+            shared.agreed = Outcome(vote, answers, now.present_ids(shared.present))
             shared.voted = True
-            shared.voters = now.present_ids(shared.present)
             now.continuing = now.ids
             return True
 
     def recorded(self, vote: int) -> list[bytes] | None:
         """Return the answers of an agreement that only other members had received, if known."""
         with self.shared.changed:
-            shared = self.shared
-            if shared.recorded is None or shared.recorded[0] != vote:
-                return None
-            if shared.own_id not in shared.recorded[2]:  # it was late, and has to take it over
-                return None
-            shared.votes, shared.answers, shared.voters = shared.recorded
-            shared.recorded = None
-            return list(shared.answers)
+            return self.accepted(self.shared.recorded, vote)
+
+    def accepted(self, agreed: Outcome | None, vote: int) -> list[bytes] | None:
+        """Accept an agreement of others, if it is this one and this member was in time for it."""
+        if agreed is None or agreed.vote != vote or self.shared.own_id not in agreed.voters:
+            return None
+        self.accept_closed(agreed)
+        return list(agreed.answers)
 
     def missed(self, vote: int) -> list[bytes] | None:
         """Return the answers of an agreement that the others had when they evicted this member."""
@@ -133,12 +130,7 @@ class Membership:
         self.kv.limit_s = self.timeout_s  # the thread has ended
         self.kv.session = None
         decision = None if now is None else self.watcher._decision(now.number + 1)
-        if decision is None or decision.votes != vote:
-            return None
-        if self.shared.own_id not in decision.voters:
-            return None
-        self.shared.votes, self.shared.voters = vote, decision.voters
-        return list(decision.answers)
+        return self.accepted(None if decision is None else decision.agreed, vote)
 
     def extension_s(self, timeout_s: float) -> float:
         """Return the seconds for which busy members may be waited for; takes two at most."""

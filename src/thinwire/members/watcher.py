@@ -19,7 +19,7 @@ from thinwire.errors import (
     QuorumLost,
     ThinwireError,
 )
-from thinwire.members.generation import Decision, Generation, next_decision, packed
+from thinwire.members.generation import Decision, Generation, Outcome, next_decision
 from thinwire.members.kv import HostRestarted, KeyValueView
 from thinwire.members.meeting import require_same
 from thinwire.members.server import allow_files
@@ -103,13 +103,11 @@ class Shared:
         self.former: tuple[str, dict[str, Any]] | None = None
         """What this member presented before it entered again; then it founds no generation."""
         self.admitted: tuple[int, tuple[str, ...]] | None = None
-        self.votes = 0
-        self.answers: tuple[bytes, ...] = ()
-        self.voters: tuple[str, ...] = (own_id,)
-        """Members whose answers the last agreement holds, in the order of the answers."""
-        self.present: tuple[str, ...] | None = None
+        self.agreed = Outcome(0, (), (own_id,))
+        """Last agreement that the main thread has accepted."""
+        self.present: Sequence[str] | None = None
         """Members that make the present round, if others are late; used by the main thread."""
-        self.recorded: tuple[int, tuple[bytes, ...], tuple[str, ...]] | None = None
+        self.recorded: Outcome | None = None
         """Agreement that only other members had received, until the main thread takes it."""
         self.frozen = self.voted = self.ending = False
         self.expected: tuple[str, ...] = ()
@@ -167,16 +165,14 @@ class Shared:
         now = self.generation
         if now is None:
             return self.former
-        facts = {"number": now.number, "ids": now.ids, "votes": self.votes}
+        facts = {"number": now.number, "ids": now.ids, "vote": self.agreed.vote}
         return f"recover/{self.own_id}", facts | {"timeout_s": self.timeout_s}
 
     def announcement(self, connecting_s: float | None = None) -> dict[str, Any]:
         """Return the last agreement, for members that have not received it."""
         # an agreement taken from another member counts even before the main thread asks for it
         with self.changed:
-            votes, answers, voters = self.recorded or (self.votes, self.answers, self.voters)
-        agreed = {"votes": votes, "answers": packed(answers), "voted": self.voted}
-        agreed |= {"voters": voters}
+            agreed = (self.recorded or self.agreed).to_dict() | {"voted": self.voted}
         return agreed | {"connecting_s": connecting_s, "reached": self.reached}
 
     def announce_leaving(self, kv: KeyValueView) -> None:
@@ -219,7 +215,7 @@ class Watcher:
         self.stopped = threading.Event()
         kv.session = kv.store.session
         self._next_hello = self._beat_count = self._news = 0
-        self._latest = Decision((), (), 0)
+        self._latest = Decision((), ())
 
     def form_generations(self) -> None:
         """Meet the others, then watch and do what the main thread asks, until this member ends."""
@@ -280,7 +276,7 @@ class Watcher:
             while (written := self._decision(met)) is not None and written.ids != self.founders:
                 met -= 1
             met = number + 1 if written is None else met
-            self._enter(met, self._decided(met, Decision(self.founders, self.founders, 0)))
+            self._enter(met, self._decided(met, Decision(self.founders, self.founders)))
             return
         shared.last_alive_s = time.monotonic()
         while not self.stopped.is_set():
@@ -288,7 +284,7 @@ class Watcher:
             number, decision, alive = self._poll(number)
             if self.own_id in decision.ids:
                 with shared.changed:
-                    shared.votes = decision.votes
+                    shared.agreed = shared.agreed._replace(vote=decision.agreed.vote)
                     shared.admitted = (number, decision.ids)
                     shared.changed.notify_all()
                 self._enter(number, decision)
@@ -320,7 +316,7 @@ class Watcher:
                 enough_s = min(enough_s, now) if len(found) >= self._start_members else math.inf
                 if now - enough_s >= 2 * POLL_S:  # wait for founders that come at the same time
                     self.kv.put(CLOSED_KEY, {"vote": 0})  # of a run that had this name before
-                    self._decided(first, Decision(found, found, 0))
+                    self._decided(first, Decision(found, found))
                 elif enough_s == math.inf and now - begun > self.timeout_s:
                     raise QuorumLost(
                         f"{len(found)} of {self._start_members} members came within "
@@ -361,7 +357,7 @@ class Watcher:
         if following is None and hint is not None and hint > number:
             # a host that was started anew knows no earlier ones
             number = hint
-            decision = self._decision(number) or Decision((), (), 0)
+            decision = self._decision(number) or Decision((), ())
             following = self.kv.get(f"members/{number + 1}")
         while following is not None:
             number += 1
@@ -588,8 +584,7 @@ class Watcher:
             return
         with shared.changed:
             shared.frozen = True
-            agreed = shared.votes, shared.answers, shared.voters
-            decision = Decision(ids, continuing, *agreed)
+            decision = Decision(ids, continuing, shared.agreed)
         self._enter(number + 1, self._decided(number + 1, decision))
 
     def regroup(self, why: str, number: int | None = None) -> None:
@@ -671,8 +666,8 @@ class Watcher:
                     f"take part; the others are {', '.join(decision.ids)}"
                 )
             with shared.changed:
-                if shared.generation is not None and decision.votes == shared.votes + 1:
-                    shared.recorded = (decision.votes, decision.answers, decision.voters)
+                if shared.generation and decision.agreed.vote == shared.agreed.vote + 1:
+                    shared.recorded = decision.agreed
                 shared.past_members.update(decision.ids)
             rank = decision.ids.index(self.own_id)
             formed = Generation(number, decision.ids, rank, decision.continuing)
