@@ -30,9 +30,10 @@ from thinwire.members.group import AWAY, ElasticGroup, SingleRank, Site, SiteGro
 from thinwire.members.kv import KeyValueView
 from thinwire.members.meeting import require_same
 from thinwire.members.membership import Membership
-from thinwire.members.missed import MOST_WAITING, MissedRounds, SentRounds
+from thinwire.members.missed import MissedRounds
 from thinwire.members.transfer import (
     MOST_DONORS,
+    MOST_WAITING,
     Donor,
     Download,
     Part,
@@ -131,8 +132,8 @@ class Member:
         self._outgoing_handoff: Donor | None = None
         self._reports: Sequence[Facts] = ()
         """Reports of all members of the round, until it ends."""
-        self._late: dict[str, SentRounds] = {}
-        """Members that are late."""
+        self._late: dict[str, tuple[int, str]] = {}
+        """By late member the first round that it lacks, and the member that sends it."""
         self._missed = MissedRounds(self._membership, self.kv)
         self.step: Callable[[], int] = lambda: 0
         self._samplers: dict[Any, Callable[[], Any]] = {}
@@ -237,8 +238,6 @@ class Member:
     def _close_donors(self) -> None:
         for donor in self._donors:
             donor.close()
-        for sent in self._late.values():
-            sent.close()
         self._donors = []
         self._late = {}
 
@@ -485,10 +484,11 @@ class Member:
         state.begin_round(len(ids), following or len(ids))
         if not made["goes_on"]:
             self._redistribute_samples([*remaining, *admitted])
-        self._donors = [donor for donor in self._donors if donor.alive]
         if update is None and (update := state.last_update()) is not None:
             update = replace(update, plain={**update.plain, "made": made})
-        self._keep(state, made, update, [*remaining, *admitted])
+        self._send_to_late(made, [*remaining, *admitted])
+        self._keep(state, update)
+        self._donors = [donor for donor in self._donors if donor.alive]
         for donor in self._donors:
             if donor.part.index == 0:
                 assert update is not None, "somebody listens"
@@ -520,38 +520,35 @@ class Member:
                 return
             self.group.pending_after = number  # the next one connects while this member trains
 
-    def _keep(
-        self, state: SharedState, made: Facts, update: StateMessage | None, ids: Sequence[str]
-    ) -> None:
-        """Keep the round for joiners, and send it to those that were late for it."""
-        for member in [one for one in self._late if one in made["voters"] or one not in ids]:
-            self._late.pop(member).close()
+    def _keep(self, state: SharedState, update: StateMessage | None) -> None:
+        """Keep the round for joiners, and for those that were late for it."""
         self._kept = [] if update is None else [*self._kept, (state.averagings, update)]
-        if update is not None:
-            self._send_to_late(made, update, ids)
         whole = sum(tensor.nbytes for tensor in state.tensors().values())
         most = max(_MOST_KEPT * whole, MOST_WAITING * bool(self._late))
         while sum(kept.nbytes for _, kept in self._kept) > most:
             del self._kept[0]
 
-    def _send_to_late(self, made: Facts, update: StateMessage, ids: Sequence[str]) -> None:
-        """Send the round to members that were late for it, each by one that was not."""
-        voters = made["voters"]
-        present = [member for member in ids if member in voters]
+    def _send_to_late(self, made: Facts, ids: Sequence[str]) -> None:
+        """Begin to send rounds to members that were late for this one, each by one that was not."""
+        voters, now = made["voters"], made["averaging"]
         late = [one for one in made["ids"] if one in ids and one not in voters]
+        for donor in self._donors:
+            if donor.joiner in self._late and donor.joiner not in late:
+                donor.close()
+        self._late = {one: sent for one, sent in self._late.items() if one in late}
+        present = [member for member in ids if member in voters]
         for index, member in enumerate(late):
-            sent = self._late.get(member)
-            if sent is not None and sent.donor in ids:
-                sent.enqueue(update)
+            since, sender = self._late.get(member, (now, ""))
+            if sender in ids:
                 continue
-            since = made["averaging"] if sent is None else sent.since
-            sent = self._late[member] = SentRounds(since, present[index % len(present)])
-            rounds = [kept for at, kept in self._kept if at >= since]
+            sender = present[index % len(present)]
+            self._late[member] = since, sender
+            before = [kept for at, kept in self._kept if at >= since]
             # without some of them it enters the run again
-            if sent.donor == self.id and len(rounds) > made["averaging"] - since:
+            if sender == self.id and len(before) == now - since:
                 number = (1 << 62) + secrets.randbits(61)
                 where = self._transfer_context, number, member, Part(0, 1, "")
-                sent.sending = Donor(*where, {}, rounds, offered_by=self.id)
+                self._donors.append(Donor(*where, {}, before, offered_by=self.id))
 
     def catch_up(self, state: SharedState) -> None:
         """Apply the rounds that this member was late for, and continue with the others."""

@@ -1,14 +1,12 @@
-"""Rounds that members were late for: sent by others, and received."""
+"""Rounds that this member was late for, from a member that has them."""
 
 import logging
 import time
-from dataclasses import dataclass
 
 from thinwire.errors import PeerLost, PeerStalled
 from thinwire.members.kv import KeyValueView
 from thinwire.members.membership import Membership
 from thinwire.members.transfer import (
-    Donor,
     Download,
     StateMessage,
     TransferContext,
@@ -17,30 +15,7 @@ from thinwire.members.transfer import (
 )
 from thinwire.members.watcher import POLL_S
 
-MOST_WAITING = 256 << 20
-"""Bytes of rounds, beside the last one, that wait for a late member at most."""
 _log = logging.getLogger("thinwire")
-
-
-@dataclass(slots=True)
-class SentRounds:
-    """Rounds that a late member receives, the first of them, and the member that sends them."""
-
-    since: int
-    donor: str
-    sending: Donor | None = None
-
-    def enqueue(self, update: StateMessage) -> None:
-        """Send one more round, if this member sends them and the late one asks in time."""
-        if self.sending is not None:
-            self.sending.enqueue(update)
-            if self.sending.waiting_bytes > update.nbytes + MOST_WAITING:
-                self.close()
-
-    def close(self) -> None:
-        """End the transfer."""
-        if self.sending is not None:
-            self.sending.close()
 
 
 class MissedRounds:

@@ -27,6 +27,8 @@ from thinwire.members.line import CHECKSUM_BYTES, LENGTH, Line
 
 MOST_DONORS = 4
 """Most members that send one joiner a part of the state each."""
+MOST_WAITING = 256 << 20
+"""Bytes of rounds, beside the last one, that wait for a late member at most."""
 _ALIVE = "alive"
 _BEATS_PER_TIMEOUT = 4
 """Kind of the message that says that nothing waits, and the number of them within one time-out."""
@@ -164,21 +166,18 @@ class Donor:
         """True until the transfer has ended or failed."""
         return self._thread.is_alive()
 
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of the messages that have not been sent."""
-        with self._changed:
-            return sum(message.nbytes for message in self._messages if message is not None)
-
     def enqueue(self, message: StateMessage) -> None:
-        """Send a message after the waiting ones."""
+        """Send a message after the waiting ones; close if the recipient does not ask in time."""
         with self._changed:
+            waiting = sum(one.nbytes for one in self._messages if one is not None)
             self._messages.append(message)
             self._rounds += 1
             self._round_bytes += message.nbytes
             if self._rounds > _ROUNDS:
                 self._needed = self._round_bytes / (time.monotonic() - self._began_s)
             self._changed.notify()
+        if self._offered_by and waiting > MOST_WAITING:
+            self.close()
 
     def close(self, limit_s: float = 0.0) -> None:
         """End the thread once all messages are sent, or after `limit_s` seconds."""
