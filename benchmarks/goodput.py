@@ -51,7 +51,7 @@ from benchmarks.goodput_worker import (
 from benchmarks.ranks import host
 from thinwire.tools.compare.results import describe_machine
 from thinwire.tools.network.netns import Link, Network, inside, network
-from thinwire.tools.run.launch import signal_group, start
+from thinwire.tools.run.launch import EventReader, signal_group, start
 
 FAULTS = Path(__file__).with_name("settings") / "faults.jsonl"
 _LINK, _LATENCY = "20mbit", "20ms"
@@ -80,7 +80,7 @@ class Run:
         """Start the host; kill the one before it."""
         self.host.close()
         journal = str(self.folder / "journal")
-        self.address = self.host.enter_context(host(self.net, "--journal", journal))
+        self.address, _ = self.host.enter_context(host(self.net, "--journal", journal))
 
     def start(self, number: int) -> None:
         """Start a worker."""
@@ -103,12 +103,13 @@ class Run:
 
     def events(self) -> list[dict[str, Any]]:
         """Return the events of all workers, in order of time."""
-        found = [e for n in range(MEMBERS) for e in json_lines(self.folder / f"{n}.jsonl")]
-        return sorted(found, key=lambda event: event["time"])
+        readers = [EventReader(self.folder, number) for number in range(MEMBERS)]
+        found = [e | {"number": reader.rank} for reader in readers for e in reader.read()]
+        return sorted(found, key=lambda event: event["unix_s"])
 
     def all_in(self) -> bool:
         """Return True if every worker has begun to train."""
-        return len({e["number"] for e in self.events() if e["what"] == "in"}) == MEMBERS
+        return len({e["number"] for e in self.events() if e["event"] == "in"}) == MEMBERS
 
     def fault(self, what: str, number: int, *, over: bool) -> None:
         """Make a fault, or end it."""
@@ -204,10 +205,10 @@ def measured(events: Sequence[Mapping[str, Any]], faults: Sequence[Fault]) -> di
     """
     of_rounds: dict[int, list[Mapping[str, Any]]] = {}
     for event in events:
-        if event["what"] == "round":
+        if event["event"] == "round":
             of_rounds.setdefault(event["step"], []).append(event)
     rounds = [rows for _, rows in sorted(of_rounds.items())]
-    begun, ended = (max(row["time"] for row in rows) for rows in (rounds[0], rounds[-1]))
+    begun, ended = (max(row["unix_s"] for row in rows) for rows in (rounds[0], rounds[-1]))
     useful = np.array([step for step in _useful_steps(events) if begun < step[0] <= ended])
     bounds = [begun, *(fault["begins"] for fault in faults), ended]
     costs = []
@@ -229,7 +230,7 @@ def measured(events: Sequence[Mapping[str, Any]], faults: Sequence[Fault]) -> di
         "curve": [
             [at, int((useful[:, 0] <= at).sum()), rows[0]["loss"]]
             for rows in rounds
-            for at in [rows[0]["time"]]
+            for at in [rows[0]["unix_s"]]
         ],
         "stats": {name: [row["stats"][name] for row in rounds[-1]] for name in _STATS},
     }
@@ -240,10 +241,10 @@ def _useful_steps(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, 
     times: dict[int, list[float]] = {number: [] for number in range(MEMBERS)}
     for event in events:
         number = event["number"]
-        if event["what"] == "step":
-            times[number].append(event["time"])
+        if event["event"] == "step":
+            times[number].append(event["unix_s"])
             continue
-        if event["what"] == "round":
+        if event["event"] == "round":
             yield from ((at, step_seconds(number)) for at in times[number])
         times[number].clear()
 

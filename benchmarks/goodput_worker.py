@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
+from thinwire.tools.run.launch import event_log
 
 MEMBERS = 4
 HALF_SPEED = 3
@@ -42,7 +43,7 @@ class Worker:
 
     def __init__(self, folder: Path, number: int, seed: int) -> None:
         self.folder, self.number = folder, number
-        self._file = (folder / f"{number}.jsonl").open("a")
+        self.tell = event_log(folder, number).write
         self._dice = random.Random(os.getpid())
         self._due_s = 0.0
         torch.manual_seed(seed)
@@ -56,12 +57,6 @@ class Worker:
         self._known = len(self._spans) * 9 // 10
         self._held_out = self._spans[self._known + _BYTES :: 8].long()
         torch.manual_seed(MEMBERS * seed + number)
-
-    def tell(self, what: str, **about: Any) -> None:
-        """Write one event."""
-        line = {"what": what, "time": time.time(), "number": self.number, **about}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
 
     def train(self, address: str, scale: float, joins: dict[str, Any]) -> None:
         """Train until the driver ends the run."""
