@@ -137,16 +137,16 @@ def clients(
         terms = Terms(RelayEndpoint("127.0.0.1", 0, b""), 1, size, 60.0)
         memberships[own] = one = Membership(kv, own, terms)
         one.meet()
-        if one.shared.joiner:
-            kv.put(f"ready/{one.shared.say_hello(kv)}", {"id": own})
+        if one.joiner:
+            kv.put(f"ready/{one.say_hello(kv)}", {"id": own})
         number, told = -1, False
         while not one.watcher.stopped.is_set():
-            with one.shared.changed:
-                now = one.shared.generation
+            with one.changed:
+                now = one.generation
                 if now is not None and now.number > number:
                     number = now.number
                     report(own, time.monotonic(), now.size)
-                one.shared.changed.wait(PAUSE_S)
+                one.changed.wait(PAUSE_S)
             if now is not None and now.rank == 0 and not told and one.ready_joiners():
                 told = True
                 report(ADMIT, number, (*now.ids, *one.ready_joiners()))

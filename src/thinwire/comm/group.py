@@ -1,6 +1,7 @@
 """The ranks that exchange, as one object that also works on a single rank."""
 
 import contextlib
+import datetime
 import hashlib
 import os
 import struct
@@ -29,18 +30,23 @@ from thinwire.comm.private import Private, forget, is_alone, keep_alive, private
 from thinwire.comm.stats import Rate
 from thinwire.comm.waiting import (
     Awaited,
-    Limit,
     Progress,
     Timeout,
+    left_s,
     one_deadline,
+    progressed,
     seconds_of,
     set_activity,
     state_after_failure,
+    waited,
     whole_s,
+    within_text,
 )
 from thinwire.errors import Mismatch, PayloadCorrupt, ThinwireError
 from thinwire.layout.traffic import STREAMS, children, streams_between
 
+_SLICE_S = 1.0
+"""Interval at which a wait checks the clock and lets signals in."""
 _SHORT_BYTES = 64 << 10
 """Longest message of the host's memory that goes to all ranks at once."""
 _HEAD = struct.Struct("<I8s8s")
@@ -610,19 +616,53 @@ class Group:
         begin_s = time.perf_counter()
         try:
             for work in works:
-                limit = Limit(self.timeout_s, self._ask_before_s, self._extension_s, self._look)
-                try:
-                    limit.wait(work, in_slices=by_gloo)
-                except RuntimeError as error:
-                    if work.is_completed():
-                        forget(work)
-                    raise self._explained(error, action, limit.within) from error.__context__
+                self._wait_for(work, action, in_slices=by_gloo)
                 forget(work)
                 if progress is not None:
                     progress.add(nbytes / len(works))
         finally:
             self.wait_s += time.perf_counter() - begin_s
             set_activity(action, None)
+
+    def _wait_for(self, work: dist.Work, action: str, *, in_slices: bool) -> None:
+        """Wait until the work has ended; longer while the missing ranks are busy."""
+        # shortly before the limit ask whether missing ranks are busy: then it moves, else it stands
+        limit_s = left_s(self.timeout_s)
+        began_s = time.monotonic()
+        ended = longer = denied = False
+        while True:
+            until_s = limit_s - (0.0 if denied else self._ask_before_s)
+            try:
+                if in_slices:
+                    left = until_s - (time.monotonic() - began_s)
+                    work.wait(datetime.timedelta(seconds=max(min(left, _SLICE_S), 0.001)))
+                else:
+                    work.wait()
+                break
+            except RuntimeError as error:
+                self._look(time.monotonic() - began_s)
+                if work.is_completed():
+                    if not ended:
+                        ended = True  # it may have succeeded since: wait again, to see its outcome
+                        continue
+                    forget(work)
+                elif time.monotonic() - began_s < until_s:
+                    continue
+                elif not denied:
+                    extension_s = self._extension_s()
+                    waited_s = time.monotonic() - began_s
+                    longer |= extension_s > 0
+                    denied = extension_s <= 0
+                    if not denied:
+                        limit_s = max(limit_s, waited_s + extension_s)
+                    if waited_s < limit_s:
+                        continue
+                within = within_text(limit_s, self.timeout_s)
+                raise self._explained(error, action, within) from error.__context__
+        if longer:
+            progressed()
+        else:
+            waited(time.monotonic() - began_s)
 
     def _extension_s(self) -> float:
         heartbeats = self._shared and self._shared.heartbeats

@@ -48,7 +48,7 @@ class ClosingVote(Work):
         """Reason for which this member does not take part."""
         self._kv = kv
         self._membership = membership
-        self._own_id = membership.shared.own_id
+        self._own_id = membership.own_id
         self._answer = {"vote": vote, "answer": packed([answer])}
         self._grace_s = grace_s
         self._least = least
@@ -60,7 +60,7 @@ class ClosingVote(Work):
     def launch(self) -> bool:
         """Write the answer of this member; False if the host does not answer."""
         self._ended = False
-        if self._membership.shared.store_problem is not None:
+        if self._membership.store_problem is not None:
             return False
         try:
             self._kv.put(f"here/{self._own_id}", self._answer)

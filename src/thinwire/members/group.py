@@ -50,7 +50,7 @@ class ElasticGroup(Group):
         """Enters the run again after an error of `AWAY`, or raises it; None before any step."""
         self._in_call = False
         self._regroup_s = 0.0
-        if membership.shared.generation is not None:
+        if membership.generation is not None:
             self.bind_latest()
 
     @property
@@ -59,8 +59,8 @@ class ElasticGroup(Group):
 
     @property
     def answer_index(self) -> int:
-        shared = self.membership.shared
-        return shared.agreed.voters.index(shared.own_id)
+        membership = self.membership
+        return membership.agreed.voters.index(membership.own_id)
 
     def bind_latest(self) -> int:
         """Bind to the last generation, waiting for a pending one; return its number."""
@@ -99,7 +99,7 @@ class ElasticGroup(Group):
     @property
     def present_ids(self) -> tuple[str, ...]:
         """Members that make the present round; the others are late."""
-        return () if self.bound is None else self.bound.present_ids(self.membership.shared.present)
+        return () if self.bound is None else self.bound.present_ids(self.membership.present)
 
     @property
     def some_are_late(self) -> bool:
@@ -111,18 +111,18 @@ class ElasticGroup(Group):
         now = self.bound
         if now is None or not self.some_are_late:
             return
-        shared, ids = self.membership.shared, self.present_ids
-        name = f"{now.number}/{shared.agreed.vote}"
+        membership, ids = self.membership, self.present_ids
+        name = f"{now.number}/{membership.agreed.vote}"
         if now.present is None or now.present.ids != ids:
-            present = Generation(now.number, ids, ids.index(shared.own_id), now.continuing)
+            present = Generation(now.number, ids, ids.index(membership.own_id), now.continuing)
             if present.size > 1:
                 where = self._kv.store.under(f"gloo/{name}"), present.rank, present.size
-                limits = shared.connecting_s, self._terms.endpoint
+                limits = membership.connecting_s, self._terms.endpoint
                 make = partial(MemberGroups, *where, *limits)
                 present.groups = self._in_generation(now.number, make)
-            with shared.changed:
+            with membership.changed:
                 now.present = present
-                if shared.frozen:  # its waits were to be ended before it was there
+                if membership.frozen:  # its waits were to be ended before it was there
                     present.disconnect()
         self._use(now.present, name)
 
@@ -181,12 +181,12 @@ class ElasticGroup(Group):
         if self.bound is None and self.pending_after is None:
             return [payload]
         membership, attempt = self.membership, self._attempt
-        vote = membership.shared.agreed.vote + 1
+        vote = membership.agreed.vote + 1
         closing = self._at_host(vote, payload) if attempt is None else None
         try:
             while True:
                 # another member may have received all answers: then they are in the store
-                if (known := membership.recorded(vote)) is not None:
+                if (known := membership.accept_recorded(vote)) is not None:
                     return self._taken(known)
                 number = self.bind_latest()
                 if attempt not in (None, number):
@@ -214,7 +214,7 @@ class ElasticGroup(Group):
 
     def _at_host(self, vote: int, payload: bytes) -> ClosingVote | None:
         """Return an agreement of all members at the host; None if they agree by themselves."""
-        self.membership.shared.present = None
+        self.membership.present = None
         grace_s = self._terms.grace_seconds
         if grace_s is None:
             return None
@@ -243,15 +243,15 @@ class ElasticGroup(Group):
 
     def _taken(self, answers: list[bytes]) -> list[bytes]:
         """Return the answers of an agreement, if this member was in time for it."""
-        shared = self.membership.shared
-        voters = shared.agreed.voters
-        if shared.own_id not in voters:
+        membership = self.membership
+        voters = membership.agreed.voters
+        if membership.own_id not in voters:
             raise Late
-        now = self.membership.current()
+        now = membership.current()
         missing = [one for one in now.ids if one not in voters]
-        shared.present = voters if missing else None
-        if any(map(self.membership.watcher.is_gone, missing)):
-            self.membership.report_broken(now.number, f"no heartbeat of {', '.join(missing)}")
+        membership.present = voters if missing else None
+        if any(map(membership.watcher.is_gone, missing)):
+            membership.report_broken(now.number, f"no heartbeat of {', '.join(missing)}")
         return answers
 
     def _launched(self, *exchange: Any, **options: Any) -> Pending[Tensor]:
@@ -400,7 +400,7 @@ class SiteGroup(Group):
         self.shards = site.ranks
         self.replicas = shard_group
         self._shard_group = shard_group
-        self._received_ids = [shard_group.membership.shared.own_id]
+        self._received_ids = [shard_group.membership.own_id]
 
     @property
     def rank(self) -> int:  # type: ignore[override]
@@ -419,7 +419,7 @@ class SiteGroup(Group):
 
     @property
     def answer_index(self) -> int:
-        site = self._received_ids.index(self._shard_group.membership.shared.own_id)
+        site = self._received_ids.index(self._shard_group.membership.own_id)
         return site * self.site.size + self.site.rank
 
     @property
@@ -436,7 +436,7 @@ class SiteGroup(Group):
         try:
             yield
         except ThinwireError as error:
-            if self._shard_group.membership.shared.end_reason is not None:
+            if self._shard_group.membership.end_reason is not None:
                 self.site.announce_end(error)
             raise
 
@@ -449,7 +449,7 @@ class SiteGroup(Group):
         def common_answers() -> list[bytes]:
             with self._announcing_end():
                 answers = gathered.wait()
-            ids = self._shard_group.membership.shared.agreed.voters
+            ids = self._shard_group.membership.agreed.voters
             all_equal = len(set(answers)) == 1
             report = {"ids": ids, "answers": packed(answers[:1] if all_equal else answers)}
             received = [

@@ -1,6 +1,5 @@
 """Transfer of the run's state from donors to a joiner, while the members train on."""
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -99,9 +98,9 @@ def wanted_key(number: int) -> str:
 class Part:
     """Which of the parts of the state of a round a donor sends."""
 
-    index: int
-    count: int
-    state: str
+    index: int = 0
+    count: int = 1
+    state: str = ""
     """Counters of the round, as text, the same in all parts."""
     donors: Sequence[str] = ()
 
@@ -131,9 +130,9 @@ class Donor:
         context: TransferContext,
         number: int,
         joiner: str,
-        part: Part,
-        tensors: _Tensors,
         first: Iterable[StateMessage],
+        part: Part = Part(),
+        tensors: Mapping[str, Tensor] = {},
         busy: Callable[[], bool] = lambda: False,
         *,
         offered_by: str = "",
@@ -316,9 +315,9 @@ class Download:
         self,
         context: TransferContext,
         number: int,
-        count: int,
-        tensors: _Tensors,
         max_bytes: int,
+        count: int = 1,
+        tensors: Mapping[str, Tensor] = {},
         is_there: Callable[[], bool] = lambda: True,
     ) -> None:
         # `is_there`: False once the donor will not connect any more
@@ -342,7 +341,7 @@ class Download:
         names = "joining_bytes", "joining_total_bytes", "joining_bit_s", "joining_left_s"
         self.stats: dict[str, float] = dict.fromkeys(names, 0.0)
         """Bytes of the state received, and of all that differed here; rate; seconds left."""
-        where = [(context, number, Part(n, count, "")) for n in range(count)]
+        where = [(context, number, Part(n, count)) for n in range(count)]
         self._threads = [
             threading.Thread(target=self._run, args=args, name="thinwire-recipient", daemon=True)
             for args in where
@@ -396,12 +395,17 @@ class Download:
                 return None
             if not wait:
                 self._report()
-            index, arrived = self._next_arrived()
+            try:
+                index, arrived = self._arrived.get(timeout=_POLL_S)
+            except queue.Empty:
+                if self._is_there():
+                    continue
+                raise PeerLost("the member that was to send has been lost") from None
             if isinstance(arrived, Exception):
                 self.refused = [index]
                 raise arrived
-            if arrived is None or isinstance(arrived, StateMessage):
-                self._messages += [] if arrived is None else [arrived]
+            if isinstance(arrived, StateMessage):
+                self._messages.append(arrived)
                 continue
             if len({*self._states, arrived}) > 1:
                 self.refused = [index]
@@ -409,29 +413,21 @@ class Download:
             self._report()
             self._states.append(arrived)
             if len(self._states) == len(self._recipients):
-                self._compare()
+                self._finish()
                 self._since = None  # from here on rounds alone are received
-                for name, flat in self._flat.items():
-                    if flat.data_ptr() != self._tensors[name].data_ptr():
-                        self._tensors[name].copy_(flat.view_as(self._tensors[name]))
 
-    def _next_arrived(self) -> tuple[int, Any]:
-        """Return what arrives next, and the index of its donor; None if nothing does for now."""
-        with contextlib.suppress(queue.Empty):
-            return self._arrived.get(timeout=_POLL_S)
-        if not self._is_there():
-            raise PeerLost("the member that was to send has been lost")
-        return 0, None
-
-    def _compare(self) -> None:
-        """Raise unless each part is what two members hold; one of both is wrong."""
+    def _finish(self) -> None:
+        """Raise unless each part is what two members hold (one of both is wrong); keep all."""
         for index, donor in enumerate(self._recipients):
             assert donor is not None, "received"
-            for at, part in enumerate(Part(index, len(self._recipients), "").compared()):
+            for at, part in enumerate(Part(index, len(self._recipients)).compared()):
                 other = self._recipients[part.index]
                 if other is not None and donor.digests[at : at + 1] != [other.found]:
                     self.refused = [index, part.index]
                     raise PayloadCorrupt("two members hold different bytes of the same state")
+        for name, flat in self._flat.items():
+            if flat.data_ptr() != self._tensors[name].data_ptr():
+                self._tensors[name].copy_(flat.view_as(self._tensors[name]))
 
     def _report(self) -> None:
         connected = [one for one in self._recipients if one]

@@ -30,8 +30,6 @@ _ANNOUNCE_S = 2.0
 """Time for members to announce themselves after a break; each does so within `POLL_S`."""
 _QUIET_S = 1.0
 """Time since the last announcement after which the missing ones are left out."""
-_AT_ONCE = 16
-"""Requests of joiners that are read at once."""
 _ALIVE_S = 3.0
 """Age in seconds from which a process without a new heartbeat counts as gone."""
 BUSY_BEAT_S = 1.2
@@ -54,6 +52,7 @@ _RECOVERING = "recovering"
 _HELLOS = "hellos"
 """Key of the next free request number; a hint where to begin to search."""
 _HELLOS_AT_ONCE = 16
+"""Requests of joiners that are read at once."""
 _log = logging.getLogger("thinwire")
 
 
