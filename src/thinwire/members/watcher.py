@@ -56,14 +56,6 @@ _HELLOS_AT_ONCE = 16
 _log = logging.getLogger("thinwire")
 
 
-def connecting_s(size: int, round_trip_s: float, timeout_s: float) -> float:
-    """Return the longest time in seconds for the members of a generation to connect."""
-    # two groups, each of one connection after the other, after their addresses went by the host
-    first, more = _ADDRESS_BYTES
-    through_host_s = 2 * size**2 * (first + more * size) / _HOST_BYTES_PER_S
-    return min(_CONNECT_S, timeout_s) + 4 * size * round_trip_s + through_host_s
-
-
 class Terms(NamedTuple):
     """Arguments of `join` for the run."""
 
@@ -131,7 +123,11 @@ class Shared:
     @property
     def connecting_s(self) -> float:
         """Longest time in seconds for the latest generation, and a joiner, to connect."""
-        return connecting_s(len(self.expected) + 1, self.round_trip_s, self.timeout_s)
+        # two groups, each of one connection after the other, after their addresses went by the host
+        size = len(self.expected) + 1
+        first, more = _ADDRESS_BYTES
+        through_host_s = 2 * size**2 * (first + more * size) / _HOST_BYTES_PER_S
+        return min(_CONNECT_S, self.timeout_s) + 4 * size * self.round_trip_s + through_host_s
 
     @property
     def attempts_s(self) -> float:
@@ -363,8 +359,7 @@ class Watcher:
             decision = Decision.from_dict(following)
             following = self.kv.get(f"members/{number + 1}")
         self._latest = decision
-        self.shared.expected = decision.ids
-        self._require_files(max(len(decision.ids) + 1, self._start_members))
+        self._expect(decision.ids)
         alive = any(self._poll_heartbeats([one for one in decision.ids if one != self.own_id]))
         if alive or number > before:
             self.shared.last_alive_s = time.monotonic()
@@ -595,8 +590,7 @@ class Watcher:
         self.kv.put_if_absent(f"break/{old.number}", {"by": self.own_id, "why": why})
         self._freeze()
         self._enter(old.number + 1, self._next_decision(old))
-        now = self.shared.generation
-        ids = () if now is None else now.ids
+        ids = self.shared.expected
         lost = ", ".join(member for member in old.ids if member not in ids) or "no member"
         # the rest is for who must restart
         _log.warning("lost %s (%s). %s go on", lost, why.partition(". ")[0], ", ".join(ids))
@@ -668,19 +662,17 @@ class Watcher:
                 if shared.generation and decision.agreed.vote == shared.agreed.vote + 1:
                     shared.recorded = decision.agreed
                 shared.past_members.update(decision.ids)
-            rank = decision.ids.index(self.own_id)
-            formed = Generation(number, decision.ids, rank, decision.continuing)
+            ids = decision.ids
+            self._expect(ids)
+            formed = Generation(number, ids, ids.index(self.own_id), decision.continuing)
             if formed.size == 1:
                 break
-            limit_s = self._connecting_s(decision.ids)
-            until = time.monotonic() + limit_s
+            until = time.monotonic() + self._connecting_s(ids)
             reached = list[int]()
             try:
-                store = self.kv.store.under(f"gloo/{number}")
+                where = self.kv.store.under(f"gloo/{number}"), formed.rank, formed.size
                 probe = reached if attempts == _MAX_ATTEMPTS - 1 else None
-                formed.groups = MemberGroups(
-                    store, rank, formed.size, limit_s, self._endpoint, probe
-                )
+                formed.groups = MemberGroups(*where, shared.connecting_s, self._endpoint, probe)
                 break
             except ThinwireError as error:
                 failed = str(error)
@@ -713,14 +705,14 @@ class Watcher:
 
     def _connecting_s(self, ids: Sequence[str]) -> float:
         """Return the longest time for members to connect, alike on all of them."""
-        shared = self.shared
-        self._require_files(len(ids))
-        shared.expected = tuple(ids)
-        shared.round_trip_s = self.kv.store.round_trip_s
+        self.shared.round_trip_s = self.kv.store.round_trip_s
         self._poll_heartbeats(ids)
-        return connecting_s(len(ids), shared.round_trip_s, self.timeout_s)
+        return self.shared.connecting_s
 
-    def _require_files(self, size: int) -> None:
+    def _expect(self, ids: tuple[str, ...]) -> None:
+        """Prepare for a generation of these members, and a joiner."""
+        self.shared.expected = ids
+        size = max(len(ids) + 1, self._start_members)
         # two connections to each other member, and those of the generation before
         allow_files(4 * size + _MORE_FILES, f"a run of {size} members")
 
