@@ -63,7 +63,7 @@ class JoinerState:
         self._averaging = averager.averaging
         self._tensors = averager.tensors
         self._when = averager.when
-        self._own: StateMessage | None = None
+        self._own = StateMessage("own", {}, {})
         self._unsent: dict[str, Tensor] = {}
         """Own state of a member that enters again, and its change since its anchors."""
         self.copies: Mapping[str, Tensor] = {}
@@ -176,8 +176,7 @@ class JoinerState:
         tensors.forget_common()
         for tensor in self._own_tensors().values():
             tensor.zero_()
-        if self._own is not None:
-            self.add_handoff(self._own, 1.0)
+        self.add_handoff(self._own, 1.0)
         # steps from the anchor learn more than steps from a change that the others do not have
         # (research/members/README.md)
         for name in self._averaging.errors.keys() & self._unsent.keys() if into_residuals else ():
@@ -195,10 +194,10 @@ class JoinerState:
         if averager.work is not None:
             averager.work.load(self._work)
 
-    def own_state(self) -> StateMessage | None:
-        """Return copies of the residuals; see `SharedState`."""
+    def own_state(self) -> StateMessage:
+        """Return copies of the residuals, if any is not zero; see `SharedState`."""
         found = copied(self._own_tensors())
-        return StateMessage("own", {}, found) if any(map(torch.any, found.values())) else None
+        return StateMessage("own", {}, found if any(map(torch.any, found.values())) else {})
 
     @torch.no_grad()
     def add_handoff(self, given: StateMessage, factor: float) -> None:

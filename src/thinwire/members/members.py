@@ -75,8 +75,8 @@ class SharedState(Protocol):
     def apply(self, message: StateMessage) -> None:
         """Apply the counters of a state whose tensors are here, or an update, from a donor."""
 
-    def own_state(self) -> StateMessage | None:
-        """Return the state that only this member holds, for the handoff; None if there is none."""
+    def own_state(self) -> StateMessage:
+        """Return the state that only this member holds, for the handoff."""
 
     def add_handoff(self, message: StateMessage, factor: float) -> None:
         """Add a leaving member's own state, times `factor`, to that of this member."""
@@ -217,8 +217,7 @@ class Member:
             download = Download(self._transfer_context, number, state.max_bytes)
             self._incoming_handoffs.append((download, factor))
         if leaving_id == self.id:
-            own = state.own_state() or StateMessage("own", {}, {})
-            own = replace(own, plain={"of": self.id}, last=True)
+            own = replace(state.own_state(), plain={"of": self.id}, last=True)
             self._outgoing_handoff = Donor(self._transfer_context, number, successor, [own])
 
     def close(self, *, leaves: bool) -> None:

@@ -400,7 +400,7 @@ class Watcher:
         """Write a heartbeat. Its number grows, so that a replayed one is recognized."""
         self._beat_count += 1
         heartbeat = {"beat": self._beat_count, "idle": idle_s(), "waits": activity()[1] is not None}
-        trip_s = {"trip_s": round(self.kv.store.round_trip_s, 4)}
+        trip_s = {"trip_s": round(self.kv.store.connection.round_trip_s, 4)}
         self.kv.announce(f"hb/{self.own_id}", heartbeat | trip_s)
 
     def extension_s(self, timeout_s: float) -> float:
@@ -705,7 +705,7 @@ class Watcher:
 
     def _connecting_s(self, ids: Sequence[str]) -> float:
         """Return the longest time for members to connect, alike on all of them."""
-        self.shared.round_trip_s = self.kv.store.round_trip_s
+        self.shared.round_trip_s = self.kv.store.connection.round_trip_s
         self._poll_heartbeats(ids)
         return self.shared.connecting_s
 
