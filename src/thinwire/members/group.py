@@ -96,22 +96,11 @@ class ElasticGroup(Group):
             now.macs = self.macs, self._agreement_macs
         self.macs, self._agreement_macs = now.macs or (None, None)
 
-    @property
-    def present_ids(self) -> tuple[str, ...]:
-        """Members that make the present round; the others are late."""
-        return () if self.bound is None else self.bound.present_ids(self.membership.present)
-
-    @property
-    def some_are_late(self) -> bool:
-        """True if members are late for the present round."""
-        return self.bound is not None and len(self.present_ids) < self.bound.size
-
     def _leave_out_late(self) -> None:
         """Exchange with the members that make the present round alone."""
-        now = self.bound
-        if now is None or not self.some_are_late:
+        membership, now = self.membership, self.bound
+        if now is None or (ids := now.present_ids(membership.present)) == now.ids:
             return
-        membership, ids = self.membership, self.present_ids
         name = f"{now.number}/{membership.agreed.vote}"
         if now.present is None or now.present.ids != ids:
             present = Generation(now.number, ids, ids.index(membership.own_id), now.continuing)

@@ -579,9 +579,9 @@ class Member:
 
     def records(self, *, compressed: bool) -> bool:
         """Return True if the messages of the next averaging must be kept for other members."""
-        if self.group.some_are_late:
-            return True
-        return (compressed and len(self.ids) > 1) or any(donor.alive for donor in self._donors)
+        some_are_late = self._membership.present is not None
+        others = some_are_late or (compressed and len(self.ids) > 1)
+        return others or any(donor.alive for donor in self._donors)
 
 
 class Members:
