@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import own_deadlines
+from thinwire.comm.replicate import real_view
 from thinwire.compress import kinds_of_state
 from thinwire.compress.dense import not_finite
 from thinwire.core.sharded import Shards
 from thinwire.errors import ThinwireError
 from thinwire.local.averager import Averager
-from thinwire.local.averaging import Changes, PendingAveraging, real_view, widened
+from thinwire.local.averaging import Changes, PendingAveraging, widened
 from thinwire.local.interval import Stage
 from thinwire.local.saving import copied
 from thinwire.members.closing import Late

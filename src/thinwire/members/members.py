@@ -222,8 +222,7 @@ class Member:
 
     def close(self, *, leaves: bool) -> None:
         """Leave the run; unless `leaves`, as a member that was lost."""
-        self._close_donors()
-        self._missed.close()
+        self._close_transfers()
         if self._outgoing_handoff is not None:
             self._outgoing_handoff.close(self.timeout_s)
         membership = self._membership
@@ -233,7 +232,8 @@ class Member:
         membership.close()
         self.kv.disconnect()
 
-    def _close_donors(self) -> None:
+    def _close_transfers(self) -> None:
+        self._missed.close()
         for donor in self._donors:
             donor.close()
         self._donors = []
@@ -268,8 +268,7 @@ class Member:
 
     def _enter_again(self, state: SharedState, known: int) -> None:
         """Join the run in which generation `known` was, as a new member that has a state."""
-        self._close_donors()
-        self._missed.close()
+        self._close_transfers()
         self._taken = {}
         ended = ""
         try:
