@@ -210,12 +210,6 @@ def cpu_seconds(pid: int) -> float:
     return 0.0
 
 
-def resident_mib(pid: int) -> float:
-    """Return the memory of a process in MiB, its part of what it shares with others."""
-    line = Path(f"/proc/{pid}/smaps_rollup").read_text().partition("Pss:")[2].split()[0]
-    return int(line) / 1024
-
-
 def measured(kind: str, size: int, trip_s: float) -> dict[str, Any]:
     """Form a run, lose its member number 1, and admit another."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as ends:
@@ -238,7 +232,6 @@ def measured(kind: str, size: int, trip_s: float) -> dict[str, Any]:
         fleet = Fleet(pipes[:-1], {kind: pids, "host": [pid]})
         row: dict[str, Any] = {"kind": kind, "W": size, "round_trip_ms": 1e3 * trip_s}
         row["form"] = fleet.timed(lambda: fleet.tell(FOUND), size)
-        row["MiB a process"] = round(sum(map(resident_mib, pids)) / len(pids))
         time.sleep(2.0)
         idle = {one: cpu_seconds(one) for one in (pid, *pids)}
         time.sleep(4.0)

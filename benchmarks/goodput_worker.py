@@ -1,18 +1,12 @@
 """Worker of `benchmarks.goodput`: train with steps that sleep, and write what happened.
 
-    python -m benchmarks.goodput_worker FOLDER NUMBER ADDRESS JSON
-
-The object of JSON has `seed`, `scale`, and options of `tw.join` in `joins`. The model predicts the
-next byte of an English text from the last four.
+The model predicts the next byte of an English text from the last four.
 """
 
 import hashlib
-import json
-import logging
 import os
 import pydoc_data.topics
 import random
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -112,13 +106,6 @@ class Worker:
         engine.close()
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    folder, number, address, given = sys.argv[1:]
-    options = json.loads(given)
-    Worker(Path(folder), int(number), options.pop("seed")).train(address, **options)
-
-
-if __name__ == "__main__":
-    main()
+def train(folder: Path, number: int, address: str, seed: int, scale: float, joins: Any) -> None:
+    """Be this worker; `joins` are options of `tw.join`."""
+    Worker(folder, number, seed).train(address, scale, joins)

@@ -1,6 +1,7 @@
 """Ranks as processes of this machine or of emulated networks, and a host of members."""
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import queue
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.tools.network import enter
-from thinwire.tools.network.netns import Network
+from thinwire.tools.network.netns import Network, inside
 from thinwire.tools.run.launch import environments, signal_group, start
 
 HOST_PORT = 29_400
@@ -64,19 +65,43 @@ def on_ranks(
     return [found[rank] for rank in range(size)]
 
 
-def started(namespace_fd: int | None, work: Callable[..., object], *given: Any) -> BaseProcess:
-    """Start `work(*given)` in a fresh process of one thread, in this network if one is given."""
+def started(
+    namespace_fd: int | None,
+    work: Callable[..., object],
+    *given: Any,
+    log: Path | None = None,
+    imports: bool = False,
+) -> BaseProcess:
+    """Start `work(*given)` in a process of one thread.
+
+    Args:
+        namespace_fd: Its network; None for this machine's.
+        work: A function of a module that processes can import.
+        given: Its arguments.
+        log: File for what it prints and logs.
+        imports: Whether it imports torch and the library itself, as a script does.
+    """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the store has no name for addresses
     _CONTEXT.set_forkserver_preload(list(PRELOADED))
     where = None if namespace_fd is None else f"/proc/{os.getpid()}/fd/{namespace_fd}"
-    process = _CONTEXT.Process(target=_begun, args=(where, work, given), daemon=True)
+    context: Any = multiprocessing.get_context("spawn") if imports else _CONTEXT
+    process: BaseProcess = context.Process(
+        target=_begun, args=(where, log, work, given), daemon=True
+    )
     process.start()
     return process
 
 
-def _begun(where: str | None, work: Callable[..., object], given: tuple[Any, ...]) -> None:
+def _begun(
+    where: str | None, log: Path | None, work: Callable[..., object], given: tuple[Any, ...]
+) -> None:
     enter.die_with_parent(os.getppid())
     torch.set_num_threads(1)
+    if log is not None:
+        with log.open("a") as file:
+            for number in (1, 2):
+                os.dup2(file.fileno(), number)
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if where is not None:
         with Path(where).open() as namespace:
             enter.enter_network(namespace.fileno())
@@ -116,6 +141,21 @@ def host(net: Network | None, *options: str, port: int = 0) -> Iterator[tuple[st
             yield process.stdout.readline().split()[-1], process.pid
         finally:
             process.kill()
+
+
+def cut(net: Network, index: int, command: str) -> None:
+    """Add or delete ("add", "del") the rules by which the packets of a network vanish both ways."""
+    address = net.addresses[index]
+
+    def change() -> None:
+        from pyroute2 import IPRoute
+
+        with IPRoute() as ip:
+            for end in ("src", "dst"):
+                rule = {end: address, f"{end}_len": 32, "action": "FR_ACT_BLACKHOLE"}
+                ip.rule(command, priority=10, **rule)
+
+    inside(net.hub_fd, change)
 
 
 class RanksLate(TimeoutError):

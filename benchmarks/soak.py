@@ -33,8 +33,8 @@ from statistics import median_low
 from typing import Any
 
 from benchmarks.common import bare_parser
-from benchmarks.ranks import host, started
-from benchmarks.soak_member import CONFIGS, RUN, Part, train
+from benchmarks.ranks import cut, host, started
+from benchmarks.soak_member import CONFIGS, RUN, Part, live
 from benchmarks.soak_replay import Trace, compared, compiled
 from thinwire.members.kv import KeyValueView
 from thinwire.members.meeting import connect
@@ -182,7 +182,7 @@ class Soak:
             dies_taking,
         )
         fd = None if self.net is None else self.net.namespace_fds[slot + 1]
-        process = started(fd, train, part)
+        process = started(fd, live, part, log=self.folder / f"{part.number}.log")
         one = Process(part, process, slot, fate=fate, last=time.monotonic())
         self.all.append(one)
         return one
@@ -308,8 +308,8 @@ class Soak:
                 self._after(away_s, partial(self._signal, victim, signal.SIGCONT))
             case "cut":
                 victim.fate = "cut"
-                self._link(victim, "down")
-                self._after(away_s, partial(self._link, victim, "up"))
+                self._cut(victim, "add")
+                self._after(away_s, partial(self._cut, victim, "del"))
             case "leave":
                 victim.fate = "leaving"
                 self._signal(victim, signal.SIGUSR1)
@@ -379,17 +379,9 @@ class Soak:
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim.process.pid, number)
 
-    def _link(self, victim: Process, state: str) -> None:
+    def _cut(self, victim: Process, command: str) -> None:
         assert self.net is not None, "else there are no cuts"
-        name = self.net.interface
-
-        def change() -> None:
-            from pyroute2 import IPRoute
-
-            with IPRoute() as ip:
-                ip.link("set", index=ip.link_lookup(ifname=name)[0], state=state)
-
-        inside(self.net.namespace_fds[victim.slot + 1], change)
+        cut(self.net, victim.slot + 1, command)
 
     # afterwards
 
@@ -462,7 +454,7 @@ class Soak:
 def soak(folder: Path, latency: str, **options: Any) -> dict[str, Any]:
     """One run, and its replay; what came of it. Options are those of `Soak`."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("*.jsonl", "end*", "die-giving", "journal"):
+    for name in ("*.jsonl", "*.log", "end*", "die-giving", "journal"):
         for old in folder.glob(name):
             old.unlink()
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # no name server is reached there

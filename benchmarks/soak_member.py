@@ -7,7 +7,6 @@ SIGUSR1 lets it leave after the running round.
 import contextlib
 import gc
 import hashlib
-import logging
 import os
 import signal
 import time
@@ -97,17 +96,8 @@ def digest(averaging: Averaging, net: nn.Module) -> str:
     return found.hexdigest()
 
 
-def train(part: Part) -> None:
-    """Be this member until the driver says how the run ends, or until a fault."""
-    with Path(part.folder, f"{part.number}.log").open("w") as log:
-        for number in (1, 2):
-            os.dup2(log.fileno(), number)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    live(part)
-
-
 def live(part: Part) -> None:
-    """Be this member in a process that is ready for it."""
+    """Be this member until the driver says how the run ends, or until a fault."""
     _Member(part).live()
 
 

@@ -177,7 +177,8 @@ class JoinerState:
         tensors.forget_common()
         for tensor in self._own_tensors().values():
             tensor.zero_()
-        self.add_handoff(self._own, 1.0)
+        if self._own.tensors:
+            self.add_handoff(self._own, 1.0)
         # steps from the anchor learn more than steps from a change that the others do not have
         # (research/members/README.md)
         for name in self._averaging.errors.keys() & self._unsent.keys() if into_residuals else ():
