@@ -76,7 +76,7 @@ class Membership(Shared):
             lambda: self.watcher.change_generation(number, tuple(ids), tuple(continuing))
         )
 
-    def wait_for_next(self, number: int) -> Generation:
+    def wait_for_next(self, number: int) -> None:
         """Wait for a generation after this one."""
         if not self._wait_until(
             lambda: self.generation and self.generation.number > number,
@@ -86,7 +86,6 @@ class Membership(Shared):
                 f"generation {number} broke, and the next one was not formed within "
                 f"{self.attempts_s:.0f} s"
             )
-        return self.current()
 
     def accept_closed(self, agreed: Outcome) -> None:
         """Accept an agreement that the host keeps, whatever the generation."""
