@@ -529,7 +529,7 @@ class Member:
                 donor.close()
         self._late = {one: sent for one, sent in self._late.items() if one in late}
         present = [member for member in ids if member in voters]
-        for index, member in enumerate(late):
+        for index, member in enumerate(late if present else ()):
             since, sender = self._late.get(member, (now, ""))
             if sender in ids:
                 continue
