@@ -24,7 +24,6 @@ Options of a run, in JSON:
 - "folders": each worker has the modules of folders of its own.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -37,7 +36,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.common import json_lines, markdown
+from benchmarks.common import bare_parser, json_lines, markdown
 from benchmarks.ensemble_averaging import Run
 from benchmarks.ensemble_models import Ensemble
 from benchmarks.ensemble_texts import Texts, write
@@ -122,9 +121,7 @@ def table(lines: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def main() -> None:
     grids = json.loads(GRIDS.read_text())
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bare_parser(__doc__)
     parser.add_argument("names", nargs="*", help=f"table, or of {', '.join(grids)}")
     for name in ("size", "interval", "workers", "bits", "lr", "seeds", "options"):
         kind: Any = {"size": str, "lr": float, "options": json.loads}.get(name, int)

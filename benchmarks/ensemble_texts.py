@@ -15,7 +15,6 @@ from thinwire.tools.run.text import read_folder, read_standard_library
 PARTS = ("train", "validation", "held_out")
 HELD_OUT_SEQUENCES = 512
 _MOST_WORKERS = 16
-_SPAN = 1 << 16
 
 
 def write(folder: Path, source: Path | None) -> None:

@@ -13,13 +13,11 @@ import multiprocessing as mp
 import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -27,14 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # shared with the processes that are forked
 from torch.distributed import PrefixStore
 
 import thinwire as tw
 from benchmarks.common import parser_for, save, surroundings
+from benchmarks.ranks import host, started
 from thinwire.comm.elastic import PrefetchingStore, exchange_endpoints
 from thinwire.comm.relay import RelayEndpoint
 from thinwire.members import client, watcher
+from thinwire.members.credentials import new_token, read_token
 from thinwire.members.kv import KeyValueView
 from thinwire.members.meeting import connect
 from thinwire.members.membership import Membership
@@ -124,7 +123,7 @@ def clients(
     """Take part as several members, until this process is killed."""
     be_distant(trip_s)
     vars(watcher)["MemberGroups"] = Rendezvous
-    secret = Path(token).read_bytes()
+    secret = read_token(token)
     sending = threading.Lock()
     memberships: dict[str, Membership] = {}
 
@@ -138,16 +137,16 @@ def clients(
         terms = Terms(RelayEndpoint("127.0.0.1", 0, b""), 1, size, 60.0)
         memberships[own] = one = Membership(kv, own, terms)
         one.meet()
-        if one.shared.joiner:
-            kv.put(f"ready/{one.shared.say_hello(kv)}", {"id": own})
+        if one.joiner:
+            kv.put(f"ready/{one.say_hello(kv)}", {"id": own})
         number, told = -1, False
         while not one.watcher.stopped.is_set():
-            with one.shared.changed:
-                now = one.shared.generation
+            with one.changed:
+                now = one.generation
                 if now is not None and now.number > number:
                     number = now.number
                     report(own, time.monotonic(), now.size)
-                one.shared.changed.wait(PAUSE_S)
+                one.changed.wait(PAUSE_S)
             if now is not None and now.rank == 0 and not told and one.ready_joiners():
                 told = True
                 report(ADMIT, number, (*now.ids, *one.ready_joiners()))
@@ -211,34 +210,13 @@ def cpu_seconds(pid: int) -> float:
     return 0.0
 
 
-def resident_mib(pid: int) -> float:
-    """Return the memory of a process in MiB, its part of what it shares with others."""
-    line = Path(f"/proc/{pid}/smaps_rollup").read_text().partition("Pss:")[2].split()[0]
-    return int(line) / 1024
-
-
-@contextmanager
-def host(folder: Path, token: str) -> Iterator[tuple[int, str]]:
-    command = [sys.executable, "-m", "thinwire", "host", "--bind", "127.0.0.1:0"]
-    command += ["--token-file", token, "--journal", str(folder / "runs")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        threading.Thread(target=process.stdout.read, daemon=True).start()
-        try:
-            yield process.pid, line.split()[-1]
-        finally:
-            process.terminate()
-
-
 def measured(kind: str, size: int, trip_s: float) -> dict[str, Any]:
     """Form a run, lose its member number 1, and admit another."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as ends:
-        folder = Path(name)
-        token = folder / "token"
-        token.write_bytes(b"0123456789abcdef" * 2)
-        token.chmod(0o600)
-        pid, address = ends.enter_context(host(folder, str(token)))
+        token = str(Path(name, "token"))
+        new_token(token)
+        options = "--token-file", token, "--journal", str(Path(name, "runs"))
+        address, pid = ends.enter_context(host(None, *options))
         of_all = [f"client-{n:03}" for n in range(size)]
         parts = [of_all[at : at + PER_PROCESS] for at in range(0, size, PER_PROCESS)]
         what: Any = member if kind == "members" else clients
@@ -246,9 +224,7 @@ def measured(kind: str, size: int, trip_s: float) -> dict[str, Any]:
         pipes, pids = [], list[int]()
         for extra in more:
             own, other = mp.Pipe()
-            where = (other, address, str(token), size, trip_s, *extra)
-            process = mp.get_context("fork").Process(target=what, args=where, daemon=True)
-            process.start()
+            process = started(None, what, other, address, token, size, trip_s, *extra)
             ends.callback(process.join)
             ends.callback(process.kill)
             pipes.append(own)
@@ -256,7 +232,6 @@ def measured(kind: str, size: int, trip_s: float) -> dict[str, Any]:
         fleet = Fleet(pipes[:-1], {kind: pids, "host": [pid]})
         row: dict[str, Any] = {"kind": kind, "W": size, "round_trip_ms": 1e3 * trip_s}
         row["form"] = fleet.timed(lambda: fleet.tell(FOUND), size)
-        row["MiB a process"] = round(sum(map(resident_mib, pids)) / len(pids))
         time.sleep(2.0)
         idle = {one: cpu_seconds(one) for one in (pid, *pids)}
         time.sleep(4.0)
@@ -283,10 +258,6 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="*", default=[])
     parser.add_argument("--round-trip-ms", type=float, nargs="+", default=[40.0])
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    net = torch.nn.Linear(8, 8)  # whatever is imported at first use is shared with the members
-    with tw.local_sgd(net, torch.optim.SGD(net.parameters(), 0.1), tw.LocalSGD(2)):
-        net(torch.randn(4, 8)).square().mean().backward()
     kinds = {"members": arguments.members, "clients": arguments.clients}
     if arguments.quick:
         kinds = {"members": [2], "clients": [4]}

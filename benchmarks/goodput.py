@@ -25,16 +25,15 @@ faults take from their workers, whatever a system does: a pause, nine tenths of 
 
 import argparse
 import contextlib
-import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +46,12 @@ from benchmarks.goodput_worker import (
     SLOWER,
     TIMEOUT_S,
     step_seconds,
+    train,
 )
-from benchmarks.ranks import host
+from benchmarks.ranks import cut, host, started
 from thinwire.tools.compare.results import describe_machine
-from thinwire.tools.network.netns import Link, Network, inside, network
-from thinwire.tools.run.launch import signal_group, start
+from thinwire.tools.network.netns import Link, Network, network
+from thinwire.tools.run.launch import EventReader
 
 FAULTS = Path(__file__).with_name("settings") / "faults.jsonl"
 _LINK, _LATENCY = "20mbit", "20ms"
@@ -71,44 +71,38 @@ class Run:
 
     folder: Path
     net: Network
-    given: str
+    given: tuple[Any, ...]
     address: str = ""
     host: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    processes: dict[int, BaseProcess] = field(default_factory=dict)
 
     def start_host(self) -> None:
         """Start the host; kill the one before it."""
         self.host.close()
         journal = str(self.folder / "journal")
-        self.address = self.host.enter_context(host(self.net, "--journal", journal))
+        self.address, _ = self.host.enter_context(host(self.net, "--journal", journal))
 
     def start(self, number: int) -> None:
         """Start a worker."""
-        given = [str(self.folder), str(number), self.address, self.given]
-        own = {"GLOO_SOCKET_IFNAME": self.net.interface, "OMP_NUM_THREADS": "1"}
-        with (self.folder / f"{number}.log").open("ab") as log:
-            self.processes[number] = start(
-                [sys.executable, "-m", "benchmarks.goodput_worker", *given],
-                os.environ | own,
-                self.net.namespace_fds[number + 1],
-                log,
-                subprocess.STDOUT,
-            )
+        fd, log = self.net.namespace_fds[number + 1], self.folder / f"{number}.log"
+        given = self.folder, number, self.address, *self.given
+        self.processes[number] = started(fd, train, *given, log=log, imports=True)
 
     def look(self) -> None:
         """Start ended members again, as a service manager does."""
         for number, process in list(self.processes.items()):
-            if process.poll() is not None:
+            if not process.is_alive():
                 self.start(number)
 
     def events(self) -> list[dict[str, Any]]:
         """Return the events of all workers, in order of time."""
-        found = [e for n in range(MEMBERS) for e in json_lines(self.folder / f"{n}.jsonl")]
-        return sorted(found, key=lambda event: event["time"])
+        readers = [EventReader(self.folder, number) for number in range(MEMBERS)]
+        found = [e | {"number": reader.rank} for reader in readers for e in reader.read()]
+        return sorted(found, key=lambda event: event["unix_s"])
 
     def all_in(self) -> bool:
         """Return True if every worker has begun to train."""
-        return len({e["number"] for e in self.events() if e["what"] == "in"}) == MEMBERS
+        return len({e["number"] for e in self.events() if e["event"] == "in"}) == MEMBERS
 
     def fault(self, what: str, number: int, *, over: bool) -> None:
         """Make a fault, or end it."""
@@ -116,44 +110,32 @@ class Run:
             case "host":
                 self.start_host()
             case "cut":
-                self.line(number, "del" if over else "add")
+                cut(self.net, number + 1, "del" if over else "add")
             case "slow":
                 slow = self.folder / f"slow-{number}"
                 slow.unlink() if over else slow.touch()
             case _:
                 sent = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP}[what]
-                self.processes[number].send_signal(signal.SIGCONT if over else sent)
-
-    def line(self, number: int, command: str) -> None:
-        """Add or delete the rules that cut the line of a worker in the middle."""
-        address = self.net.addresses[number + 1]
-
-        def change() -> None:
-            from pyroute2 import IPRoute
-
-            with IPRoute() as ip:
-                for end in ("src", "dst"):
-                    rule = {end: address, f"{end}_len": 32, "action": "FR_ACT_BLACKHOLE"}
-                    ip.rule(command, priority=10, **rule)
-
-        inside(self.net.hub_fd, change)
+                pid = self.processes[number].pid
+                assert pid is not None, "started"
+                os.kill(pid, signal.SIGCONT if over else sent)
 
     def end(self) -> None:
         """Let the workers end, then kill what is left."""
         (self.folder / "end").touch()
         until = time.monotonic() + 2.5 * ROUND_S
-        while time.monotonic() < until and any(p.poll() is None for p in self.processes.values()):
+        while time.monotonic() < until and any(p.is_alive() for p in self.processes.values()):
             time.sleep(_POLL_S)
         for process in self.processes.values():
-            signal_group(process.pid, signal.SIGKILL)
-            process.wait()
+            process.kill()
+            process.join()
 
 
 def run(given: argparse.Namespace, folder: Path, faults: Sequence[Fault]) -> dict[str, Any]:
     """Run both contenders and return what came of them."""
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # no name server is reached there
     joins = {} if given.grace is None else {"grace_seconds": given.grace}
-    options = json.dumps({"seed": given.seed, "scale": given.scale, "joins": joins})
+    options = given.seed, given.scale, joins
     plan = [(fault["at_s"], False, fault) for fault in faults]
     plan += [(at + fault["for_s"], True, fault) for at, _, fault in plan if "for_s" in fault]
     plan.sort(key=lambda change: change[0])
@@ -204,10 +186,10 @@ def measured(events: Sequence[Mapping[str, Any]], faults: Sequence[Fault]) -> di
     """
     of_rounds: dict[int, list[Mapping[str, Any]]] = {}
     for event in events:
-        if event["what"] == "round":
+        if event["event"] == "round":
             of_rounds.setdefault(event["step"], []).append(event)
     rounds = [rows for _, rows in sorted(of_rounds.items())]
-    begun, ended = (max(row["time"] for row in rows) for rows in (rounds[0], rounds[-1]))
+    begun, ended = (max(row["unix_s"] for row in rows) for rows in (rounds[0], rounds[-1]))
     useful = np.array([step for step in _useful_steps(events) if begun < step[0] <= ended])
     bounds = [begun, *(fault["begins"] for fault in faults), ended]
     costs = []
@@ -229,7 +211,7 @@ def measured(events: Sequence[Mapping[str, Any]], faults: Sequence[Fault]) -> di
         "curve": [
             [at, int((useful[:, 0] <= at).sum()), rows[0]["loss"]]
             for rows in rounds
-            for at in [rows[0]["time"]]
+            for at in [rows[0]["unix_s"]]
         ],
         "stats": {name: [row["stats"][name] for row in rounds[-1]] for name in _STATS},
     }
@@ -240,10 +222,10 @@ def _useful_steps(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, 
     times: dict[int, list[float]] = {number: [] for number in range(MEMBERS)}
     for event in events:
         number = event["number"]
-        if event["what"] == "step":
-            times[number].append(event["time"])
+        if event["event"] == "step":
+            times[number].append(event["unix_s"])
             continue
-        if event["what"] == "round":
+        if event["event"] == "round":
             yield from ((at, step_seconds(number)) for at in times[number])
         times[number].clear()
 

@@ -1,18 +1,12 @@
 """Worker of `benchmarks.goodput`: train with steps that sleep, and write what happened.
 
-    python -m benchmarks.goodput_worker FOLDER NUMBER ADDRESS JSON
-
-The object of JSON has `seed`, `scale`, and options of `tw.join` in `joins`. The model predicts the
-next byte of an English text from the last four.
+The model predicts the next byte of an English text from the last four.
 """
 
 import hashlib
-import json
-import logging
 import os
 import pydoc_data.topics
 import random
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
+from thinwire.tools.run.launch import event_log
 
 MEMBERS = 4
 HALF_SPEED = 3
@@ -42,7 +37,7 @@ class Worker:
 
     def __init__(self, folder: Path, number: int, seed: int) -> None:
         self.folder, self.number = folder, number
-        self._file = (folder / f"{number}.jsonl").open("a")
+        self.tell = event_log(folder, number).write
         self._dice = random.Random(os.getpid())
         self._due_s = 0.0
         torch.manual_seed(seed)
@@ -56,12 +51,6 @@ class Worker:
         self._known = len(self._spans) * 9 // 10
         self._held_out = self._spans[self._known + _BYTES :: 8].long()
         torch.manual_seed(MEMBERS * seed + number)
-
-    def tell(self, what: str, **about: Any) -> None:
-        """Write one event."""
-        line = {"what": what, "time": time.time(), "number": self.number, **about}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
 
     def train(self, address: str, scale: float, joins: dict[str, Any]) -> None:
         """Train until the driver ends the run."""
@@ -117,13 +106,6 @@ class Worker:
         engine.close()
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    folder, number, address, given = sys.argv[1:]
-    options = json.loads(given)
-    Worker(Path(folder), int(number), options.pop("seed")).train(address, **options)
-
-
-if __name__ == "__main__":
-    main()
+def train(folder: Path, number: int, address: str, seed: int, scale: float, joins: Any) -> None:
+    """Be this worker; `joins` are options of `tw.join`."""
+    Worker(folder, number, seed).train(address, scale, joins)

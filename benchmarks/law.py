@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import thinwire as tw
-from benchmarks.common import Results, json_lines, markdown
+from benchmarks.common import Results, bare_parser, json_lines, markdown
 from benchmarks.evidence import TUNING_SEED, tuned
 from benchmarks.gaps import (
     CHECKS,
@@ -341,9 +341,7 @@ def numel_of(size: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bare_parser(__doc__)
     parser.add_argument(
         "what", nargs="?", choices=("train", "fit", "check", "predict", "regret"), default="train"
     )

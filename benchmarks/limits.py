@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["LIMITS", "Limit"]
-
 
 @dataclass(frozen=True, slots=True)
 class Limit:

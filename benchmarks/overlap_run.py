@@ -18,8 +18,6 @@ from thinwire.exchange.overlap import Overlap
 from thinwire.optim import DGCMomentum
 from thinwire.tools.run.launch import Events
 
-__all__ = ["DEFAULT_MB", "WITHOUT", "Contenders", "build_model"]
-
 DEFAULT_MB = 25
 MIB = 2**20
 LR = 1e-3  # small: what is learned does not matter, and nothing may overflow

@@ -1,6 +1,7 @@
 """Ranks as processes of this machine or of emulated networks, and a host of members."""
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import queue
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,13 @@ import torch
 import torch.distributed as dist
 
 from thinwire.tools.network import enter
-from thinwire.tools.network.netns import Network
+from thinwire.tools.network.netns import Network, inside
 from thinwire.tools.run.launch import environments, signal_group, start
 
 HOST_PORT = 29_400
+_CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = ("thinwire.kernels.cpu", "thinwire.strategy.prepare", "torch._dynamo")
-"""Modules that every process of `on_ranks` has from its beginning."""
+"""Modules that every process of `started` has from its beginning."""
 
 
 def on_ranks(
@@ -40,23 +43,14 @@ def on_ranks(
     Raises:
         RuntimeError: A rank failed; the others are killed.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the store has no name for addresses
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
-    answers, found = context.Queue(), dict[int, Any]()
-    fds = (-1,) * size if net is None else net.namespace_fds[-size:]
+    answers, found = _CONTEXT.Queue(), dict[int, Any]()
+    processes = []
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store" if group else None
-        places = [f"/proc/{os.getpid()}/fd/{fd}" if fd >= 0 else None for fd in fds]
-        processes = [
-            context.Process(
-                target=_rank, args=(work, rank, size, given, place, store, answers), daemon=True
-            )
-            for rank, place in enumerate(places)
-        ]
         try:
-            for process in processes:
-                process.start()
+            for rank in range(size):
+                fd = None if net is None else net.namespace_fds[rank - size]
+                processes.append(started(fd, _rank, work, rank, size, given, store, answers))
             while len(found) < size:
                 with contextlib.suppress(queue.Empty):
                     rank, answer = answers.get(timeout=1)
@@ -71,20 +65,58 @@ def on_ranks(
     return [found[rank] for rank in range(size)]
 
 
+def started(
+    namespace_fd: int | None,
+    work: Callable[..., object],
+    *given: Any,
+    log: Path | None = None,
+    imports: bool = False,
+) -> BaseProcess:
+    """Start `work(*given)` in a process of one thread.
+
+    Args:
+        namespace_fd: Its network; None for this machine's.
+        work: A function of a module that processes can import.
+        given: Its arguments.
+        log: File for what it prints and logs.
+        imports: Whether it imports torch and the library itself, as a script does.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the store has no name for addresses
+    _CONTEXT.set_forkserver_preload(list(PRELOADED))
+    where = None if namespace_fd is None else f"/proc/{os.getpid()}/fd/{namespace_fd}"
+    context: Any = multiprocessing.get_context("spawn") if imports else _CONTEXT
+    process: BaseProcess = context.Process(
+        target=_begun, args=(where, log, work, given), daemon=True
+    )
+    process.start()
+    return process
+
+
+def _begun(
+    where: str | None, log: Path | None, work: Callable[..., object], given: tuple[Any, ...]
+) -> None:
+    enter.die_with_parent(os.getppid())
+    torch.set_num_threads(1)
+    if log is not None:
+        with log.open("a") as file:
+            for number in (1, 2):
+                os.dup2(file.fileno(), number)
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    if where is not None:
+        with Path(where).open() as namespace:
+            enter.enter_network(namespace.fileno())
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    work(*given)
+
+
 def _rank(
     work: Callable[..., Any],
     rank: int,
     size: int,
     given: tuple[Any, ...],
-    place: str | None,
     store: str | None,
     answers: Any,
 ) -> None:
-    torch.set_num_threads(1)
-    if place is not None:
-        with Path(place).open() as namespace:
-            enter.enter_network(namespace.fileno())
-        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     if store is not None:
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     answers.put((rank, work(rank, size, *given)))
@@ -94,8 +126,8 @@ def _rank(
 
 
 @contextlib.contextmanager
-def host(net: Network | None, *options: str, port: int = 0) -> Iterator[str]:
-    """`thinwire host` in a process of its own, in the first of the networks; its address."""
+def host(net: Network | None, *options: str, port: int = 0) -> Iterator[tuple[str, int]]:
+    """`thinwire host` in the first of the networks; its address, and the id of its process."""
     fd = -1 if net is None else net.namespace_fds[0]
     bind = f"127.0.0.1:{port}" if net is None else f"{net.addresses[0]}:{port or HOST_PORT}"
     trampoline = [sys.executable, "-P", str(Path(enter.__file__)), str(fd), str(os.getpid())]
@@ -106,9 +138,24 @@ def host(net: Network | None, *options: str, port: int = 0) -> Iterator[str]:
     ) as process:
         try:
             assert process.stdout is not None
-            yield process.stdout.readline().split()[-1]
+            yield process.stdout.readline().split()[-1], process.pid
         finally:
             process.kill()
+
+
+def cut(net: Network, index: int, command: str) -> None:
+    """Add or delete ("add", "del") the rules by which the packets of a network vanish both ways."""
+    address = net.addresses[index]
+
+    def change() -> None:
+        from pyroute2 import IPRoute
+
+        with IPRoute() as ip:
+            for end in ("src", "dst"):
+                rule = {end: address, f"{end}_len": 32, "action": "FR_ACT_BLACKHOLE"}
+                ip.rule(command, priority=10, **rule)
+
+    inside(net.hub_fd, change)
 
 
 class RanksLate(TimeoutError):

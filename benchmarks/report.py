@@ -15,8 +15,6 @@ from typing import Any
 from benchmarks.common import markdown
 from benchmarks.limits import LIMITS, Limit
 
-__all__ = ["RESULTS", "limits_table", "page", "read", "write"]
-
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 TABLE = RESULTS / "limits.md"

@@ -16,7 +16,6 @@ once. Where half of the members or fewer are left then, the host is started with
 
 import contextlib
 import json
-import multiprocessing as mp
 import os
 import random
 import signal
@@ -34,14 +33,13 @@ from statistics import median_low
 from typing import Any
 
 from benchmarks.common import bare_parser
-from benchmarks.ranks import host
-from benchmarks.soak_member import CONFIGS, RUN, Part, train
-from benchmarks.soak_replay import Trace, compiled, replay, undisturbed
+from benchmarks.ranks import cut, host, started
+from benchmarks.soak_member import CONFIGS, RUN, Part, live
+from benchmarks.soak_replay import Trace, compared, compiled
 from thinwire.members.kv import KeyValueView
 from thinwire.members.meeting import connect
 from thinwire.tools.network.netns import Link, Network, inside, network, why_unavailable
-
-__all__ = ["KINDS", "Process", "Soak", "soak"]
+from thinwire.tools.run.launch import EventReader
 
 _SLOTS = 10
 KINDS = (
@@ -71,7 +69,6 @@ class Process:
     part: Part
     process: BaseProcess
     slot: int
-    begun: float
     ids: list[str] = field(default_factory=list)
     entered: dict[str, int] = field(default_factory=dict)
     lines: list[dict[str, Any]] = field(default_factory=list)
@@ -121,7 +118,6 @@ class Soak:
     events: list[str] = field(default_factory=list)
     all: list[Process] = field(default_factory=list)
     later: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
-    pool: Any = None
     dice: random.Random = field(default_factory=random.Random)
     deck: list[str] = field(default_factory=list)
     ending: bool = False
@@ -130,8 +126,6 @@ class Soak:
     def run(self) -> None:
         """Begin with the fewest, make faults until it is over, and let all end together."""
         self.dice.seed(self.seed)
-        self.pool = mp.get_context("forkserver")
-        self.pool.set_forkserver_preload(["benchmarks.soak_member", "thinwire.local.updates"])
         try:
             self._start_host()
             for _ in range(self.fewest):
@@ -178,21 +172,18 @@ class Soak:
     def _start(self, *, start_members: int = 2, dies_taking: int = 0, fate: str = "") -> Process:
         taken = {one.slot for one in self.all if one.process.is_alive()}
         slot = min(set(range(_SLOTS)) - taken)
-        net, number = self.net, len(self.all)
         part = Part(
-            number,
+            len(self.all),
             str(self.folder),
             self.address,
             self.config,
             start_members,
             self.timeout_s,
-            "" if net is None else f"/proc/{os.getpid()}/fd/{net.namespace_fds[slot + 1]}",
             dies_taking,
         )
-        process = self.pool.Process(target=train, args=(part,), daemon=True)
-        process.start()
-        now = time.monotonic()
-        one = Process(part, process, slot, now, fate=fate, last=now)
+        fd = None if self.net is None else self.net.namespace_fds[slot + 1]
+        process = started(fd, live, part, log=self.folder / f"{part.number}.log")
+        one = Process(part, process, slot, fate=fate, last=time.monotonic())
         self.all.append(one)
         return one
 
@@ -221,13 +212,10 @@ class Soak:
 
     def read(self, one: Process, now: float) -> None:
         """Read the new events of a member."""
-        path = self.folder / f"{one.number}.jsonl"
-        text = path.read_text() if path.exists() else ""
-        whole = text[one.read : text.rfind("\n") + 1]
-        one.read += len(whole)
-        for line in map(json.loads, whole.splitlines()):
+        reader = EventReader(self.folder, one.number, one.read)
+        for line in reader.read():
             one.last = now
-            match line["what"]:
+            match line["event"]:
                 case "joined":
                     one.ids.append(line["id"])
                 case "entered":
@@ -241,6 +229,7 @@ class Soak:
                 case "end":
                     one.end = line
                     self._look_at_end(one, line)
+        one.read = reader.offset
 
     def _look_at_end(self, one: Process, line: dict[str, Any]) -> None:
         ending = f"{line['error']}: {line['text']}" if line["error"] else "no error"
@@ -319,8 +308,8 @@ class Soak:
                 self._after(away_s, partial(self._signal, victim, signal.SIGCONT))
             case "cut":
                 victim.fate = "cut"
-                self._link(victim, "down")
-                self._after(away_s, partial(self._link, victim, "up"))
+                self._cut(victim, "add")
+                self._after(away_s, partial(self._cut, victim, "del"))
             case "leave":
                 victim.fate = "leaving"
                 self._signal(victim, signal.SIGUSR1)
@@ -358,7 +347,7 @@ class Soak:
         """Start the host, again at the same address, and then a joiner if one is missing."""
         options = ["--journal", str(self.folder / "journal"), *["--recover"] * recover]
         port = int(self.address.rpartition(":")[2] or 0)
-        self.address = self.host.enter_context(host(self.net, *options, port=port))
+        self.address, _ = self.host.enter_context(host(self.net, *options, port=port))
         if joins:
             self._start()
 
@@ -390,17 +379,9 @@ class Soak:
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim.process.pid, number)
 
-    def _link(self, victim: Process, state: str) -> None:
+    def _cut(self, victim: Process, command: str) -> None:
         assert self.net is not None, "else there are no cuts"
-        name = self.net.interface
-
-        def change() -> None:
-            from pyroute2 import IPRoute
-
-            with IPRoute() as ip:
-                ip.link("set", index=ip.link_lookup(ifname=name)[0], state=state)
-
-        inside(self.net.namespace_fds[victim.slot + 1], change)
+        cut(self.net, victim.slot + 1, command)
 
     # afterwards
 
@@ -470,31 +451,19 @@ class Soak:
         return [one for one in self.all if not one.fate and one.lines]
 
 
-def soak(
-    folder: Path,
-    *,
-    seconds: float,
-    seed: int,
-    every_s: float,
-    timeout_s: float,
-    config: str,
-    latency: str,
-    slack_s: float,
-    **more: Any,
-) -> dict[str, Any]:
-    """One run, and its replay; what came of it."""
+def soak(folder: Path, latency: str, **options: Any) -> dict[str, Any]:
+    """One run, and its replay; what came of it. Options are those of `Soak`."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in ("*.jsonl", "end*", "die-giving", "journal"):
+    for name in ("*.jsonl", "*.log", "end*", "die-giving", "journal"):
         for old in folder.glob(name):
             old.unlink()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # no name server is reached there
     why = why_unavailable()
-    compiled(config)
+    compiled(options["config"])
     with contextlib.ExitStack() as stack:
         link = Link.parse("none", latency)
         net = None if why else stack.enter_context(network(_SLOTS + 1, link))
-        made = Soak(folder, seed, seconds, every_s, timeout_s, config, net, slack_s, **more)
+        made = Soak(folder, net=net, **options)
         begun = time.monotonic()
         made.run()
         took_s = time.monotonic() - begun
@@ -502,22 +471,19 @@ def soak(
     trace.save(folder / "trace.json")
     if not trace.averagings:
         return {"problems": made.problems}
-    again = replay(trace)
-    other = [step for step, digest in trace.digests.items() if again.digests[step] != digest]
+    other, loss, calm = compared(trace)
     if other:
         made._problem(f"replay: other bits from step {other[0]} on, {len(other)} averagings")
     first, last = made.losses()
     if not last < 0.8 * first:
         made._problem(f"the loss was {first:.3f} and is {last:.3f}")
-    calm = replay(undisturbed(trace)).loss
-    beyond = again.loss / calm - 1
-    if len(trace.averagings) >= _ENOUGH and beyond > _LOSS_WITHIN:
-        made._problem(f"the held-out loss is {again.loss:.4f}, undisturbed {calm:.4f}")
+    if len(trace.averagings) >= _ENOUGH and loss / calm - 1 > _LOSS_WITHIN:
+        made._problem(f"the held-out loss is {loss:.4f}, undisturbed {calm:.4f}")
     return {
         "problems": made.problems,
         "network": why or f"{latency} each way to the middle",
-        "seed": seed,
-        "config": config,
+        "seed": made.seed,
+        "config": made.config,
         "seconds": round(took_s, 1),
         "faults": dict(Counter(made.events)),
         "processes": len(made.all),
@@ -526,7 +492,7 @@ def soak(
         "replayed alike": len(trace.averagings) - len(other),
         "longest silence in seconds": round(max(one.longest_s for one in made.all), 1),
         "loss": [round(first, 4), round(last, 4)],
-        "held-out loss": round(again.loss, 5),
+        "held-out loss": round(loss, 5),
         "held-out loss, undisturbed": round(calm, 5),
         "held": made.growth(),
     }
@@ -536,41 +502,37 @@ def main() -> int:
     parser = bare_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=1800)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--every", type=float, default=20, help="seconds between faults")
-    parser.add_argument("--timeout", type=float, default=8, help="of the members, in seconds")
     parser.add_argument(
-        "--slack", type=float, default=_SLACK_S, help="of silence; more on a busy machine"
+        "--every", dest="every_s", type=float, default=20, help="seconds between faults"
     )
-    parser.add_argument("--members", type=int, default=4, help="the fewest, at the start too")
-    parser.add_argument("--faults", choices=KINDS, nargs="+", default=KINDS)
+    parser.add_argument(
+        "--timeout", dest="timeout_s", type=float, default=8, help="of the members, in seconds"
+    )
+    parser.add_argument(
+        "--slack",
+        dest="slack_s",
+        type=float,
+        default=_SLACK_S,
+        help="of silence; more on a busy machine",
+    )
+    parser.add_argument(
+        "--members", dest="fewest", type=int, default=4, help="the fewest, at the start too"
+    )
+    parser.add_argument("--faults", dest="kinds", choices=KINDS, nargs="+", default=KINDS)
     parser.add_argument("--times", type=int, help="faults after which it ends, within --seconds")
     parser.add_argument("--config", choices=CONFIGS, default="sparse")
     parser.add_argument("--latency", default="50ms")
     parser.add_argument("--folder", type=Path, help="keeps logs and trace")
     parser.add_argument("--replay", type=Path, help="only replay this trace")
-    given = parser.parse_args()
-    if given.replay is not None:
-        trace = Trace.load(given.replay)
-        again = replay(trace)
-        other = [step for step, digest in trace.digests.items() if again.digests[step] != digest]
-        print(f"{len(again.digests)} averagings, {len(other)} with other bits: {other[:10]}")
-        calm = replay(undisturbed(trace)).loss
-        print(f"held-out loss {again.loss:.5f}, undisturbed {calm:.5f}")
+    options = vars(parser.parse_args())
+    if (file := options.pop("replay")) is not None:
+        trace = Trace.load(file)
+        other, loss, calm = compared(trace)
+        print(f"{len(trace.digests)} averagings, {len(other)} with other bits: {other[:10]}")
+        print(f"held-out loss {loss:.5f}, undisturbed {calm:.5f}")
         return int(bool(other))
-    folder = given.folder or Path(tempfile.mkdtemp(prefix="thinwire-soak-"))
-    found = soak(
-        folder,
-        seconds=given.seconds,
-        seed=given.seed,
-        every_s=given.every,
-        timeout_s=given.timeout,
-        config=given.config,
-        latency=given.latency,
-        slack_s=given.slack,
-        fewest=given.members,
-        kinds=given.faults,
-        times=given.times,
-    )
+    folder = options.pop("folder") or Path(tempfile.mkdtemp(prefix="thinwire-soak-"))
+    found = soak(folder, **options)
     (folder / "summary.json").write_text(json.dumps(found, indent=1))
     print(json.dumps(found))
     return int(bool(found["problems"]))

@@ -7,15 +7,13 @@ SIGUSR1 lets it leave after the running round.
 import contextlib
 import gc
 import hashlib
-import json
-import logging
 import os
 import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +25,7 @@ from thinwire.local.averaging import Averaging, PendingAveraging
 from thinwire.local.joiners import JoinerState
 from thinwire.members.members import member_of
 from thinwire.members.transfer import Recipient, StateMessage
-from thinwire.tools.network.enter import die_with_parent, enter_network
-
-__all__ = ["CONFIGS", "RUN", "Part", "Trainee", "digest", "live", "train"]
+from thinwire.tools.run.launch import event_log
 
 RUN = "soak"
 _OUTER: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.5, "outer_nesterov": True}
@@ -53,8 +49,6 @@ class Part:
     config: str
     start_members: int
     timeout_s: float
-    namespace: str = ""
-    """File behind which its network is; empty for the one of the driver."""
     dies_taking: int = 0
     """The message of its donor, from 1, before which it dies; 0 for none."""
 
@@ -102,32 +96,15 @@ def digest(averaging: Averaging, net: nn.Module) -> str:
     return found.hexdigest()
 
 
-def train(part: Part) -> None:
-    """Be this member until the driver says how the run ends, or until a fault."""
-    die_with_parent(os.getppid())
-    if part.namespace:
-        descriptor = os.open(part.namespace, os.O_RDONLY)
-        enter_network(descriptor)
-        os.close(descriptor)
-    folder = Path(part.folder)
-    with (folder / f"{part.number}.log").open("w") as log:
-        for number in (1, 2):
-            os.dup2(log.fileno(), number)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    torch.set_num_threads(1)
-    live(part)
-
-
 def live(part: Part) -> None:
-    """Be this member in a process that is ready for it."""
-    with (Path(part.folder) / f"{part.number}.jsonl").open("w") as file:
-        _Member(part, file).live()
+    """Be this member until the driver says how the run ends, or until a fault."""
+    _Member(part).live()
 
 
 class _Member:
-    def __init__(self, part: Part, file: TextIO) -> None:
-        self._part, self._file = part, file
-        self._folder = Path(part.folder)
+    def __init__(self, part: Part) -> None:
+        self._part, self._folder = part, Path(part.folder)
+        self._tell = event_log(self._folder, part.number).write
         self._me = Trainee(part.number)
         self._member: Any = None
         self._committed: dict[str, Any] | None = None
@@ -184,10 +161,6 @@ class _Member:
             loss = sum(self._losses) / max(1, len(self._losses))
             self._losses.clear()
             self._tell("averaged", **about, loss=loss, gives=gives, **resources())
-
-    def _tell(self, event: str, **about: Any) -> None:
-        self._file.write(json.dumps({"what": event, "time": time.time(), **about}) + "\n")
-        self._file.flush()
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:

@@ -20,12 +20,9 @@ from benchmarks.soak_member import CONFIGS, Trainee, digest
 from thinwire.comm import Group
 from thinwire.comm.member_groups import MemberGroups
 from thinwire.comm.relay import RelayEndpoint
-from thinwire.comm.stats import Rate
 from thinwire.core.feedback import compile_loops
 from thinwire.local.averaging import Averaging, PendingAveraging
 from thinwire.local.model import LocalModel
-
-__all__ = ["Replayed", "Trace", "compiled", "replay", "undisturbed"]
 
 _TIMEOUT_S = 60.0
 _LAST = 20
@@ -66,28 +63,9 @@ class Trace:
         return cls(**about)
 
 
-class _Here(Group):
-    """A rank among threads of this process, over groups that change."""
-
-    def __init__(self) -> None:
-        self.timeout_s = _TIMEOUT_S
-        self.bytes_sent = self.bytes_received = 0
-        self.wait_s = 0.0
-        self._rate = Rate()
-        self._shared = None
-        self.rank, self.size = 0, 1
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def bind(self, direct: Any, rank: int, size: int) -> None:
-        self._shared, self.rank, self.size = direct, rank, size
-
-
 class _Member:
     def __init__(self, seed: int, config: str) -> None:
-        self.trainee, self.group = Trainee(seed), _Here()
+        self.trainee, self.group = Trainee(seed), Group.over_private(None, _TIMEOUT_S)
         self.model = LocalModel(self.trainee.net, self.trainee.optimizer)
         self.step = 0
         self._config = CONFIGS[config]
@@ -163,6 +141,13 @@ def undisturbed(trace: Trace) -> Trace:
     return Trace(trace.config, seeds, averagings=dict.fromkeys(trace.averagings, founders))
 
 
+def compared(trace: Trace) -> tuple[list[int], float, float]:
+    """Return the steps with other bits in a replay, its loss, and that of an undisturbed run."""
+    again = replay(trace)
+    other = [step for step, digest in trace.digests.items() if again.digests[step] != digest]
+    return other, again.loss, replay(undisturbed(trace)).loss
+
+
 def replay(trace: Trace) -> Replayed:
     """Go through a trace."""
     torch.set_num_threads(1)
@@ -179,7 +164,8 @@ def replay(trace: Trace) -> Replayed:
                     groups.release()
                 ids, connected = now, _connected(len(now), threads)
                 for rank, number in enumerate(now):
-                    members[number].group.bind(connected[rank], rank, len(now))
+                    group: Any = members[number].group
+                    group._shared, group.rank, group.size = connected[rank], rank, len(now)
             for number in now:
                 members[number].train(step)
             arrived = list(threads.map(lambda number: members[number].exchanged(), now))

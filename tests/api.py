@@ -88,7 +88,7 @@ _NAMES = {
     "thinwire.members": "host meeting membership relay server transfer watcher",
     "thinwire.members.kv": "AuthenticatedStore KeyValueView",
     "thinwire.members.credentials": "derived_key new_token read_token Address parse_address",
-    "thinwire.members.generation": "Decision",
+    "thinwire.members.generation": "Decision Outcome",
     "thinwire.members.transfer": "Donor Download Part Recipient StateMessage TransferContext",
     "thinwire.members.group": "ElasticGroup",
     "thinwire.members.membership": "Membership",

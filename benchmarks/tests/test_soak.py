@@ -16,16 +16,17 @@ from benchmarks.ranks import host, on_ranks
 from benchmarks.soak import Process, Soak
 from benchmarks.soak_member import Part, live
 from benchmarks.soak_replay import replay
+from thinwire.tools.run.launch import EventReader
 
 TIMEOUT_S = 60.0
 ROOT = Path(__file__).parents[2]
 
 
 def test_leaving_member_is_replayed_with_its_residual(tmp_path: Path) -> None:
-    with host(None) as address:
+    with host(None) as (address, _):
         parts = [Part(n, str(tmp_path), address, "sparse", 3, TIMEOUT_S) for n in range(3)]
         seen = Soak(tmp_path, 0, 0, 0, TIMEOUT_S, "sparse", None, ending=True)
-        seen.all = [Process(part, current_process(), part.number, 0.0) for part in parts]
+        seen.all = [Process(part, current_process(), part.number) for part in parts]
         seen.all[2].fate = "leaving"
         on_ranks(_lives, 3, parts, group=False)
         for one in seen.all:
@@ -43,8 +44,7 @@ def _lives(rank: int, size: int, parts: list[Part]) -> None:
     folder = Path(parts[0].folder)
 
     def told(number: int, what: str) -> int:
-        path = folder / f"{number}.jsonl"
-        return path.read_text().count(f'"what": "{what}"') if path.exists() else 0
+        return [line["event"] for line in EventReader(folder, number).read()].count(what)
 
     def steer() -> None:
         while told(2, "averaged") < 3:

@@ -3,7 +3,6 @@
 python -m research.front --size 0.87M --workers 4 --figure docs/front.svg
 """
 
-import argparse
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import thinwire as tw
-from benchmarks.common import json_lines, markdown
+from benchmarks.common import bare_parser, json_lines, markdown
 from benchmarks.ensemble import RESULTS
 from benchmarks.law import numel_of
 
@@ -111,7 +110,7 @@ def draw(found: Sequence[Point], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bare_parser(__doc__)
     parser.add_argument("--size", default="0.87M")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--results", type=Path, default=RESULTS)

@@ -5,7 +5,6 @@ python -m research.lines.follower       # needs root, for network namespaces
 The publisher and a web server of its folder are in one namespace, the follower in another one.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 import torch
 
 import thinwire as tw
-from benchmarks.common import surroundings
+from benchmarks.common import bare_parser, surroundings
 from thinwire.tools.network.netns import Link, network
 
 RESULTS = Path(__file__).with_suffix(".json")
@@ -92,7 +91,7 @@ def run(rate: str) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bare_parser(__doc__)
     parser.add_argument("--link", default="20mbit")
     found = run(parser.parse_args().link)
     RESULTS.write_text(json.dumps({"versions": found, **surroundings(1)}, indent=1) + "\n")

@@ -168,7 +168,7 @@ def watch(sync: tw.LocalUpdates, seen: list[dict[str, float]], begun_s: float) -
 
 def joined(plan: Plan, net: Network | None) -> list[dict[str, Any]]:
     """Run a plan: what founders and joiner saw."""
-    with tempfile.TemporaryDirectory() as folder, host(net) as address:
+    with tempfile.TemporaryDirectory() as folder, host(net) as (address, _):
         given = plan, address, str(Path(folder, "flag"))
         return on_ranks(train, plan.founders + 1, *given, net=net, group=False)
 

@@ -104,7 +104,7 @@ def train(rank: int, size: int, cell: Cell, address: str, folder: str) -> list[l
 def measured(cell: Cell) -> dict[str, Any]:
     """Run a cell."""
     size = MEMBERS + 2 * (cell.run != "undisturbed")
-    with tempfile.TemporaryDirectory() as folder, host(None) as address:
+    with tempfile.TemporaryDirectory() as folder, host(None) as (address, _):
         points, *_ = on_ranks(train, size, cell, address, folder, group=False)
     return {"loss": points[-1][1], "points": points}
 

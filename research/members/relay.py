@@ -95,7 +95,7 @@ def row(size: int, repeats: int, line: Link) -> dict[str, Any]:
         for turn in range(TURNS):
             for relay in (False, True):
                 port = HOST_PORT + 10 * turn + 5 * relay
-                with host(net, "--relay", port=port) as address:
+                with host(net, "--relay", port=port) as (address, _):
                     found = on_ranks(train, size, address, relay, repeats, net=net, group=False)
                 seconds[relay] += map(max, zip(*(times for times, *_ in found), strict=True))
                 uploads[relay] += [uploaded / sent for *_, uploaded, sent in found]

@@ -14,7 +14,6 @@ before, after the same steps of a tiny model. Intervals are two steps: memory do
 them.
 """
 
-import argparse
 import gc
 import json
 import os
@@ -33,7 +32,7 @@ import torch
 import thinwire as tw
 import thinwire.__main__
 from benchmarks.choosing import LINES, SIZE
-from benchmarks.common import Results, json_lines
+from benchmarks.common import Results, bare_parser, json_lines
 from benchmarks.evidence import NAMES, Cell, as_it_is, measured
 from benchmarks.memory import reset_peak, resident_bytes
 from benchmarks.ranks import on_ranks
@@ -248,7 +247,7 @@ def memory(size: str, names: Sequence[str]) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, or write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = bare_parser(__doc__)
     parser.add_argument("part", choices=("measure", "table", "memory"))
     parser.add_argument("--lines", type=Path, default=LINES)
     parser.add_argument("--workers", type=int, nargs="+", default=WORKERS)

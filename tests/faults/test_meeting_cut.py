@@ -108,7 +108,7 @@ def test_the_line_is_cut_while_a_joiner_waits(line: Proxy, cut_s: float) -> None
     """Another member gives signs of life until then, over a line of its own."""
     host, port = line._target
     kv = KeyValueView(connect(f"tcp://{host}:{port}", "test", None, timedelta(seconds=TIMEOUT_S)))
-    kv.put_if_absent("members/0", Decision(("ann",), ("ann",), 0).to_dict())
+    kv.put_if_absent("members/0", Decision(("ann",), ("ann",)).to_dict())
     over = threading.Event()
 
     def live() -> None:

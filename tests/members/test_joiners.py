@@ -249,8 +249,8 @@ def beside_a_bad_donor(rank: int, size: int, address: str, flag: str, how: str, 
         nonlocal given
         given += 1
         if how == "a wrong bit":
-            words = (*words[:4], {n: t.clone() for n, t in words[4].items()}, *words[5:])
-            first = next(t for t in words[4].values() if t.numel())
+            words = (*words[:5], {n: t.clone() for n, t in words[5].items()}, *words[6:])
+            first = next(t for t in words[5].values() if t.numel())
             first.view(-1).view(torch.uint8)[0] ^= 1
         make(donor, *words)
 

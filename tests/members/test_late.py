@@ -11,7 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import thinwire as tw
-from tests.api import AuthenticatedStore, HostStore, KeyValueView, Membership, Terms
+from tests.api import AuthenticatedStore, HostStore, KeyValueView, Membership, Outcome, Terms
 from tests.members.places import LOOPBACK, met
 from tests.members.relays import relay_place
 from tests.members.test_rejoining import CONFIGS as REJOINING
@@ -314,11 +314,11 @@ def test_an_agreement_of_others_is_not_taken_for_that_of_a_late_member(server: H
     """Where it is known from the next generation alone, by a member that is one agreement behind"""
     kv = KeyValueView(AuthenticatedStore(server, None))
     late = Membership(kv, "ann", Terms(LOOPBACK, 1, 1, TIMEOUT_S))
-    late.shared.recorded = 1, (b"answer",), ("bob", "cid")
-    assert late.recorded(1) is None
-    assert late.shared.votes == 0
-    late.shared.recorded = 1, (b"answer", b"answer"), ("ann", "bob")
-    assert late.recorded(1) == [b"answer", b"answer"]
+    late.recorded = Outcome(1, (b"answer",), ("bob", "cid"))
+    assert late.accept_recorded(1) is None
+    assert late.agreed.vote == 0
+    late.recorded = Outcome(1, (b"answer", b"answer"), ("ann", "bob"))
+    assert late.accept_recorded(1) == [b"answer", b"answer"]
 
 
 def test_fewer_than_min_members_wait(ranks: Pool, tmp_path: Path) -> None:

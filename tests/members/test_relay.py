@@ -508,9 +508,7 @@ def test_a_state_that_was_sent_has_arrived(monkeypatch: pytest.MonkeyPatch) -> N
         way = api.TransferContext(kv, place, PATIENCE_S, b"")
         other = way.cloned()
         monkeypatch.setattr(api.TransferContext, "cloned", lambda self: self)
-        donor = api.Donor(
-            way, 0, "ann", api.Part(0, 1, ""), {}, [api.StateMessage("state", {}, {})]
-        )
+        donor = api.Donor(way, 0, "ann", [api.StateMessage("state", {}, {})])
         recipient = api.Recipient(other, 0)
 
         def receive() -> None:

@@ -124,7 +124,7 @@ def anew(**options: Any) -> Iterator[tuple[KeyValueView, list[str]]]:
 
 def present(kv: KeyValueView, number: int, ids: str, back: str, **more: bool) -> None:
     for one in back:
-        facts = {"number": number, "ids": [*ids], "votes": number, "timeout_s": 2.0, **more}
+        facts = {"number": number, "ids": [*ids], "vote": number, "timeout_s": 2.0, **more}
         kv.put(f"recover/{one}", facts)
 
 

@@ -64,14 +64,14 @@ def test_many_requests_cost_few_answers(server: HostStore) -> None:
     def membership(name: str) -> Membership:
         return Membership(kv, name, Terms(LOOPBACK, 1, 1, LIMIT_S))
 
-    numbers = [membership(f"member-{n}").shared.say_hello(kv) for n in range(40)]
+    numbers = [membership(f"member-{n}").say_hello(kv) for n in range(40)]
     assert numbers == list(range(40))
     counted.answers = 0
-    assert membership("ann").shared.say_hello(kv) == 40
+    assert membership("ann").say_hello(kv) == 40
     assert counted.answers == 2
     leader = membership("bob")
     counted.answers = 0
     leader.watcher._read_hellos()
     assert counted.answers <= 2
-    assert sorted(leader.shared.hellos) == list(range(41))
-    assert leader.shared.hellos[40]["id"] == "ann"
+    assert sorted(leader.hellos) == list(range(41))
+    assert leader.hellos[40]["id"] == "ann"

@@ -276,7 +276,7 @@ def test_member_cut_off_from_a_restarted_run_is_evicted() -> None:
             tw.join(address, run="test", timeout=2.0, rejoin=False) as members,
             tw.local_sgd(net, optimizer, tw.LocalSGD(1), members=members) as sync,
         ):
-            kv.put_if_absent("members/1", api.Decision(("ann",), ("ann",), 0).to_dict())
+            kv.put_if_absent("members/1", api.Decision(("ann",), ("ann",)).to_dict())
             while sync.step < 1000:
                 net(torch.randn(8, 24)).square().mean().backward()
                 optimizer.step()

@@ -44,7 +44,7 @@ def both_ends(timeout_s: float, number: int = 0, key: bytes = b"k" * 32) -> tupl
     store = ENDS.enter_context(store_alone())
     kv = KeyValueView(AuthenticatedStore(store, b"s" * 32))
     way = TransferContext(kv, LOOPBACK, timeout_s, b"k" * 32)
-    donor = Donor(way, number, "ann", Part(0, 1, ""), {}, [StateMessage("state", {}, {})])
+    donor = Donor(way, number, "ann", [StateMessage("state", {}, {})])
     DONORS.append(donor)
     recipient = Recipient(way.cloned()._replace(key=key), number)
     recipient.receive(1 << 20)
@@ -92,19 +92,19 @@ def copied(states: list[str], *, rounds: int = 0, wrong: tuple[int, int] = (-1, 
         own = {name: tensor.clone() for name, tensor in given.items()}
         if index == wrong[0]:
             own["double"].view(torch.uint8).view(-1)[wrong[1]] ^= 1
-        donor = Donor(way, 3, "ann", part, own, [StateMessage("state", {"n": 0}, {})])
+        donor = Donor(way, 3, "ann", [StateMessage("state", {"n": 0}, {})], part, own)
         DONORS.append(donor)
         for n in range(rounds):
             donor.enqueue(StateMessage("round", {"n": 1 + n}, {"w": torch.zeros(1 << 20)}))
         for tensor in own.values():  # training goes on
             tensor.zero_()
-    return Download(way.cloned(), 3, count, taken, 1 << 30), taken
+    return Download(way.cloned(), 3, 1 << 30, count, taken), taken
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_parts_of_a_state_have_every_byte_once(count: int) -> None:
     given = {name: tensor.reshape(-1) for name, tensor in tensors(2.0).items()}
-    views = [view for at in range(count) for view in Part(at, count, "").blocks(given)]
+    views = [view for at in range(count) for view in Part(at, count).blocks(given)]
     assert sum(len(view) for view in views) == sum(tensor.nbytes for tensor in given.values())
     for view in views:
         view.zero_()

@@ -1,6 +1,7 @@
 """The ranks that exchange, as one object that also works on a single rank."""
 
 import contextlib
+import datetime
 import hashlib
 import os
 import struct
@@ -28,18 +29,24 @@ from thinwire.comm.macs import MessageMacs, wrong_mac_text
 from thinwire.comm.private import Private, forget, is_alone, keep_alive, private_group
 from thinwire.comm.stats import Rate
 from thinwire.comm.waiting import (
-    Limit,
+    Awaited,
     Progress,
     Timeout,
+    left_s,
     one_deadline,
+    progressed,
     seconds_of,
     set_activity,
     state_after_failure,
+    waited,
     whole_s,
+    within_text,
 )
 from thinwire.errors import Mismatch, PayloadCorrupt, ThinwireError
 from thinwire.layout.traffic import STREAMS, children, streams_between
 
+_SLICE_S = 1.0
+"""Interval at which a wait checks the clock and lets signals in."""
 _SHORT_BYTES = 64 << 10
 """Longest message of the host's memory that goes to all ranks at once."""
 _HEAD = struct.Struct("<I8s8s")
@@ -571,18 +578,13 @@ class Group:
             works.append(work)
 
         def finish() -> Tensor:
-            set_activity(action, awaited)
             begin_s = time.perf_counter()
-            try:
-                self._wait_for_all(works, action, held, by_gloo=by_gloo)
-                nbytes = sent if rated and not control else 0
-                now_s = time.perf_counter()
-                self._rate.ended(nbytes, launched_s, begin_s, now_s)
-                if control:
-                    shared.round_trip_s = min(shared.round_trip_s, now_s - launched_s)
-            finally:
-                self.wait_s += time.perf_counter() - begin_s
-                set_activity(action, None)
+            self._wait_for_all(works, action, awaited, held, by_gloo=by_gloo)
+            nbytes = sent if rated and not control else 0
+            now_s = time.perf_counter()
+            self._rate.ended(nbytes, launched_s, begin_s, now_s)
+            if control:
+                shared.round_trip_s = min(shared.round_trip_s, now_s - launched_s)
             return result()
 
         return Pending(finish)
@@ -604,21 +606,67 @@ class Group:
         return [self._private, *shared.more][: max(count, 1)]
 
     def _wait_for_all(
-        self, works: Sequence[dist.Work], action: str, held: Sequence[Tensor], *, by_gloo: bool
+        self,
+        works: Sequence[dist.Work],
+        action: str,
+        awaited: Awaited,
+        held: Sequence[Tensor] = (),
+        *,
+        by_gloo: bool,
     ) -> None:
         nbytes = sum(tensor.nbytes for tensor in held) if len(works) > 1 else 0
         progress = Progress(action, nbytes) if len(works) > 1 else None
-        for work in works:
-            limit = Limit(self.timeout_s, self._ask_before_s, self._extension_s, self._look)
+        set_activity(action, awaited)
+        begin_s = time.perf_counter()
+        try:
+            for work in works:
+                self._wait_for(work, action, in_slices=by_gloo)
+                forget(work)
+                if progress is not None:
+                    progress.add(nbytes / len(works))
+        finally:
+            self.wait_s += time.perf_counter() - begin_s
+            set_activity(action, None)
+
+    def _wait_for(self, work: dist.Work, action: str, *, in_slices: bool) -> None:
+        """Wait until the work has ended; longer while the missing ranks are busy."""
+        # shortly before the limit ask whether missing ranks are busy: then it moves, else it stands
+        limit_s = left_s(self.timeout_s)
+        began_s = time.monotonic()
+        ended = longer = denied = False
+        while True:
+            until_s = limit_s - (0.0 if denied else self._ask_before_s)
             try:
-                limit.wait(work, in_slices=by_gloo)
+                if in_slices:
+                    left = until_s - (time.monotonic() - began_s)
+                    work.wait(datetime.timedelta(seconds=max(min(left, _SLICE_S), 0.001)))
+                else:
+                    work.wait()
+                break
             except RuntimeError as error:
+                self._look(time.monotonic() - began_s)
                 if work.is_completed():
+                    if not ended:
+                        ended = True  # it may have succeeded since: wait again, to see its outcome
+                        continue
                     forget(work)
-                raise self._explained(error, action, limit.within) from error.__context__
-            forget(work)
-            if progress is not None:
-                progress.add(nbytes / len(works))
+                elif time.monotonic() - began_s < until_s:
+                    continue
+                elif not denied:
+                    extension_s = self._extension_s()
+                    waited_s = time.monotonic() - began_s
+                    longer |= extension_s > 0
+                    denied = extension_s <= 0
+                    if not denied:
+                        limit_s = max(limit_s, waited_s + extension_s)
+                    if waited_s < limit_s:
+                        continue
+                within = within_text(limit_s, self.timeout_s)
+                raise self._explained(error, action, within) from error.__context__
+        if longer:
+            progressed()
+        else:
+            waited(time.monotonic() - began_s)
 
     def _extension_s(self) -> float:
         heartbeats = self._shared and self._shared.heartbeats

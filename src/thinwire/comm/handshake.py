@@ -124,7 +124,30 @@ def while_busy(
     # on a second thread, so that the main thread can report that it is still running. Work that
     # exceeds `limit_s` keeps running, and its result is lost
     outcome = started(act, "thinwire-work")
-    rows = _answers(group, action, outcome, limit_s, moved)
+    begun = logged_s = time.monotonic()
+
+    def left_s() -> float:
+        return max(limit_s - (time.monotonic() - max(begun, moved())), 0.0)
+
+    while True:
+        # all ranks see the same answers, so all leave the loop in the same round
+        wait([outcome], min(group.timeout_s / 4, _PACE_S, left_s()))
+        answer: _Answer = _answer(outcome) if outcome.done() else {"busy": True}
+        if not outcome.done() and left_s() == 0:
+            answer = {"problem": f"it made no progress for {limit_s:g} s", "late": True}
+        own = json.dumps({"work": action, **answer}).encode()
+        with own_deadlines():
+            rows = [*map(mapping_of, group.gather_bytes(own, action=action))]
+        for rank, row in enumerate(rows):
+            if row.get("work") != action:
+                raise wrong_call_site(action, rank, row)
+        busy = [rank for rank, row in enumerate(rows) if "busy" in row]
+        if not busy or any("late" in row for row in rows):
+            break
+        if time.monotonic() - logged_s >= _PACE_S:
+            logged_s = time.monotonic()
+            text = "%s: %.0f s so far, still running on ranks %s"
+            _log.info(text, action, logged_s - begun, busy)
     problems = by_rank([row.get("problem") for row in rows])
     if problems:
         cause = outcome.exception() if outcome.done() else None
@@ -156,40 +179,3 @@ def _answer(outcome: Future[Any]) -> _Answer:
     kind = type(failure).__name__
     problem = str(failure) if isinstance(failure, ThinwireError) else f"{kind}: {failure}"
     return {"problem": problem, "kind": kind}
-
-
-def _answers(
-    group: Group,
-    action: str,
-    outcome: Future[Any],
-    limit_s: float,
-    moved: Callable[[], float],
-) -> list[_Answer]:
-    """Return all ranks' answers once all have ended their work, or one has taken too long."""
-    begun = logged_s = time.monotonic()
-
-    def left_s() -> float:
-        return max(limit_s - (time.monotonic() - max(begun, moved())), 0.0)
-
-    while True:
-        # all ranks see the same answers, so all leave the loop in the same round
-        wait([outcome], min(group.timeout_s / 4, _PACE_S, left_s()))
-        answer: _Answer = _answer(outcome) if outcome.done() else {"busy": True}
-        if not outcome.done() and left_s() == 0:
-            answer = {"problem": f"it made no progress for {limit_s:g} s", "late": True}
-        with own_deadlines():
-            rows = group.gather_bytes(
-                json.dumps({"work": action, **answer}).encode(), action=action
-            )
-        answers = [mapping_of(row) for row in rows]
-        for rank, row in enumerate(answers):
-            if row.get("work") != action:
-                raise wrong_call_site(action, rank, row)
-        busy = [rank for rank, row in enumerate(answers) if "busy" in row]
-        if not busy or any("late" in row for row in answers):
-            return answers
-        if time.monotonic() - logged_s >= _PACE_S:
-            logged_s = time.monotonic()
-            _log.info(
-                "%s: %.0f s so far, still running on ranks %s", action, logged_s - begun, busy
-            )

@@ -134,11 +134,11 @@ def _digest(content: Tensor) -> bytes:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    return _real(tensor).contiguous().reshape(-1).view(torch.uint8)
+    return real_view(tensor).contiguous().reshape(-1).view(torch.uint8)
 
 
 def _write_(tensor: Tensor, content: Tensor) -> None:
-    real = _real(tensor)
+    real = real_view(tensor)
     # a copy, since a view of another type needs an aligned start
     overwrite_(real, content.clone().view(real.dtype).view(real.shape))
 
@@ -151,5 +151,6 @@ def overwrite_(tensor: Tensor, values: Tensor) -> None:
     tensor.copy_(values)
 
 
-def _real(tensor: Tensor) -> Tensor:
+def real_view(tensor: Tensor) -> Tensor:
+    """Return a detached view; of a complex tensor with real and imaginary parts as last axis."""
     return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()

@@ -8,19 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from traceback import walk_stack
-
-from torch.distributed import Work
 
 from thinwire import _validate as check
 from thinwire._wording import PASSED
 
 _LONG_S = 10.0
-_SLICE_S = 1.0
-"""Interval at which a wait checks the clock and lets signals in."""
 _LOG_EVERY_S = 5.0
 _log = logging.getLogger("thinwire")
 Timeout = float | datetime.timedelta | None
@@ -84,63 +79,14 @@ def progressed() -> None:
     _call.left_s = _call.timeout_s
 
 
-@dataclass(slots=True)
-class Limit:
-    """Limit on the wait for an exchange; it moves while the missing ranks are busy."""
-
-    timeout_s: float
-    ask_before_s: float
-    extension_s: Callable[[], float]
-    look: Callable[[float], None]
-    limit_s: float = 0.0
-
-    def wait(self, work: Work, *, in_slices: bool) -> None:
-        """Wait until the work has ended; raise its error, or `RuntimeError` at the limit."""
-        # shortly before the limit ask whether missing ranks are busy: then it moves, else it stands
-        self.limit_s = left_s(self.timeout_s)
-        began_s = time.monotonic()
-        ended = longer = denied = False
-        while True:
-            until_s = self.limit_s - (0.0 if denied else self.ask_before_s)
-            try:
-                if in_slices:
-                    left = until_s - (time.monotonic() - began_s)
-                    work.wait(datetime.timedelta(seconds=max(min(left, _SLICE_S), 0.001)))
-                else:
-                    work.wait()
-                break
-            except RuntimeError:
-                self.look(time.monotonic() - began_s)
-                if work.is_completed():
-                    if ended:
-                        raise
-                    ended = True  # it may have succeeded since: wait again, to see its outcome
-                elif time.monotonic() - began_s >= until_s:
-                    if denied:
-                        raise
-                    extension_s = self.extension_s()
-                    waited_s = time.monotonic() - began_s
-                    if extension_s > 0:
-                        longer = True
-                        self.limit_s = max(self.limit_s, waited_s + extension_s)
-                        continue
-                    denied = True
-                    if waited_s >= self.limit_s:
-                        raise
-        if longer:
-            progressed()
-        else:
-            waited(time.monotonic() - began_s)
-
-    @property
-    def within(self) -> str:
-        """The limit in words, for errors."""
-        whole = whole_s(self.timeout_s)
-        if self.limit_s > 1.01 * whole:
-            return f"{whole:g} s after a rank was last known to be busy"
-        if self.limit_s < 0.99 * whole:
-            return f"the {self.limit_s:.1f} s that were left of {whole:g} s for the whole call"
-        return f"{whole:g} s"
+def within_text(limit_s: float, timeout_s: float) -> str:
+    """Return the limit of a wait in words, for errors."""
+    whole = whole_s(timeout_s)
+    if limit_s > 1.01 * whole:
+        return f"{whole:g} s after a rank was last known to be busy"
+    if limit_s < 0.99 * whole:
+        return f"the {limit_s:.1f} s that were left of {whole:g} s for the whole call"
+    return f"{whole:g} s"
 
 
 class Progress:

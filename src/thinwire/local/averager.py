@@ -182,13 +182,11 @@ class Averager(Synchronizer):
 
     def make(self, due: Due) -> None:
         """Average what is due, or share the first loss."""
-        # a rank that only waits for the end waits for all
-        early = not self.flushing
         if due is Due.EVERYTHING:
-            self._average("averaging", self.tensors.params, early=early)
+            self._average("averaging", self.tensors.params)
         elif due is Due.FRAGMENT:
             part = self.when.fragment
-            self._average(f"averaging part {part}", self._parts[part], part, early=early)
+            self._average(f"averaging part {part}", self._parts[part], part)
         elif due is Due.FIRST_LOSS:
             self.interval.read(self._ask("first loss").wait(), self.counters.step)
 
@@ -245,13 +243,13 @@ class Averager(Synchronizer):
         *,
         adapt: bool = True,
         written: bool = False,
-        early: bool = False,
     ) -> None:
         """Average these parameters: a fragment, or everything without a delay."""
         self._advance(Stage.APPLIED, goes_on=True)  # a loaded state may hold one
         delayed = part is not None and self.config.delay > 0
         measured, problem, state = self._measure(names, keep=delayed, written=written)
-        self.group.early = early
+        # a rank that only waits for the end waits for all
+        self.group.early = adapt and not self.flushing
         agreement = self._ask(phase, problem, state, part)
         pending = OneAveraging(measured, self._stages(measured, agreement, part, adapt=adapt))
         pending.advance(self._first_stage if delayed else Stage.APPLIED)

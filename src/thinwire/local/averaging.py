@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire._devices import copies_pinned, has_float64
 from thinwire.comm import Sources
-from thinwire.comm.replicate import overwrite_
+from thinwire.comm.replicate import overwrite_, real_view
 from thinwire.compress.dense import DenseMeans, not_finite, send_dense
 from thinwire.compress.protocol import (
     RESIDUAL,
@@ -38,20 +38,15 @@ from thinwire.wire.bucket import Part, apart, runs, side_by_side, spans
 _SKETCH = "sketch of the change"
 
 
-def real_view(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a view of a complex one with real and imaginary parts as last axis."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
 def widened(tensor: Tensor) -> Tensor:
     """Return real values in float32, or float64 for double precision; copy only if needed."""
-    real = real_view(tensor.detach())
+    real = real_view(tensor)
     return real if real.dtype == torch.float64 else real.float()
 
 
 def _part(tensor: Tensor, start: int, end: int) -> Tensor:
     """Return entries of a real view as one dimension: a view if its memory allows."""
-    flat = real_view(tensor.detach()).reshape(-1)
+    flat = real_view(tensor).reshape(-1)
     return flat if flat.numel() == end - start else flat[start:end]
 
 
@@ -294,7 +289,7 @@ class Averaging:
     def anchor_(self) -> None:
         """Set the anchors to the current parameters, where these hold other values."""
         for name, anchor in self.anchors.items():
-            now = real_view(self._params[name].detach()).to(anchor.device)
+            now = real_view(self._params[name]).to(anchor.device)
             anchor.copy_(torch.where(now == anchor.to(now.dtype), anchor, now))
 
     @torch.no_grad()
@@ -479,7 +474,7 @@ class Averaging:
         for (name, start, end), found in zip(part, apart(target, numels), strict=True):
             for tensor in (self._params[name], copies.get(name)):
                 if tensor is not None:
-                    real = real_view(tensor.detach())
+                    real = real_view(tensor)
                     reals.append(_part(real, start, end) if real.is_contiguous() else real)
                     values.append(found.view_as(reals[-1]))
         torch._foreach_copy_(reals, values)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from thinwire.comm import own_deadlines
+from thinwire.comm.replicate import real_view
 from thinwire.compress import kinds_of_state
 from thinwire.compress.dense import not_finite
 from thinwire.core.sharded import Shards
 from thinwire.errors import ThinwireError
 from thinwire.local.averager import Averager
-from thinwire.local.averaging import Changes, PendingAveraging, real_view, widened
+from thinwire.local.averaging import Changes, PendingAveraging, widened
 from thinwire.local.interval import Stage
 from thinwire.local.saving import copied
 from thinwire.members.closing import Late
@@ -63,7 +64,7 @@ class JoinerState:
         self._averaging = averager.averaging
         self._tensors = averager.tensors
         self._when = averager.when
-        self._own: StateMessage | None = None
+        self._own = StateMessage("own", {}, {})
         self._unsent: dict[str, Tensor] = {}
         """Own state of a member that enters again, and its change since its anchors."""
         self.copies: Mapping[str, Tensor] = {}
@@ -176,7 +177,7 @@ class JoinerState:
         tensors.forget_common()
         for tensor in self._own_tensors().values():
             tensor.zero_()
-        if self._own is not None:
+        if self._own.tensors:
             self.add_handoff(self._own, 1.0)
         # steps from the anchor learn more than steps from a change that the others do not have
         # (research/members/README.md)
@@ -195,10 +196,10 @@ class JoinerState:
         if averager.work is not None:
             averager.work.load(self._work)
 
-    def own_state(self) -> StateMessage | None:
-        """Return copies of the residuals; see `SharedState`."""
+    def own_state(self) -> StateMessage:
+        """Return copies of the residuals, if any is not zero; see `SharedState`."""
         found = copied(self._own_tensors())
-        return StateMessage("own", {}, found) if any(map(torch.any, found.values())) else None
+        return StateMessage("own", {}, found if any(map(torch.any, found.values())) else {})
 
     @torch.no_grad()
     def add_handoff(self, given: StateMessage, factor: float) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed import Work
 
 from thinwire.errors import PeerLost, PeerStalled, ThinwireError
-from thinwire.members.generation import packed, unpacked
+from thinwire.members.generation import Outcome, packed, unpacked
 from thinwire.members.kv import KeyValueView
 from thinwire.members.membership import Membership
 from thinwire.members.watcher import CLOSED_KEY, POLL_S
@@ -48,7 +48,7 @@ class ClosingVote(Work):
         """Reason for which this member does not take part."""
         self._kv = kv
         self._membership = membership
-        self._own_id = membership.shared.own_id
+        self._own_id = membership.own_id
         self._answer = {"vote": vote, "answer": packed([answer])}
         self._grace_s = grace_s
         self._least = least
@@ -60,7 +60,7 @@ class ClosingVote(Work):
     def launch(self) -> bool:
         """Write the answer of this member; False if the host does not answer."""
         self._ended = False
-        if self._membership.shared.store_problem is not None:
+        if self._membership.store_problem is not None:
             return False
         try:
             self._kv.put(f"here/{self._own_id}", self._answer)
@@ -72,17 +72,13 @@ class ClosingVote(Work):
         """Return True once it is closed, or the host has ended."""
         return self._ended
 
-    def missing(self) -> str:
-        """Return the members that have not answered, as text."""
-        return ", ".join(self._missing)
-
     def wait(self, timeout: datetime.timedelta = datetime.timedelta.max) -> bool:
         """Wait until it is closed, or the host has ended: then `answers` stay None."""
         until = time.monotonic() + timeout.total_seconds()
         while not self._ended:
             left_s = until - time.monotonic()
             if left_s <= 0:
-                raise RuntimeError("Timed out")
+                raise RuntimeError(f"Timed out: {', '.join(self._missing)} did not answer")
             try:
                 ids = self._membership.current().ids
             except ThinwireError as error:
@@ -117,18 +113,15 @@ class ClosingVote(Work):
             self._due_s = min(self._due_s, now)
         if now < self._due_s + _STAGGER_S * [*given].index(self._own_id):
             return False
-        value = {"vote": self.vote, "voters": [*given], "answers": [*given.values()]}
-        return self._take(self._kv.swap(CLOSED_KEY, closed, value))
+        outcome = Outcome(self.vote, unpacked([*given.values()]), [*given])
+        return self._take(self._kv.swap(CLOSED_KEY, closed, outcome.to_dict()))
 
     def _take(self, closed: Any) -> bool:
         """Take what was closed, if it is this agreement or a later one."""
         if closed is None or closed["vote"] < self.vote:
             return False
         # for a later one all that took part in this one were needed
-        voters = closed["voters"] if closed["vote"] == self.vote else []
-        if self._own_id in voters:
-            self.answers = unpacked(closed["answers"])
-            self._membership.accept_closed(self.vote, self.answers, voters)
-        else:
+        self.answers = self._membership.accepted(Outcome.from_dict(closed), self.vote)
+        if self.answers is None:
             self.error = Late()
         return True

@@ -3,33 +3,46 @@
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from thinwire.comm.macs import MessageMacs
 from thinwire.comm.member_groups import MemberGroups
 
 
-@dataclass(frozen=True)
-class Decision:
+class Outcome(NamedTuple):
+    """An agreement: its number, and the answers of its voters, in their order."""
+
+    vote: int
+    answers: Sequence[bytes] = ()
+    voters: Sequence[str] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a form that JSON can represent."""
+        return {**self._asdict(), "answers": packed(self.answers)}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> "Outcome":
+        """Return the outcome that `to_dict` wrote."""
+        return cls(value["vote"], unpacked(value["answers"]), value["voters"])
+
+
+class Decision(NamedTuple):
     """Members of a generation, as written once in the store by the first member that decides."""
 
     ids: tuple[str, ...]
     continuing: tuple[str, ...]
-    votes: int
-    answers: tuple[bytes, ...] = ()
-    voters: tuple[str, ...] = ()
-    """Members whose answers these are, in their order."""
+    agreed: Outcome = Outcome(0)
+    """Last agreement before it."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return a form that JSON can represent."""
-        return {**vars(self), "answers": packed(self.answers)}
+        return {"ids": self.ids, "continuing": self.continuing, **self.agreed.to_dict()}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "Decision":
         """Return the decision that `to_dict` wrote."""
-        answers = tuple(unpacked(value["answers"]))
-        ids, continuing = tuple(value["ids"]), tuple(value["continuing"])
-        return cls(ids, continuing, value["votes"], answers, tuple(value["voters"]))
+        return cls(tuple(value["ids"]), tuple(value["continuing"]), Outcome.from_dict(value))
 
 
 @dataclass
@@ -86,7 +99,7 @@ def next_decision(
     # unreachable. Later the largest side stays, of equal ones the one with the lowest rank
     announced_ids = [member for member in ids if member in announced]
     present = [member for member in announced_ids if not announced[member]["left"]]
-    latest = announced[max(announced_ids, key=lambda member: announced[member]["votes"])]
+    latest = max((announced[member] for member in announced_ids), key=itemgetter("vote"))
     if any(announced[member]["voted"] for member in announced_ids):
         continuing = ids
     connecting = any(one["connecting_s"] is not None for one in announced.values())
@@ -98,9 +111,7 @@ def next_decision(
     left = {member for member in announced_ids if announced[member]["left"]}
     lost = [member for member in continuing if member not in left and member not in present]
     stay = tuple(member for member in present if member in continuing)
-    answers = tuple(unpacked(latest["answers"]))
-    voters = tuple(latest["voters"])
-    return Decision(tuple(present), stay, latest["votes"], answers, voters), lost
+    return Decision(tuple(present), stay, Outcome.from_dict(latest)), lost
 
 
 def _connected(reached: Mapping[str, Sequence[str]], first: str) -> list[str]:

@@ -4,8 +4,9 @@ import json
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from itertools import cycle
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.comm import Group, Pending, Regrouped, is_alone, require_mesh
 from thinwire.comm.member_groups import MemberGroups
 from thinwire.comm.private import forget_ended, in_flight
-from thinwire.comm.waiting import Limit, own_deadlines, progressed, set_activity, whole_s
-from thinwire.errors import Evicted, PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
+from thinwire.comm.waiting import own_deadlines, progressed, whole_s
+from thinwire.errors import Evicted, PeerLost, PeerStalled, ThinwireError
 from thinwire.members.closing import ClosingVote, Late
 from thinwire.members.generation import Generation, packed, unpacked
 from thinwire.members.kv import KeyValueView
@@ -24,6 +25,7 @@ from thinwire.members.watcher import BUSY_BEAT_S, Terms
 
 AWAY = Evicted, Late, PeerLost, PeerStalled
 """Errors of a member that was away: it reached nobody, or the others continued without it."""
+_T = TypeVar("_T")
 
 
 class ElasticGroup(Group):
@@ -48,7 +50,7 @@ class ElasticGroup(Group):
         """Enters the run again after an error of `AWAY`, or raises it; None before any step."""
         self._in_call = False
         self._regroup_s = 0.0
-        if membership.shared.generation is not None:
+        if membership.generation is not None:
             self.bind_latest()
 
     @property
@@ -57,14 +59,14 @@ class ElasticGroup(Group):
 
     @property
     def answer_index(self) -> int:
-        voters, own_id = self.membership.shared.voters, self.membership.shared.own_id
-        return voters.index(own_id)
+        membership = self.membership
+        return membership.agreed.voters.index(membership.own_id)
 
     def leave_out(self, ranks: Sequence[int]) -> bool:
         now = self.bound
         if now is None or not ranks:
             return False
-        odd = {self.membership.shared.voters[rank] for rank in ranks}
+        odd = {self.membership.agreed.voters[rank] for rank in ranks}
         ids = [one for one in now.ids if one not in odd]
         self.membership.change_members(now.number, ids, ids)
         self.pending_after = now.number
@@ -104,38 +106,22 @@ class ElasticGroup(Group):
             now.macs = self.macs, self._agreement_macs
         self.macs, self._agreement_macs = now.macs or (None, None)
 
-    @property
-    def present_ids(self) -> tuple[str, ...]:
-        """Members that make the present round; the others are late."""
-        return () if self.bound is None else self.bound.present_ids(self.membership.shared.present)
-
-    @property
-    def some_are_late(self) -> bool:
-        """True if members are late for the present round."""
-        return self.bound is not None and len(self.present_ids) < self.bound.size
-
     def _leave_out_late(self) -> None:
         """Exchange with the members that make the present round alone."""
-        now = self.bound
-        if now is None or not self.some_are_late:
+        membership, now = self.membership, self.bound
+        if now is None or (ids := now.present_ids(membership.present)) == now.ids:
             return
-        shared, ids = self.membership.shared, self.present_ids
-        name = f"{now.number}/{shared.votes}"
+        name = f"{now.number}/{membership.agreed.vote}"
         if now.present is None or now.present.ids != ids:
-            present = Generation(now.number, ids, ids.index(shared.own_id), now.continuing)
-            broken = None
-            try:
-                if present.size > 1:
-                    where = self._kv.store.under(f"gloo/{name}"), present.rank, present.size
-                    limit_s = shared.connecting_s
-                    present.groups = MemberGroups(*where, limit_s, self._terms.endpoint)
-            except ThinwireError as error:
-                broken = str(error)
-            if broken is not None:
-                raise self._broken(now.number, broken)
-            with shared.changed:
+            present = Generation(now.number, ids, ids.index(membership.own_id), now.continuing)
+            if present.size > 1:
+                where = self._kv.store.under(f"gloo/{name}"), present.rank, present.size
+                limits = membership.connecting_s, self._terms.endpoint
+                make = partial(MemberGroups, *where, *limits)
+                present.groups = self._in_generation(now.number, make)
+            with membership.changed:
                 now.present = present
-                if shared.frozen:  # its waits were to be ended before it was there
+                if membership.frozen:  # its waits were to be ended before it was there
                     present.disconnect()
         self._use(now.present, name)
 
@@ -194,12 +180,12 @@ class ElasticGroup(Group):
         if self.bound is None and self.pending_after is None:
             return [payload]
         membership, attempt = self.membership, self._attempt
-        vote = membership.shared.votes + 1
+        vote = membership.agreed.vote + 1
         closing = self._at_host(vote, payload) if attempt is None else None
         try:
             while True:
                 # another member may have received all answers: then they are in the store
-                if (known := membership.recorded(vote)) is not None:
+                if (known := membership.accept_recorded(vote)) is not None:
                     return self._taken(known)
                 number = self.bind_latest()
                 if attempt not in (None, number):
@@ -227,7 +213,7 @@ class ElasticGroup(Group):
 
     def _at_host(self, vote: int, payload: bytes) -> ClosingVote | None:
         """Return an agreement of all members at the host; None if they agree by themselves."""
-        self.membership.shared.present = None
+        self.membership.present = None
         grace_s = self._terms.grace_seconds
         if grace_s is None:
             return None
@@ -247,57 +233,35 @@ class ElasticGroup(Group):
 
     def _closed(self, closing: ClosingVote, action: str) -> list[bytes] | None:
         """Wait for an agreement at the host; None if the host ends meanwhile."""
-        limit = Limit(self.timeout_s, self._ask_before_s, self._extension_s, lambda _: None)
-        begin_s = time.perf_counter()
-        set_activity(action, ("host", True, closing.vote))
-        number = self.membership.current().number
-        broken = None
-        try:
-            limit.wait(closing, in_slices=True)
-        except RuntimeError:
-            broken = f"{action}: {closing.missing()} did not answer within {limit.within}"
-        finally:
-            self.wait_s += time.perf_counter() - begin_s
-            set_activity(action, None)
-        if broken is not None:
-            raise self._broken(number, broken)
+        awaited = "host", True, closing.vote
+        wait = partial(self._wait_for_all, [closing], action, awaited, by_gloo=True)
+        self._in_generation(self.membership.current().number, wait)
         if closing.error is not None:
             raise closing.error
         return closing.answers
 
     def _taken(self, answers: list[bytes]) -> list[bytes]:
         """Return the answers of an agreement, if this member was in time for it."""
-        shared = self.membership.shared
-        if shared.own_id not in shared.voters:
+        membership = self.membership
+        voters = membership.agreed.voters
+        if membership.own_id not in voters:
             raise Late
-        now = self.membership.current()
-        missing = [one for one in now.ids if one not in shared.voters]
-        shared.present = shared.voters if missing else None
-        if any(map(self.membership.watcher.is_gone, missing)):
-            self.membership.report_broken(now.number, f"no heartbeat of {', '.join(missing)}")
+        now = membership.current()
+        missing = [one for one in now.ids if one not in voters]
+        membership.present = voters if missing else None
+        if any(map(membership.watcher.is_gone, missing)):
+            membership.report_broken(now.number, f"no heartbeat of {', '.join(missing)}")
         return answers
 
     def _launched(self, *exchange: Any, **options: Any) -> Pending[Tensor]:
         number = -1 if self.bound is None else self.bound.number
-        # outside of the handlers: an error of the next generation stands alone
-        broken: str | None = None
-        try:
-            pending = super()._launched(*exchange, **options)
-        except ThinwireError as error:
-            broken = str(error)
-        if broken is not None:
-            raise self._broken(number, broken)
+        launch = partial(super()._launched, *exchange, **options)
+        pending = self._in_generation(number, launch)
 
         def finish() -> Tensor:
             if self.membership.current().number != number:
                 raise Regrouped
-            try:
-                return pending.wait()
-            except PayloadCorrupt:
-                raise
-            except ThinwireError as error:
-                broken = str(error)
-            raise self._broken(number, broken)
+            return self._in_generation(number, pending.wait)
 
         return Pending(finish)
 
@@ -309,10 +273,16 @@ class ElasticGroup(Group):
     def _extension_s(self) -> float:
         return self.membership.extension_s(whole_s(self.timeout_s))
 
-    def _broken(self, number: int, why: str) -> Regrouped:
-        self.membership.report_broken(number, why)
+    def _in_generation(self, number: int, work: Callable[[], _T]) -> _T:
+        """Return the result of `work`; if it fails wait for the next generation: `Regrouped`."""
+        # outside of the handler: an error of the next generation stands alone
+        try:
+            return work()
+        except ThinwireError as error:
+            broken = str(error)
+        self.membership.report_broken(number, broken)
         self._wait_for_next(number)
-        return Regrouped()
+        raise Regrouped
 
     def _wait_for_next(self, number: int) -> None:
         begun_s = time.perf_counter()
@@ -429,7 +399,7 @@ class SiteGroup(Group):
         self.shards = site.ranks
         self.replicas = shard_group
         self._shard_group = shard_group
-        self._received_ids = [shard_group.membership.shared.own_id]
+        self._received_ids = [shard_group.membership.own_id]
 
     @property
     def rank(self) -> int:  # type: ignore[override]
@@ -448,7 +418,7 @@ class SiteGroup(Group):
 
     @property
     def answer_index(self) -> int:
-        site = self._received_ids.index(self._shard_group.membership.shared.own_id)
+        site = self._received_ids.index(self._shard_group.membership.own_id)
         return site * self.site.size + self.site.rank
 
     @property
@@ -465,7 +435,7 @@ class SiteGroup(Group):
         try:
             yield
         except ThinwireError as error:
-            if self._shard_group.membership.shared.end_reason is not None:
+            if self._shard_group.membership.end_reason is not None:
                 self.site.announce_end(error)
             raise
 
@@ -478,7 +448,7 @@ class SiteGroup(Group):
         def common_answers() -> list[bytes]:
             with self._announcing_end():
                 answers = gathered.wait()
-            ids = self._shard_group.membership.shared.voters
+            ids = self._shard_group.membership.agreed.voters
             all_equal = len(set(answers)) == 1
             report = {"ids": ids, "answers": packed(answers[:1] if all_equal else answers)}
             received = [

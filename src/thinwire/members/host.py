@@ -147,7 +147,7 @@ class _RunView:
             return f"{line}; waiting for {limit_s:g} s"
         if not by_hand and 2 * len(missing) >= len(ids):
             return f"{line}: more than half are needed. `--recover` goes on without them"
-        decision = {"ids": ids, "continuing": ids, "votes": latest["votes"]}
+        decision = {"ids": ids, "continuing": ids, "vote": latest["vote"]}
         decision |= {"answers": [], "voters": []}
         for key, value in ((f"members/{number}", decision), ("gen", number)):
             where = self._prefix + key
@@ -159,7 +159,7 @@ def _is_presented(value: Any) -> bool:
     """Return True for what a member presents; without a token a stranger may write anything."""
     if not _ids(value):
         return False
-    whole = all(type(value.get(name)) is int for name in ("number", "votes"))
+    whole = all(type(value.get(name)) is int for name in ("number", "vote"))
     return whole and isinstance(value.get("timeout_s"), int | float)
 
 

@@ -113,7 +113,7 @@ def join(
     site = SingleRank() if mesh is None else Site(mesh, timeout_s)
     reach = partial(connect, address, run, token, limit)
     kv = KeyValueView(reach(), timeout_s, reach)
-    own_address = None if relay else kv.store.own_address
+    own_address = None if relay else kv.store.connection.own_address
     endpoint = RelayEndpoint(*host, relay_key(token), tls, own_address, timeout_s / 4)
     if relay and not relay_times(kv.call(lambda: kv.store.relays(endpoint)), timeout_s):
         require_relay(endpoint, timeout_s)

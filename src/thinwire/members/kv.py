@@ -30,7 +30,8 @@ class AuthenticatedStore(Store):
         self, store: Any, secret: bytes | None, prefix: str = "", session: str = ""
     ) -> None:
         super().__init__()
-        self._store = store
+        self.connection = store
+        """A `HostStore`."""
         self._secret = secret
         self._prefix = prefix
         self.session = session
@@ -50,37 +51,23 @@ class AuthenticatedStore(Store):
     def under(self, prefix: str) -> AuthenticatedStore:
         """Return the same store with a longer prefix, over the same connection."""
         longer = f"{self._prefix}{prefix}/"
-        return AuthenticatedStore(self._store, self._secret, longer, self.session)
+        return AuthenticatedStore(self.connection, self._secret, longer, self.session)
 
     def clone(self) -> AuthenticatedStore:
         """Return the same store over a connection of its own."""
-        return AuthenticatedStore(self._store.clone(), self._secret, self._prefix, self.session)
-
-    def close(self) -> None:
-        """End the connection; a call that waits on another thread ends with an error."""
-        self._store.close()
-
-    @property
-    def own_address(self) -> str:
-        """Address of this machine from which it reaches the host."""
-        return str(self._store.own_address)
-
-    @property
-    def round_trip_s(self) -> float:
-        """Mean time in seconds of recent requests to the host."""
-        return float(self._store.round_trip_s)
+        return AuthenticatedStore(self.connection.clone(), self._secret, self._prefix, self.session)
 
     def age_s(self) -> float:
         """Return the seconds since the host was started."""
-        return float(self._store.ask("age")[0])
+        return float(self.connection.ask("age")[0])
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
-        self._store.ask("set", self._prefix + key, self._signed(key, value))
+        self.connection.ask("set", self._prefix + key, self._signed(key, value))
 
     def announce(self, key: str, value: str | bytes) -> None:
         """Write a value that ends with this connection, without waiting for the host."""
-        self._store.announce(self._prefix + key, self._signed(key, value))
+        self.connection.announce(self._prefix + key, self._signed(key, value))
 
     def get(self, key: str) -> bytes:
         """Return a value; wait for it until the store's time-out."""
@@ -95,22 +82,22 @@ class AuthenticatedStore(Store):
         """
         full = [self._prefix + key for key in keys]
         began_s = time.monotonic()
-        number, *found = self._store.ask("look", str(limit_s), str(since), *full)
+        number, *found = self.connection.ask("look", str(limit_s), str(since), *full)
         if not limit_s:
             trip_s = time.monotonic() - began_s
-            self._store.round_trip_s += (trip_s - self._store.round_trip_s) / 8
+            self.connection.round_trip_s += (trip_s - self.connection.round_trip_s) / 8
         return int(number), found
 
     def entries(self, prefix: str) -> dict[str, bytes]:
         """Return all values under keys with this prefix, not `verified`, by the rest of the key."""
         start = self._prefix + prefix
-        found = self._store.ask("list", start)
+        found = self.connection.ask("list", start)
         keys = [key.decode(errors="replace").removeprefix(start) for key in found[::2]]
         return dict(zip(keys, found[1::2], strict=True))
 
     def of_relays(self, key: bytes) -> AuthenticatedStore:
         """Return the part of the host's store in which relays with this key are announced."""
-        return AuthenticatedStore(self._store, key or None, f"relay/{self.session}/")
+        return AuthenticatedStore(self.connection, key or None, f"relay/{self.session}/")
 
     def relays(self, endpoint: RelayEndpoint) -> dict[str, RelayEndpoint]:
         """Return the relay of the host, as "", and those that are announced there, by name."""
@@ -122,7 +109,7 @@ class AuthenticatedStore(Store):
 
     def drop(self, prefix: str) -> None:
         """Remove all keys with this prefix, which a host that is started again may still have."""
-        self._store.ask("drop", self._prefix + prefix)
+        self.connection.ask("drop", self._prefix + prefix)
 
     def compare_set(
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
@@ -130,21 +117,21 @@ class AuthenticatedStore(Store):
         """Write a value if `expected_value` is there (empty: none); return what is there then."""
         expected = self._signed(key, expected_value) if expected_value else b""
         desired = self._signed(key, desired_value)
-        (found,) = self._store.ask("swap", self._prefix + key, expected, desired)
+        (found,) = self.connection.ask("swap", self._prefix + key, expected, desired)
         return self.verified(key, found)
 
     def multi_get(self, keys: list[str], timeout: timedelta | None = None) -> list[bytes]:
         """Return several values, as `get` does."""
-        found = self._awaited(keys, timeout or self._store.limit)
+        found = self._awaited(keys, timeout or self.connection.limit)
         return [self.verified(key, value) for key, value in zip(keys, found, strict=True)]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys exist. The values are not verified."""
-        self._awaited(keys, timeout or self._store.limit)
+        self._awaited(keys, timeout or self.connection.limit)
 
     def _awaited(self, keys: Sequence[str], limit: timedelta) -> list[bytes]:
         full = [self._prefix + key for key in keys]
-        values: list[bytes] = self._store.ask("wait", str(limit.total_seconds()), *full)
+        values: list[bytes] = self.connection.ask("wait", str(limit.total_seconds()), *full)
         if None in values:
             raise DistStoreError(f"wait timeout after {limit}, keys: {', '.join(full)}")
         return values
@@ -212,7 +199,7 @@ class KeyValueView:
     def disconnect(self) -> None:
         """Close the connection for good. A call that waits for the host ends with an error."""
         self._closed.set()
-        self.store.close()
+        self.store.connection.close()
 
     @property
     def waiting_s(self) -> float:
@@ -251,7 +238,7 @@ class KeyValueView:
                 _log.warning("reconnected to the host: %s", lost)
                 self.store = store
                 if self._closed.is_set():  # closed by another thread meanwhile
-                    store.close()
+                    store.connection.close()
                 return
             self._closed.wait(_RETRY_S)
         raise lost

@@ -25,14 +25,15 @@ from thinwire.errors import (
     ThinwireError,
 )
 from thinwire.members.closing import Late
-from thinwire.members.generation import packed, unpacked
+from thinwire.members.generation import Outcome
 from thinwire.members.group import AWAY, ElasticGroup, SingleRank, Site, SiteGroup
 from thinwire.members.kv import KeyValueView
 from thinwire.members.meeting import require_same
 from thinwire.members.membership import Membership
-from thinwire.members.missed import MOST_WAITING, MissedRounds, SentRounds
+from thinwire.members.missed import MissedRounds
 from thinwire.members.transfer import (
     MOST_DONORS,
+    MOST_WAITING,
     Donor,
     Download,
     Part,
@@ -74,8 +75,8 @@ class SharedState(Protocol):
     def apply(self, message: StateMessage) -> None:
         """Apply the counters of a state whose tensors are here, or an update, from a donor."""
 
-    def own_state(self) -> StateMessage | None:
-        """Return the state that only this member holds, for the handoff; None if there is none."""
+    def own_state(self) -> StateMessage:
+        """Return the state that only this member holds, for the handoff."""
 
     def add_handoff(self, message: StateMessage, factor: float) -> None:
         """Add a leaving member's own state, times `factor`, to that of this member."""
@@ -131,9 +132,9 @@ class Member:
         self._outgoing_handoff: Donor | None = None
         self._reports: Sequence[Facts] = ()
         """Reports of all members of the round, until it ends."""
-        self._late: dict[str, SentRounds] = {}
-        """Members that are late."""
-        self._missed = MissedRounds(self._membership, self.kv)
+        self._late: dict[str, tuple[int, str]] = {}
+        """By late member the first round that it lacks, and the member that sends it."""
+        self._missed = MissedRounds()
         self.step: Callable[[], int] = lambda: 0
         self._samplers: dict[Any, Callable[[], Any]] = {}
         """Samplers of this member, and what returns the progress of each."""
@@ -145,14 +146,14 @@ class Member:
 
     def _join_run(self) -> Membership:
         # identities of members that were lost do not come back
-        former = self._membership.shared.presented() if self._entries else None
+        former = self._membership.presented() if self._entries else None
         own_id = self._identity + (f"+{self._entries}" if self._entries else "")
         self._entries += 1
         own_id = self.site.broadcast_value("naming the site", own_id)
         membership = Membership(self.kv.clone(), own_id, self.terms)
-        membership.shared.former = former
-        membership.shared.shown = self._named
-        membership.shared.facts = self._facts
+        membership.former = former
+        membership.shown = self._named
+        membership.facts = self._facts
         try:
             _meet(membership, self.site)
         except BaseException:  # Ctrl-C too: else the thread would remain as an idle member
@@ -182,7 +183,7 @@ class Member:
     @property
     def id(self) -> str:
         """Identity of this member: host, process, eight digits, and how often it has returned."""
-        return self._membership.shared.own_id
+        return self._membership.own_id
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -205,7 +206,7 @@ class Member:
         """Return the number and the identities of the current generation."""
         if (bound := self.group.bound) is not None:
             return bound.number, bound.ids
-        return (not self.joiner and self._membership.shared.admitted) or (-1, ())
+        return (not self.joiner and self._membership.admitted) or (-1, ())
 
     def _hand_over(
         self, state: SharedState, leaving_id: str, successor: str, made: Facts, factor: float
@@ -213,32 +214,28 @@ class Member:
         # joiners count from 0
         number = (1 << 40) + (made["generation"] << 20) + made["ids"].index(leaving_id)
         if successor == self.id:
-            download = Download(self._transfer_context, number, 1, {}, state.max_bytes)
+            download = Download(self._transfer_context, number, state.max_bytes)
             self._incoming_handoffs.append((download, factor))
         if leaving_id == self.id:
-            own = state.own_state() or StateMessage("own", {}, {})
-            own = replace(own, plain={"of": self.id}, last=True)
-            where = self._transfer_context, number, successor, Part(0, 1, "")
-            self._outgoing_handoff = Donor(*where, {}, [own])
+            own = replace(state.own_state(), plain={"of": self.id}, last=True)
+            self._outgoing_handoff = Donor(self._transfer_context, number, successor, [own])
 
     def close(self, *, leaves: bool) -> None:
         """Leave the run; unless `leaves`, as a member that was lost."""
-        self._close_donors()
-        self._missed.close()
+        self._close_transfers()
         if self._outgoing_handoff is not None:
             self._outgoing_handoff.close(self.timeout_s)
-        shared = self._membership.shared
-        if leaves and shared.end_reason is None and shared.store_problem is None:
+        membership = self._membership
+        if leaves and membership.end_reason is None and membership.store_problem is None:
             self.kv.limit_s = min(_LEAVE_S, self.timeout_s)
-            shared.announce_leaving(self.kv)
-        self._membership.close()
+            membership.announce_leaving(self.kv)
+        membership.close()
         self.kv.disconnect()
 
-    def _close_donors(self) -> None:
+    def _close_transfers(self) -> None:
+        self._missed.close()
         for donor in self._donors:
             donor.close()
-        for sent in self._late.values():
-            sent.close()
         self._donors = []
         self._late = {}
 
@@ -271,8 +268,7 @@ class Member:
 
     def _enter_again(self, state: SharedState, known: int) -> None:
         """Join the run in which generation `known` was, as a new member that has a state."""
-        self._close_donors()
-        self._missed.close()
+        self._close_transfers()
         self._taken = {}
         ended = ""
         try:
@@ -281,20 +277,19 @@ class Member:
             ended = f"{error}. Start all members again, from the last copy"
         while not ended and (found := self.kv.get(f"members/{known + 1}")) is not None:
             known += 1
-            if not found["votes"]:
+            if not found["vote"]:
                 ended = f"it has begun anew, with generation {known}. Start this member again"
         if ended:
             self._failures = _MOST_FAILURES
             raise Evicted(ended)
         self.group.membership = self._membership
-        self._missed = MissedRounds(self._membership, self.kv)
         self.group.bound = self.group.pending_after = None
         self.fetch_state(state)
         self.group.bind_latest()
 
     def show(self, stats: Facts, loss: Any) -> None:
         """Show numbers of this member on the page of the run."""
-        self._membership.shared.shown = report_of({**stats, **self.numbers}, loss) | self._named
+        self._membership.shown = report_of({**stats, **self.numbers}, loss) | self._named
 
     def register_sampler(self, sampler: Any, progress: Callable[[], Any]) -> None:
         """Add a sampler, whose samples are distributed again when the membership changes."""
@@ -359,7 +354,7 @@ class Member:
             while (problem := self._attempt(state)) is not None:
                 _log.warning("asking another member for the state: %s", problem)
                 wrong = {one for one, sent_wrong in self._refused_donors.items() if sent_wrong}
-                if wrong >= {*self._membership.shared.expected, *self._donor_ids}:
+                if wrong >= {*self._membership.expected, *self._donor_ids}:
                     raise PayloadCorrupt(f"no member is left to ask for the state: {problem}")
                 download = self.download
                 failures = 0 if download is None or download.reached else failures + 1
@@ -404,24 +399,24 @@ class Member:
 
     def _fetch_from_donor(self, state: SharedState) -> None:
         site = self.site
-        shared = self._membership.shared
         self._has_state = False
         self.download = None
         asks: Facts = {"has": state.averagings, "without": [*self._refused_donors]}
-        number = shared.say_hello(self.kv, **asks) if site.rank == 0 else 0
+        number = self._membership.say_hello(self.kv, **asks) if site.rank == 0 else 0
         number = site.broadcast_value("asking for admission", number)
         try:
             # either all ranks of the site are ready, or none
             with site.raising_together("receiving the state"):
                 self._donor_ids = self._wait_for_donor(number)
-                where = self._transfer_context, number, len(self._donor_ids)
-                self.download = download = Download(*where, state.tensors(), state.max_bytes)
+                where = self._transfer_context, number, state.max_bytes
+                count = len(self._donor_ids)
+                self.download = download = Download(*where, count, state.tensors())
                 # until it has caught up: the others wait for it from then on
                 while (message := download.next(wait=False)) is not None:
                     state.apply(message)
             self._has_state = True
             if site.rank == 0:
-                self.kv.put(f"ready/{number}", {"id": shared.own_id})
+                self.kv.put(f"ready/{number}", {"id": self.id})
             while True:
                 message = download.next(wait=True)
                 assert message is not None, "waited for"
@@ -454,7 +449,7 @@ class Member:
         if self.group.rank == self.site.rank == 0:
             report["assign"] = self._membership.waiting_joiners()
             report["admit"] = self._membership.ready_joiners()
-            report["end"] = self._membership.shared.ending
+            report["end"] = self._membership.ending
         return report
 
     def receive_reports(self, reports: Sequence[Facts]) -> None:
@@ -470,12 +465,9 @@ class Member:
         # the generation of the agreement, equal on all members, even if a new one has formed since
         now = self.group.bound
         assert now is not None, "exchanged"
-        shared = self._membership.shared
         made = {
+            **self._membership.agreed.to_dict(),
             "averaging": state.averagings,
-            "vote": shared.votes,
-            "voters": shared.voters,
-            "answers": packed(shared.answers),
             "generation": now.number,
             "ids": now.ids,
             "reports": [] if goes_on else self._reports,
@@ -498,10 +490,15 @@ class Member:
         state.begin_round(len(ids), following or len(ids))
         if not made["goes_on"]:
             self._redistribute_samples([*remaining, *admitted])
-        self._donors = [donor for donor in self._donors if donor.alive]
         if update is None and (update := state.last_update()) is not None:
             update = replace(update, plain={**update.plain, "made": made})
-        self._keep(state, made, update, [*remaining, *admitted])
+        self._send_to_late(made, [*remaining, *admitted])
+        self._kept = [] if update is None else [*self._kept, (state.averagings, update)]
+        whole = sum(tensor.nbytes for tensor in state.tensors().values())
+        most = max(_MOST_KEPT * whole, MOST_WAITING * bool(self._late))
+        while sum(kept.nbytes for _, kept in self._kept) > most:
+            del self._kept[0]
+        self._donors = [donor for donor in self._donors if donor.alive]
         for donor in self._donors:
             if donor.part.index == 0:
                 assert update is not None, "somebody listens"
@@ -533,47 +530,37 @@ class Member:
                 return
             self.group.pending_after = number  # the next one connects while this member trains
 
-    def _keep(
-        self, state: SharedState, made: Facts, update: StateMessage | None, ids: Sequence[str]
-    ) -> None:
-        """Keep the round for joiners, and send it to those that were late for it."""
-        for member in [one for one in self._late if one in made["voters"] or one not in ids]:
-            self._late.pop(member).close()
-        self._kept = [] if update is None else [*self._kept, (state.averagings, update)]
-        if update is not None:
-            self._send_to_late(made, update, ids)
-        whole = sum(tensor.nbytes for tensor in state.tensors().values())
-        most = max(_MOST_KEPT * whole, MOST_WAITING * bool(self._late))
-        while sum(kept.nbytes for _, kept in self._kept) > most:
-            del self._kept[0]
-
-    def _send_to_late(self, made: Facts, update: StateMessage, ids: Sequence[str]) -> None:
-        """Send the round to members that were late for it, each by one that was not."""
-        voters = made["voters"]
-        present = [member for member in ids if member in voters]
+    def _send_to_late(self, made: Facts, ids: Sequence[str]) -> None:
+        """Begin to send rounds to members that were late for this one, each by one that was not."""
+        voters, now = made["voters"], made["averaging"]
         late = [one for one in made["ids"] if one in ids and one not in voters]
-        for index, member in enumerate(late):
-            sent = self._late.get(member)
-            if sent is not None and sent.donor in ids:
-                sent.enqueue(update)
+        for donor in self._donors:
+            if donor.joiner in self._late and donor.joiner not in late:
+                donor.close()
+        self._late = {one: sent for one, sent in self._late.items() if one in late}
+        present = [member for member in ids if member in voters]
+        for index, member in enumerate(late if present else ()):
+            since, sender = self._late.get(member, (now, ""))
+            if sender in ids:
                 continue
-            since = made["averaging"] if sent is None else sent.since
-            sent = self._late[member] = SentRounds(since, present[index % len(present)])
-            rounds = [kept for at, kept in self._kept if at >= since]
+            sender = present[index % len(present)]
+            self._late[member] = since, sender
+            before = [kept for at, kept in self._kept if at >= since]
             # without some of them it enters the run again
-            if sent.donor == self.id and len(rounds) > made["averaging"] - since:
+            if sender == self.id and len(before) == now - since:
                 number = (1 << 62) + secrets.randbits(61)
-                where = self._transfer_context, number, member, Part(0, 1, "")
-                sent.sending = Donor(*where, {}, rounds, offered_by=self.id)
+                where = self._transfer_context, number, member, before
+                self._donors.append(Donor(*where, offered_by=self.id))
 
     def catch_up(self, state: SharedState) -> None:
         """Apply the rounds that this member was late for, and continue with the others."""
-        shared = self._membership.shared
-        while (closed := self.kv.get(CLOSED_KEY)) and closed["vote"] > shared.votes:
-            update = self._missed.next(self._transfer_context, state.averagings, state.max_bytes)
+        membership = self._membership
+        while (closed := self.kv.get(CLOSED_KEY)) and closed["vote"] > membership.agreed.vote:
+            after = state.averagings, state.max_bytes
+            update = self._missed.next(membership, self._transfer_context, *after)
             made = update.plain["made"]
             state.apply(update)
-            self._membership.accept_closed(made["vote"], unpacked(made["answers"]), made["voters"])
+            membership.accept_closed(Outcome.from_dict(made))
             self.receive_reports(made["reports"])
             self._end_round(state, made, update)
             _log.info("took over averaging %d, for which this member was late", state.averagings)
@@ -582,9 +569,8 @@ class Member:
         self, state: SharedState, number: int, hello: Facts, remaining: Sequence[str]
     ) -> None:
         """Become a donor of this joiner, if its request chooses this member."""
-        shared = self._membership.shared
-        with shared.changed:
-            shared.donor_assigned_s[number] = time.monotonic()
+        with self._membership.changed:
+            self._membership.donor_assigned_s[number] = time.monotonic()
         good = [member for member in remaining if member not in hello.get("without", ())]
         good = good or [*remaining]
         first = number % max(len(good), 1)
@@ -597,14 +583,14 @@ class Member:
         if has == 0 or len(since) != state.averagings - has:  # they would be of no use
             since = []
         part = Part(donors.index(self.id), len(donors), json.dumps(counters.plain), donors)
-        where = self._transfer_context, number, hello["id"], part, state.tensors()
-        self._donors.append(Donor(*where, [*since, counters], self.group.is_exchanging))
+        where = self._transfer_context, number, hello["id"], [*since, counters]
+        self._donors.append(Donor(*where, part, state.tensors(), self.group.is_exchanging))
 
     def records(self, *, compressed: bool) -> bool:
         """Return True if the messages of the next averaging must be kept for other members."""
-        if self.group.some_are_late:
-            return True
-        return (compressed and len(self.ids) > 1) or any(donor.alive for donor in self._donors)
+        some_are_late = self._membership.present is not None
+        others = some_are_late or (compressed and len(self.ids) > 1)
+        return others or any(donor.alive for donor in self._donors)
 
 
 class Members:
@@ -700,7 +686,7 @@ def _meet(membership: Membership, site: SingleRank) -> None:
     with site.raising_together("meeting the other sites"):
         if site.rank == 0:
             membership.meet()
-    own_ids = () if site.rank or membership.shared.joiner else membership.current().ids
+    own_ids = () if site.rank or membership.joiner else membership.current().ids
     ids = tuple(site.broadcast_value("sharing the list of sites", own_ids))
     with site.raising_together("meeting the ranks with the same shard"):
         if site.rank > 0:

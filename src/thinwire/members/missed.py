@@ -1,14 +1,11 @@
-"""Rounds that members were late for: sent by others, and received."""
+"""Rounds that this member was late for, from a member that has them."""
 
 import logging
 import time
-from dataclasses import dataclass
 
 from thinwire.errors import PeerLost, PeerStalled
-from thinwire.members.kv import KeyValueView
 from thinwire.members.membership import Membership
 from thinwire.members.transfer import (
-    Donor,
     Download,
     StateMessage,
     TransferContext,
@@ -17,53 +14,30 @@ from thinwire.members.transfer import (
 )
 from thinwire.members.watcher import POLL_S
 
-MOST_WAITING = 256 << 20
-"""Bytes of rounds, beside the last one, that wait for a late member at most."""
 _log = logging.getLogger("thinwire")
-
-
-@dataclass(slots=True)
-class SentRounds:
-    """Rounds that a late member receives, the first of them, and the member that sends them."""
-
-    since: int
-    donor: str
-    sending: Donor | None = None
-
-    def enqueue(self, update: StateMessage) -> None:
-        """Send one more round, if this member sends them and the late one asks in time."""
-        if self.sending is not None:
-            self.sending.enqueue(update)
-            if self.sending.waiting_bytes > update.nbytes + MOST_WAITING:
-                self.close()
-
-    def close(self) -> None:
-        """End the transfer."""
-        if self.sending is not None:
-            self.sending.close()
 
 
 class MissedRounds:
     """Rounds that this member is late for, from a member that has them."""
 
-    def __init__(self, membership: Membership, kv: KeyValueView) -> None:
-        self._membership = membership
-        self._kv = kv
+    def __init__(self) -> None:
         self._download: Download | None = None
         self._offers: set[int] = set()
         """Numbers of the transfers so far."""
 
-    def next(self, context: TransferContext, after: int, max_bytes: int) -> StateMessage:
+    def next(
+        self, membership: Membership, context: TransferContext, after: int, max_bytes: int
+    ) -> StateMessage:
         """Return the next round after number `after`."""
         while True:
             if self._download is None:
-                sender, number = self._offered(context.timeout_s)
-                self._kv.put(wanted_key(number), True)
+                sender, number = self._offered(membership, context)
+                context.kv.put(wanted_key(number), True)
 
                 def is_there(sender: str = sender) -> bool:
-                    return sender in self._membership.current().ids
+                    return sender in membership.current().ids
 
-                self._download = Download(context, number, 1, {}, max_bytes, is_there)
+                self._download = Download(context, number, max_bytes, is_there=is_there)
             try:
                 update = self._download.next(wait=True)
             except PeerLost as error:
@@ -74,14 +48,14 @@ class MissedRounds:
             if update.plain["made"]["averaging"] > after:
                 return update
 
-    def _offered(self, limit_s: float) -> tuple[str, int]:
+    def _offered(self, membership: Membership, context: TransferContext) -> tuple[str, int]:
         """Wait until a member sends the rounds; return it, and the number of the transfer."""
-        until = time.monotonic() + limit_s
+        until = time.monotonic() + context.timeout_s
         since = 0
-        key = offer_key(self._membership.shared.own_id)
+        key = offer_key(membership.own_id)
         while time.monotonic() < until:
-            self._membership.current()
-            since, (offer,) = self._kv.look([key], POLL_S, since)
+            membership.current()
+            since, (offer,) = context.kv.look([key], POLL_S, since)
             if offer is not None and offer["number"] not in self._offers:
                 self._offers.add(offer["number"])
                 return offer["by"], offer["number"]

@@ -177,10 +177,15 @@ class HostedStore:
                 self.say(str(error))
             self._is_full = True
 
+    def drop(self, prefix: bytes) -> None:
+        """Remove all values under keys with this prefix."""
+        for key in [key for key in self.values if key.startswith(prefix)]:
+            del self.values[key]
+            self._revisions.pop(key, None)
+
     def forget(self, prefix: str) -> None:
-        """Remove all values under keys with this prefix, before it serves."""
-        start = prefix.encode()
-        self.values = {k: value for k, value in self.values.items() if not k.startswith(start)}
+        """Remove all values under keys with this prefix, from the file too."""
+        self.drop(prefix.encode())
         if self._journal is not None:
             self._journal.rewrite(self.values)
 
@@ -245,9 +250,7 @@ class HostedStore:
             case [b"set", key, value]:
                 self.write(key, value)
             case [b"drop", prefix]:
-                for key in [key for key in self.values if key.startswith(prefix)]:
-                    del self.values[key]
-                    self._revisions.pop(key, None)
+                self.drop(prefix)
             case [b"swap", key, expected, desired]:
                 return [self._swapped(key, expected, desired)]
             case [b"wait", limit_s, *keys]:

@@ -1,6 +1,5 @@
 """Transfer of the run's state from donors to a joiner, while the members train on."""
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -27,6 +26,8 @@ from thinwire.members.line import CHECKSUM_BYTES, LENGTH, Line
 
 MOST_DONORS = 4
 """Most members that send one joiner a part of the state each."""
+MOST_WAITING = 256 << 20
+"""Bytes of rounds, beside the last one, that wait for a late member at most."""
 _ALIVE = "alive"
 _BEATS_PER_TIMEOUT = 4
 """Kind of the message that says that nothing waits, and the number of them within one time-out."""
@@ -97,9 +98,9 @@ def wanted_key(number: int) -> str:
 class Part:
     """Which of the parts of the state of a round a donor sends."""
 
-    index: int
-    count: int
-    state: str
+    index: int = 0
+    count: int = 1
+    state: str = ""
     """Counters of the round, as text, the same in all parts."""
     donors: Sequence[str] = ()
 
@@ -129,9 +130,9 @@ class Donor:
         context: TransferContext,
         number: int,
         joiner: str,
-        part: Part,
-        tensors: _Tensors,
         first: Iterable[StateMessage],
+        part: Part = Part(),
+        tensors: Mapping[str, Tensor] = {},
         busy: Callable[[], bool] = lambda: False,
         *,
         offered_by: str = "",
@@ -164,21 +165,18 @@ class Donor:
         """True until the transfer has ended or failed."""
         return self._thread.is_alive()
 
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of the messages that have not been sent."""
-        with self._changed:
-            return sum(message.nbytes for message in self._messages if message is not None)
-
     def enqueue(self, message: StateMessage) -> None:
-        """Send a message after the waiting ones."""
+        """Send a message after the waiting ones; close if the recipient does not ask in time."""
         with self._changed:
+            waiting = sum(one.nbytes for one in self._messages if one is not None)
             self._messages.append(message)
             self._rounds += 1
             self._round_bytes += message.nbytes
             if self._rounds > _ROUNDS:
                 self._needed = self._round_bytes / (time.monotonic() - self._began_s)
             self._changed.notify()
+        if self._offered_by and waiting > MOST_WAITING:
+            self.close()
 
     def close(self, limit_s: float = 0.0) -> None:
         """End the thread once all messages are sent, or after `limit_s` seconds."""
@@ -317,9 +315,9 @@ class Download:
         self,
         context: TransferContext,
         number: int,
-        count: int,
-        tensors: _Tensors,
         max_bytes: int,
+        count: int = 1,
+        tensors: Mapping[str, Tensor] = {},
         is_there: Callable[[], bool] = lambda: True,
     ) -> None:
         # `is_there`: False once the donor will not connect any more
@@ -343,7 +341,7 @@ class Download:
         names = "joining_bytes", "joining_total_bytes", "joining_bit_s", "joining_left_s"
         self.stats: dict[str, float] = dict.fromkeys(names, 0.0)
         """Bytes of the state received, and of all that differed here; rate; seconds left."""
-        where = [(context, number, Part(n, count, "")) for n in range(count)]
+        where = [(context, number, Part(n, count)) for n in range(count)]
         self._threads = [
             threading.Thread(target=self._run, args=args, name="thinwire-recipient", daemon=True)
             for args in where
@@ -402,12 +400,17 @@ class Download:
                 return None
             if not wait:
                 self._report()
-            index, arrived = self._next_arrived()
+            try:
+                index, arrived = self._arrived.get(timeout=_POLL_S)
+            except queue.Empty:
+                if self._is_there():
+                    continue
+                raise PeerLost("the member that was to send has been lost") from None
             if isinstance(arrived, Exception):
                 self.refused = [index]
                 raise arrived
-            if arrived is None or isinstance(arrived, StateMessage):
-                self._messages += [] if arrived is None else [arrived]
+            if isinstance(arrived, StateMessage):
+                self._messages.append(arrived)
                 continue
             if len({*self._states, arrived}) > 1:
                 self.refused = [index]
@@ -415,29 +418,21 @@ class Download:
             self._report()
             self._states.append(arrived)
             if len(self._states) == len(self._recipients):
-                self._compare()
+                self._finish()
                 self._since = None  # from here on rounds alone are received
-                for name, flat in self._flat.items():
-                    if flat.data_ptr() != self._tensors[name].data_ptr():
-                        self._tensors[name].copy_(flat.view_as(self._tensors[name]))
 
-    def _next_arrived(self) -> tuple[int, Any]:
-        """Return what arrives next, and the index of its donor; None if nothing does for now."""
-        with contextlib.suppress(queue.Empty):
-            return self._arrived.get(timeout=_POLL_S)
-        if not self._is_there():
-            raise PeerLost("the member that was to send has been lost")
-        return 0, None
-
-    def _compare(self) -> None:
-        """Raise unless each part is what two members hold; one of both is wrong."""
+    def _finish(self) -> None:
+        """Raise unless each part is what two members hold (one of both is wrong); keep all."""
         for index, donor in enumerate(self._recipients):
             assert donor is not None, "received"
-            for at, part in enumerate(Part(index, len(self._recipients), "").compared()):
+            for at, part in enumerate(Part(index, len(self._recipients)).compared()):
                 other = self._recipients[part.index]
                 if other is not None and donor.digests[at : at + 1] != [other.found]:
                     self.refused = [index, part.index]
                     raise PayloadCorrupt("two members hold different bytes of the same state")
+        for name, flat in self._flat.items():
+            if flat.data_ptr() != self._tensors[name].data_ptr():
+                self._tensors[name].copy_(flat.view_as(self._tensors[name]))
 
     def _report(self) -> None:
         connected = [one for one in self._recipients if one]

@@ -19,7 +19,7 @@ from thinwire.errors import (
     QuorumLost,
     ThinwireError,
 )
-from thinwire.members.generation import Decision, Generation, next_decision, packed
+from thinwire.members.generation import Decision, Generation, Outcome, next_decision
 from thinwire.members.kv import HostRestarted, KeyValueView
 from thinwire.members.meeting import require_same
 from thinwire.members.server import allow_files
@@ -30,8 +30,6 @@ _ANNOUNCE_S = 2.0
 """Time for members to announce themselves after a break; each does so within `POLL_S`."""
 _QUIET_S = 1.0
 """Time since the last announcement after which the missing ones are left out."""
-_AT_ONCE = 16
-"""Requests of joiners that are read at once."""
 _BACK_S = 8.0
 """Time for a member that lost its connection to the host to have another one."""
 _ALIVE_S = 3.0
@@ -56,15 +54,8 @@ _RECOVERING = "recovering"
 _HELLOS = "hellos"
 """Key of the next free request number; a hint where to begin to search."""
 _HELLOS_AT_ONCE = 16
+"""Requests of joiners that are read at once."""
 _log = logging.getLogger("thinwire")
-
-
-def connecting_s(size: int, round_trip_s: float, timeout_s: float) -> float:
-    """Return the longest time in seconds for the members of a generation to connect."""
-    # two groups, each of one connection after the other, after their addresses went by the host
-    first, more = _ADDRESS_BYTES
-    through_host_s = 2 * size**2 * (first + more * size) / _HOST_BYTES_PER_S
-    return min(_CONNECT_S, timeout_s) + 4 * size * round_trip_s + through_host_s
 
 
 class Terms(NamedTuple):
@@ -105,13 +96,11 @@ class Shared:
         self.former: tuple[str, dict[str, Any]] | None = None
         """What this member presented before it entered again; then it founds no generation."""
         self.admitted: tuple[int, tuple[str, ...]] | None = None
-        self.votes = 0
-        self.answers: tuple[bytes, ...] = ()
-        self.voters: tuple[str, ...] = (own_id,)
-        """Members whose answers the last agreement holds, in the order of the answers."""
-        self.present: tuple[str, ...] | None = None
+        self.agreed = Outcome(0, (), (own_id,))
+        """Last agreement that the main thread has accepted."""
+        self.present: Sequence[str] | None = None
         """Members that make the present round, if others are late; used by the main thread."""
-        self.recorded: tuple[int, tuple[bytes, ...], tuple[str, ...]] | None = None
+        self.recorded: Outcome | None = None
         """Agreement that only other members had received, until the main thread takes it."""
         self.frozen = self.voted = self.ending = False
         self.expected: tuple[str, ...] = ()
@@ -136,7 +125,11 @@ class Shared:
     @property
     def connecting_s(self) -> float:
         """Longest time in seconds for the latest generation, and a joiner, to connect."""
-        return connecting_s(len(self.expected) + 1, self.round_trip_s, self.timeout_s)
+        # two groups, each of one connection after the other, after their addresses went by the host
+        size = len(self.expected) + 1
+        first, more = _ADDRESS_BYTES
+        through_host_s = 2 * size**2 * (first + more * size) / _HOST_BYTES_PER_S
+        return min(_CONNECT_S, self.timeout_s) + 4 * size * self.round_trip_s + through_host_s
 
     @property
     def attempts_s(self) -> float:
@@ -169,16 +162,14 @@ class Shared:
         now = self.generation
         if now is None:
             return self.former
-        facts = {"number": now.number, "ids": now.ids, "votes": self.votes}
+        facts = {"number": now.number, "ids": now.ids, "vote": self.agreed.vote}
         return f"recover/{self.own_id}", facts | {"timeout_s": self.timeout_s}
 
     def announcement(self, connecting_s: float | None = None) -> dict[str, Any]:
         """Return the last agreement, for members that have not received it."""
         # an agreement taken from another member counts even before the main thread asks for it
         with self.changed:
-            votes, answers, voters = self.recorded or (self.votes, self.answers, self.voters)
-        agreed = {"votes": votes, "answers": packed(answers), "voted": self.voted}
-        agreed |= {"voters": voters}
+            agreed = (self.recorded or self.agreed).to_dict() | {"voted": self.voted}
         return agreed | {"connecting_s": connecting_s, "reached": self.reached}
 
     def announce_leaving(self, kv: KeyValueView) -> None:
@@ -221,7 +212,7 @@ class Watcher:
         self.stopped = threading.Event()
         kv.session = kv.store.session
         self._next_hello = self._beat_count = self._news = 0
-        self._latest = Decision((), (), 0)
+        self._latest = Decision((), ())
 
     def form_generations(self) -> None:
         """Meet the others, then watch and do what the main thread asks, until this member ends."""
@@ -282,7 +273,7 @@ class Watcher:
             while (written := self._decision(met)) is not None and written.ids != self.founders:
                 met -= 1
             met = number + 1 if written is None else met
-            self._enter(met, self._decided(met, Decision(self.founders, self.founders, 0)))
+            self._enter(met, self._decided(met, Decision(self.founders, self.founders)))
             return
         shared.last_alive_s = time.monotonic()
         while not self.stopped.is_set():
@@ -290,7 +281,7 @@ class Watcher:
             number, decision, alive = self._poll(number)
             if self.own_id in decision.ids:
                 with shared.changed:
-                    shared.votes = decision.votes
+                    shared.agreed = shared.agreed._replace(vote=decision.agreed.vote)
                     shared.admitted = (number, decision.ids)
                     shared.changed.notify_all()
                 self._enter(number, decision)
@@ -322,7 +313,7 @@ class Watcher:
                 enough_s = min(enough_s, now) if len(found) >= self._start_members else math.inf
                 if now - enough_s >= 2 * POLL_S:  # wait for founders that come at the same time
                     self.kv.put(CLOSED_KEY, {"vote": 0})  # of a run that had this name before
-                    self._decided(first, Decision(found, found, 0))
+                    self._decided(first, Decision(found, found))
                 elif enough_s == math.inf and now - begun > self.timeout_s:
                     raise QuorumLost(
                         f"{len(found)} of {self._start_members} members came within "
@@ -363,15 +354,14 @@ class Watcher:
         if following is None and hint is not None and hint > number:
             # a host that was started anew knows no earlier ones
             number = hint
-            decision = self._decision(number) or Decision((), (), 0)
+            decision = self._decision(number) or Decision((), ())
             following = self.kv.get(f"members/{number + 1}")
         while following is not None:
             number += 1
             decision = Decision.from_dict(following)
             following = self.kv.get(f"members/{number + 1}")
         self._latest = decision
-        self.shared.expected = decision.ids
-        self._require_files(max(len(decision.ids) + 1, self._start_members))
+        self._expect(decision.ids)
         alive = any(self._poll_heartbeats([one for one in decision.ids if one != self.own_id]))
         if alive or number > before:
             self.shared.last_alive_s = time.monotonic()
@@ -412,7 +402,7 @@ class Watcher:
         """Write a heartbeat. Its number grows, so that a replayed one is recognized."""
         self._beat_count += 1
         heartbeat = {"beat": self._beat_count, "idle": idle_s(), "waits": activity()[1] is not None}
-        trip_s = {"trip_s": round(self.kv.store.round_trip_s, 4)}
+        trip_s = {"trip_s": round(self.kv.store.connection.round_trip_s, 4)}
         self.kv.announce(f"hb/{self.own_id}", heartbeat | trip_s)
 
     def extension_s(self, timeout_s: float) -> float:
@@ -590,8 +580,7 @@ class Watcher:
             return
         with shared.changed:
             shared.frozen = True
-            agreed = shared.votes, shared.answers, shared.voters
-            decision = Decision(ids, continuing, *agreed)
+            decision = Decision(ids, continuing, shared.agreed)
         self._enter(number + 1, self._decided(number + 1, decision))
 
     def regroup(self, why: str, number: int | None = None) -> None:
@@ -603,8 +592,7 @@ class Watcher:
         self.kv.put_if_absent(f"break/{old.number}", {"by": self.own_id, "why": why})
         self._freeze()
         self._enter(old.number + 1, self._next_decision(old))
-        now = self.shared.generation
-        ids = () if now is None else now.ids
+        ids = self.shared.expected
         lost = ", ".join(member for member in old.ids if member not in ids) or "no member"
         # the rest is for who must restart
         _log.warning("lost %s (%s). %s go on", lost, why.partition(". ")[0], ", ".join(ids))
@@ -679,22 +667,20 @@ class Watcher:
                     f"take part; the others are {', '.join(decision.ids)}"
                 )
             with shared.changed:
-                if shared.generation is not None and decision.votes == shared.votes + 1:
-                    shared.recorded = (decision.votes, decision.answers, decision.voters)
+                if shared.generation and decision.agreed.vote == shared.agreed.vote + 1:
+                    shared.recorded = decision.agreed
                 shared.past_members.update(decision.ids)
-            rank = decision.ids.index(self.own_id)
-            formed = Generation(number, decision.ids, rank, decision.continuing)
+            ids = decision.ids
+            self._expect(ids)
+            formed = Generation(number, ids, ids.index(self.own_id), decision.continuing)
             if formed.size == 1:
                 break
-            limit_s = self._connecting_s(decision.ids)
-            until = time.monotonic() + limit_s
+            until = time.monotonic() + self._connecting_s(ids)
             reached = list[int]()
             try:
-                store = self.kv.store.under(f"gloo/{number}")
+                where = self.kv.store.under(f"gloo/{number}"), formed.rank, formed.size
                 probe = reached if attempts == _MAX_ATTEMPTS - 1 else None
-                formed.groups = MemberGroups(
-                    store, rank, formed.size, limit_s, self._endpoint, probe
-                )
+                formed.groups = MemberGroups(*where, shared.connecting_s, self._endpoint, probe)
                 break
             except ThinwireError as error:
                 failed = str(error)
@@ -727,14 +713,14 @@ class Watcher:
 
     def _connecting_s(self, ids: Sequence[str]) -> float:
         """Return the longest time for members to connect, alike on all of them."""
-        shared = self.shared
-        self._require_files(len(ids))
-        shared.expected = tuple(ids)
-        shared.round_trip_s = self.kv.store.round_trip_s
+        self.shared.round_trip_s = self.kv.store.connection.round_trip_s
         self._poll_heartbeats(ids)
-        return connecting_s(len(ids), shared.round_trip_s, self.timeout_s)
+        return self.shared.connecting_s
 
-    def _require_files(self, size: int) -> None:
+    def _expect(self, ids: tuple[str, ...]) -> None:
+        """Prepare for a generation of these members, and a joiner."""
+        self.shared.expected = ids
+        size = max(len(ids) + 1, self._start_members)
         # two connections to each other member, and those of the generation before
         allow_files(4 * size + _MORE_FILES, f"a run of {size} members")
 
