@@ -81,7 +81,7 @@ def memory_of(cost: Cost, work: Workload, optimizer: str | None) -> dict[str, in
         "weights and gradients": round(2 * work.width * work.numel),
         "optimizer": round(work.width * (2 * work.numel - work.by_muon(optimizer))),
         "method": cost.state_bytes,
-        "update": round(work.width * copies * max(work.numels)),
+        "update": round(work.width * copies * work.muon_at_once),
         "exchange": cost.exchange_bytes,
     }
 
@@ -204,7 +204,8 @@ def _split(config: Any, shapes: Sequence[Shape]) -> tuple[tuple[Shape, ...], int
     """Return the tensors that are compressed, their numbers, and those of all others."""
     import torch
 
-    taken = tuple(s for s in shapes if config.compresses(torch.empty(s, device="meta")))
+    found = {s: config.compresses(torch.empty(s, device="meta")) for s in {*shapes}}
+    taken = tuple(s for s in shapes if found[s])
     numel = sum(map(prod, taken))
     return taken, numel, sum(map(prod, shapes)) - numel
 

@@ -14,7 +14,7 @@ from thinwire.tools.planning.grid import LEFT_OUT, Candidate, candidates
 from thinwire.tools.planning.loss import MOST_STEPS, loss_gap, rate_factor, steps_to_dense_loss
 from thinwire.tools.planning.methods import BRIEF, cost_of, memory_of
 from thinwire.tools.planning.network import Network, filled_bit_s
-from thinwire.tools.planning.work import Probe, Workload, assumed_muon_seconds, matrices, work_of
+from thinwire.tools.planning.work import Probe, Workload, work_of
 from thinwire.tools.run.config import (
     OPTIMIZERS,
     Recipe,
@@ -384,9 +384,7 @@ def _assumed_work(
     if device is None:
         device = "cuda" if step_seconds < _FAST_STEP_S * numel else "cpu"
     require_one_of("device", device, ("cpu", "cuda"))
-    cuda = device == "cuda"
-    muon_s = assumed_muon_seconds(numel, cuda=cuda)
-    return Workload(numel, matrices(numel), float(step_seconds), cuda, muon_s=muon_s)
+    return Workload.assumed(numel, float(step_seconds), cuda=device == "cuda")
 
 
 def _of_task(task: str, step_seconds: float | None, device: str | None, workers: int) -> Workload:
@@ -403,13 +401,17 @@ def _of_task(task: str, step_seconds: float | None, device: str | None, workers:
         found = model_of(task)
     except TaskError as error:
         raise ValueError(str(error)) from error
+    cuda, muon_numel = device == "cuda", found["muon_parameters"]
+    shapes = tuple(map(tuple, found["shapes"]))
+    side = max((min(shape) for shape in shapes if len(shape) > 1), default=0)
     return Workload(
         found["parameters"],
-        tuple(map(tuple, found["shapes"])),
+        shapes,
         float(step_seconds),
-        device == "cuda",
-        muon_s=muon_seconds(found["muon_flops"], found["muon_parameters"], cuda=device == "cuda"),
-        muon_numel=found["muon_parameters"],
+        cuda,
+        muon_s=muon_seconds(found["muon_flops"], muon_numel, cuda=cuda, side=side),
+        muon_numel=muon_numel,
+        muon_largest=found["muon_largest"],
         width=found["gradient_bytes"] / found["parameters"],
     )
 
