@@ -40,6 +40,7 @@ from benchmarks.gaps import (
     CHECKS,
     RESULTS,
     SIZES,
+    WIDE,
     Cell,
     check,
     draw,
@@ -399,7 +400,7 @@ def main() -> None:
         print("\n".join([*left_out(measured()), "", *check(measured(), gaps(json_lines(CHECKS)))]))
         return
     if given.what == "regret":
-        print("\n".join(regret([*gaps(json_lines(RESULTS)), *gaps(json_lines(CHECKS))])))
+        print("\n".join(regret(gaps([line for file in (RESULTS, WIDE, CHECKS) for line in json_lines(file)]))))
         return
     if given.what == "predict":
         for size in given.size:
