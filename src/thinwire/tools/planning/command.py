@@ -86,10 +86,12 @@ def _about(plan: Plan) -> str:
     link, model = plan.link, plan.model
     up, down = (f"{link[key] / 1e6:,.4g} Mbit/s" for key in ("rate_bit_s", "down_bit_s"))
     line = up if up == down else f"{up} up and {down} down"
+    numel = f"{model['parameters']:,} parameters"
+    numel += f" and {model['frozen']:,} that do not change" if model["frozen"] else ""
     sites = f" in sites of {link['shard']}" if link["shard"] > 1 else ""
     return (
         f"{link['workers']} ranks{sites}, {line} each, {1e3 * link['latency_s']:.3g} ms one way, "
-        f"{'measured' if link['measured'] else 'assumed'}. {model['parameters']:,} parameters; "
+        f"{'measured' if link['measured'] else 'assumed'}. {numel}; "
         f"a step of {model['step_seconds']:.3g} s on {model['device']} with nothing exchanged. "
         f"{_more(plan)}"
     )
@@ -140,6 +142,7 @@ _OF_OUTPUT = ("out", "html", "all_rows", "as_json", "quiet")
 def plan(  # noqa: D417 - the other arguments are described once, at thinwire.plan
     *,
     params: str | None = None,
+    trainable: str | None = None,
     step_seconds: Seconds | None = None,
     workers: Count | None = None,
     link: str | None = None,

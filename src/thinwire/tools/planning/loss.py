@@ -16,6 +16,11 @@ _OWN = {"muon": 0.8, "adamw": 1.25}
 """Ratio of our gaps to the law's, at 16 steps and full precision: 0.87 million parameters, 2 and 4
 workers, 1,500 steps (benchmarks/results/evidence.jsonl).
 """
+_ADAPTED = 0.0069
+"""Exponent for LoRA's adapters inside AdamW, at 16 steps and full precision: two workers, 0.48 %
+(research/fine_tuning); for a model of any size.
+"""
+_TWO_HOMES = 2
 _STEPS, _BY_STEPS = 16, 0.6
 """The gap grows as steps^0.6: local AdamW from 16 to 32 steps, local Muon from 8 to 16."""
 _BY_BITS = {1: 1.25, 2: 1.1}
@@ -87,11 +92,17 @@ def loss_gap(
     optimizer: str | None,
     numel: int,
     workers: int,
+    *,
+    adapters: bool = False,
 ) -> LossGap:
-    """Return the gap of a strategy; `method` is a name of `thinwire compare` or a hook of torch."""
+    """Return the gap of a strategy; `method` is a name of `thinwire compare` or a hook of torch.
+
+    `numel` counts parameters that do not change too; with `adapters` only LoRA's change.
+    """
     if strategy.localsgd is not None:
-        change = compression_of(strategy)
-        return _of_local(strategy.localsgd, change, optimizer or "adamw", numel, workers)
+        change, inner = compression_of(strategy), optimizer or "adamw"
+        found = _of_local(strategy.localsgd, change, inner, numel, workers)
+        return _of_adapters(found, inner, numel, workers, change) if adapters else found
     if method in _GRADIENTS:
         return _of_gradients(method, workers)
     if strategy.gradient_compression is None:
@@ -125,8 +136,24 @@ def _of_local(local: "LocalSGD", change: Any, optimizer: str, numel: int, worker
         mid * doubt,
         f"{workers}^beta - 1, beta = {coefficient:g} N^{power:g} (fitted to arXiv 2505.23725), "
         f"times {factor:.2g} for interval and bits (benchmarks/results/evidence.jsonl, 2 and 4 "
-        f"workers; law_wide.jsonl, 24 and 48); for 90 averagings and more; low is mid / {doubt:.3g}, high mid x {doubt:.3g}",
+        "workers; law_wide.jsonl, 24 and 48); for 90 averagings and more; low is mid / "
+        f"{doubt:.3g}, high mid x {doubt:.3g}",
         ", ".join(outside),
+    )
+
+
+def _of_adapters(whole: LossGap, optimizer: str, numel: int, workers: int, change: Any) -> LossGap:
+    """Return the gap with LoRA, by the factors of a model that trains whole."""
+    own = (workers**_ADAPTED - 1) / (law(optimizer, numel, workers) * _OWN[optimizer])
+    seen = workers <= _TWO_HOMES and change is None
+    doubt = own if seen else own * _DOUBT
+    beyond = "" if seen else "adapters with more than two workers or compressed"
+    return LossGap(
+        whole.low * own**2 / doubt,
+        whole.mid * own,
+        whole.high * doubt,
+        "research/fine_tuning/lora.jsonl: adapters end 0.5 % above with two workers and 16 steps",
+        ", ".join(filter(None, (whole.unmeasured, beyond))),
     )
 
 

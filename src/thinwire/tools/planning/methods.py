@@ -27,6 +27,8 @@ _ITERATED = 11
 """Copies of a matrix, about, while Muon updates it (`benchmarks.memory`)."""
 _PROCESS_BYTES = 2**25
 """What a process has beside tensors: buffers of gloo, threads, what the allocator keeps."""
+_FROZEN_BYTES = 2
+"""Of a parameter that does not change: bfloat16."""
 BRIEF = ("update", "exchange")
 """Parts of memory that are needed for a while, one after another."""
 _MEAN_PASSES = 6
@@ -78,7 +80,7 @@ def memory_of(cost: Cost, work: Workload, optimizer: str | None) -> dict[str, in
     copies = _ITERATED if work.by_muon(optimizer) else 0
     return {
         "process": _PROCESS_BYTES,
-        "weights and gradients": round(2 * work.width * work.numel),
+        "weights and gradients": round(2 * work.width * work.numel) + _FROZEN_BYTES * work.frozen,
         "optimizer": round(work.width * (2 * work.numel - work.by_muon(optimizer))),
         "method": cost.state_bytes,
         "update": round(work.width * copies * work.muon_at_once),

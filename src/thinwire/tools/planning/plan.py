@@ -183,6 +183,7 @@ def plan(
     loss: str | None = None,
     shard: int = 1,
     strategies: Sequence[str] | None = None,
+    trainable: int | str | None = None,
 ) -> Plan:
     """Predict a training step of every strategy on a network and recommend one.
 
@@ -218,6 +219,8 @@ def plan(
             link; with a probe, each has its own.
         strategies: Names of `thinwire compare` and strategy files to predict beside dense; all
             names by default.
+        trainable: Number of the parameters that change, such as "25M", if the rest is frozen, as by
+            LoRA; with `params`.
 
     Returns:
         The strategies, best first.
@@ -231,6 +234,8 @@ def plan(
             f"params={params!r} and task={task!r}: the task's model has its own number of "
             "parameters; omit one of them"
         )
+    if trainable is not None and params is None:
+        raise ValueError(f"trainable={trainable!r} needs params, the size of the whole model")
     if step_seconds is not None:
         _require_seconds(step_seconds)
     recipes = _chosen(strategies)
@@ -255,12 +260,12 @@ def plan(
         given = {"link": link, "up": up, "down": down, "latency": latency, "loss": loss}
         network, lost = _assumed_network(2 if workers is None else workers, given)
         if task is None:
-            work = _assumed_work(params, step_seconds, device)
+            work = _assumed_work(params, step_seconds, device, trainable)
         else:
             work = _of_task(task, step_seconds, device, network.ranks)
     works = [work, work]
     if params is not None:  # shapes are assumed
-        works = [_assumed_work(size, step_seconds, device) for size in _sizes(work.numel)]
+        works = [work.resized(size) for size in _sizes(work.numel)]
     line = _between_sites(network, shard, shared=probe is None)
     streams = streams_between(line.ranks)
     most_bit_s = filled_bit_s(line.latency_s, lost, streams)
@@ -292,7 +297,7 @@ def plan(
         "measured": probe is not None,
     }
     computes = {"step_seconds": work.step_s, "device": "cuda" if work.cuda else "cpu"}
-    model = {"parameters": work.numel, **computes, "task": task}
+    model = {"parameters": work.numel, "frozen": work.frozen, **computes, "task": task}
     return Plan(recommended, reason, tuple(rows), about, model)
 
 
@@ -372,7 +377,10 @@ def _assumed_network(workers: int, given: Mapping[str, str | None]) -> tuple[Net
 
 
 def _assumed_work(
-    params: int | str | None, step_seconds: float | None, device: str | None
+    params: int | str | None,
+    step_seconds: float | None,
+    device: str | None,
+    trainable: int | str | None,
 ) -> Workload:
     if params is None or step_seconds is None:
         missing = "params" if params is None else "step_seconds"
@@ -380,11 +388,14 @@ def _assumed_work(
             f"{missing} is missing; give params and step_seconds, or a task (FILE.py:NAME), or "
             "a probe, which has measured both"
         )
-    numel = _parsed_params(params)
+    whole = _parsed_params("params", params)
+    numel = whole if trainable is None else _parsed_params("trainable", trainable)
+    if numel > whole:
+        raise ValueError(f"trainable={trainable!r} is more than params={params!r}")
     if device is None:
-        device = "cuda" if step_seconds < _FAST_STEP_S * numel else "cpu"
+        device = "cuda" if step_seconds < _FAST_STEP_S * whole else "cpu"
     require_one_of("device", device, ("cpu", "cuda"))
-    return Workload.assumed(numel, float(step_seconds), cuda=device == "cuda")
+    return Workload.assumed(numel, whole, float(step_seconds), cuda=device == "cuda")
 
 
 def _of_task(task: str, step_seconds: float | None, device: str | None, workers: int) -> Workload:
@@ -423,18 +434,18 @@ def _require_seconds(seconds: float) -> None:
         raise ValueError(f"step_seconds={seconds!r} is out of range; it must be positive")
 
 
-def _parsed_params(params: int | str) -> int:
+def _parsed_params(name: str, params: int | str) -> int:
     if isinstance(params, str):
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmb]?)", params.strip().lower())
         if match is None:
             raise ValueError(
-                f"params={params!r} is not a number of parameters; write one such as 124M"
+                f"{name}={params!r} is not a number of parameters; write one such as 124M"
             )
         params = round(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]])
     if isinstance(params, bool) or not isinstance(params, int):
-        raise TypeError(f"params must be a whole number or text such as 124M, got {params!r}")
+        raise TypeError(f"{name} must be a whole number or text such as 124M, got {params!r}")
     if not 1 <= params <= _MOST_PARAMS:
-        raise ValueError(f"params={params} is out of range; 1 to {_MOST_PARAMS:,} is allowed")
+        raise ValueError(f"{name}={params} is out of range; 1 to {_MOST_PARAMS:,} is allowed")
     return params
 
 
@@ -492,10 +503,13 @@ def _row(
     cost = cost_of(strategy, one.hook, part, network)
     memory = memory_of(cost, part, optimizer)
     brief = {key: memory[key] for key in BRIEF}
-    gap = loss_gap(one.hook or one.recipe.name, strategy, optimizer, work.numel, network.ranks)
-    steps = steps_to_dense_loss(gap.mid, work.numel)
+    size = work.numel + work.frozen
+    method = one.hook or one.recipe.name
+    lora = bool(work.frozen)
+    gap = loss_gap(method, strategy, optimizer, size, network.ranks, adapters=lora)
+    steps = steps_to_dense_loss(gap.mid, size)
     reaches = steps <= MOST_STEPS
-    most_steps = steps_to_dense_loss(gap.high, work.numel)
+    most_steps = steps_to_dense_loss(gap.high, size)
     seconds = _step_seconds(one, works, work.numel, shard, network)
     return Row(
         one.name,

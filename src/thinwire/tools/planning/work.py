@@ -38,6 +38,15 @@ def transformer(numel: int) -> tuple[Shape, ...]:
     return ((rows, width), *([(over,)] if over else []), *layers * layer)
 
 
+def adapters(numel: int, whole: int) -> tuple[Shape, ...]:
+    """Return shapes of LoRA's adapters of all matrices of a transformer, in all `numel` numbers."""
+    sides = [shape for shape in transformer(whole) if len(shape) > 1]
+    rank = numel // sum(map(sum, sides))
+    shapes = [pair for rows, columns in sides for pair in ((rank, columns), (rows, rank)) if rank]
+    over = numel - sum(map(prod, shapes))
+    return (*([(over,)] if over else []), *shapes)
+
+
 @dataclass(frozen=True)
 class Workload:
     """Compute of one rank between two exchanges."""
@@ -53,10 +62,16 @@ class Workload:
     muon_largest: int | None = None
     """Numbers of the largest matrix that Muon trains."""
     width: float = 4.0
+    frozen: int = 0
+    """Number of parameters that do not change."""
 
     @classmethod
-    def assumed(cls, numel: int, step_s: float, *, cuda: bool) -> Self:
-        """Return the work of a transformer with this number of parameters."""
+    def assumed(cls, numel: int, whole: int, step_s: float, *, cuda: bool) -> Self:
+        """Return the work of a transformer of `whole` parameters, of which `numel` change."""
+        frozen = whole - numel
+        if frozen:  # AdamW trains adapters
+            work = cls(numel, adapters(numel, whole), step_s, cuda, muon_numel=0)
+            return replace(work, frozen=frozen)
         shapes = transformer(numel)
         hidden = [shape for shape in shapes[1:] if len(shape) > 1]
         flops = sum(muon_flops(min(shape), max(shape), cuda=cuda) for shape in hidden)
@@ -64,6 +79,10 @@ class Workload:
         muon_s = muon_seconds(flops, muon_numel, cuda=cuda, side=shapes[0][1])
         work = cls(numel, shapes, step_s, cuda, muon_s=muon_s, muon_numel=muon_numel)
         return replace(work, muon_largest=max(map(prod, hidden), default=0))
+
+    def resized(self, numel: int) -> Self:
+        """Return the work if so many parameters change."""
+        return self.assumed(numel, numel + self.frozen, self.step_s, cuda=self.cuda)
 
     def by(self, optimizer: str | None) -> "Workload":
         """Return the work with the optimizer of a strategy; None is the task's own."""
@@ -79,7 +98,9 @@ class Workload:
         numel = sum(map(prod, shapes))
         muon_numel = None if self.muon_numel is None else ceil(self.muon_numel / ranks)
         muon_s = None if self.muon_s is None else self.muon_s / ranks
-        return replace(self, numel=numel, shapes=shapes, muon_numel=muon_numel, muon_s=muon_s)
+        frozen = self.frozen // ranks
+        work = replace(self, numel=numel, shapes=shapes, frozen=frozen)
+        return replace(work, muon_numel=muon_numel, muon_s=muon_s)
 
     def by_muon(self, optimizer: str | None) -> int:
         """Return the number of parameters that Muon trains; all if unknown, 0 with others."""
