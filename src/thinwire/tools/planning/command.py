@@ -20,7 +20,16 @@ from thinwire.tools.app import Count, Names, Seconds
 from thinwire.tools.compare.strategies import strategy_text
 from thinwire.tools.doctor.pairs import Line, mbit_s
 from thinwire.tools.network.netns import parse_loss
-from thinwire.tools.planning.plan import RELAY, RELAYED, Plan, Row, gap_text, seconds_text
+from thinwire.tools.planning.plan import (
+    GROUPED,
+    GROUPS,
+    RELAY,
+    RELAYED,
+    Plan,
+    Row,
+    gap_text,
+    seconds_text,
+)
 from thinwire.tools.planning.plan import plan as predicted
 from thinwire.tools.planning.work import FORMAT
 from thinwire.tools.report.page import FRAMES, Column, bytes_text, page, write_page
@@ -51,6 +60,7 @@ _LETTERS = {
     "%": "share of the entries that is sent",
     "gather, split": "exchange of the messages, if it is not the default",
     RELAY: RELAYED,
+    GROUPS: GROUPED,
 }
 _AXES = ("bytes_per_step", "time_to_dense_loss")
 
@@ -155,6 +165,7 @@ def plan(  # noqa: D417 - the other arguments are described once, at thinwire.pl
     loss: str | None = None,
     shard: Count = 1,
     strategies: Names | None = None,
+    matrix: Path | None = None,
     out: Path | None = None,
     html: Path | None = None,
     all_rows: Annotated[bool, Parameter(name="--all", negative="")] = False,
@@ -225,6 +236,7 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
         table.add_row(f"{row.name}{'' if row.measured else ' *'}", *short)
     hidden = len(made.strategies) - len(rows)
     beside = {RELAY: made.link["down_bit_s"] != made.link["rate_bit_s"], "gather, split": False}
+    beside[GROUPS] = made.link["groups"]
     letters = [f"{key}: {text}." for key, text in _LETTERS.items() if beside.get(key, True)]
     explained = (
         f"{' '.join(letters)}\n"

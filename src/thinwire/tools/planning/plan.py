@@ -12,6 +12,7 @@ from thinwire.tools.compare.strategies import STRATEGIES, choose, compression_of
 from thinwire.tools.network.netns import Link
 from thinwire.tools.planning.grid import LEFT_OUT, Candidate, candidates
 from thinwire.tools.planning.loss import MOST_STEPS, loss_gap, rate_factor, steps_to_dense_loss
+from thinwire.tools.planning.matrix import Matrix
 from thinwire.tools.planning.methods import BRIEF, cost_of, memory_of
 from thinwire.tools.planning.network import Network, filled_bit_s
 from thinwire.tools.planning.work import Probe, Workload, work_of
@@ -37,6 +38,7 @@ _WHOLE_S = 10.0
 _UNMEASURED = "; not measured: "
 RELAY, RELAYED = "relay", "members join with relay=True, on a host that sends on all messages"
 """End of a row's name, and its meaning."""
+GROUPS, GROUPED = "n", "ranks of a group of near sites, which average first"
 _FAST_STEP_S = 2e-8
 """Seconds a parameter below which a step is taken for a GPU's."""
 _WORTH = 1.05
@@ -184,6 +186,7 @@ def plan(
     shard: int = 1,
     strategies: Sequence[str] | None = None,
     trainable: int | str | None = None,
+    matrix: str | Path | None = None,
 ) -> Plan:
     """Predict a training step of every strategy on a network and recommend one.
 
@@ -221,6 +224,8 @@ def plan(
             names by default.
         trainable: Number of the parameters that change, such as "25M", if the rest is frozen, as by
             LoRA; with `params`.
+        matrix: CSV file of lines between sites, instead of `link` and `latency`: from,to,ms,mbit
+            (round trip, rate). Rows with "groups" average inside groups of near sites first.
 
     Returns:
         The strategies, best first.
@@ -234,43 +239,44 @@ def plan(
             f"params={params!r} and task={task!r}: the task's model has its own number of "
             "parameters; omit one of them"
         )
-    if trainable is not None and params is None:
-        raise ValueError(f"trainable={trainable!r} needs params, the size of the whole model")
     if step_seconds is not None:
         _require_seconds(step_seconds)
     recipes = _chosen(strategies)
+    grouped: dict[tuple[str, ...], Network] = {}
     if probe is not None:
         lines = {"params": params, "link": link, "latency": latency, "up": up, "down": down}
-        _require_unmeasured(probe, **lines, loss=loss)
+        _require_unmeasured(probe, **lines, loss=loss, matrix=matrix)
         if task is None:
             _require_unmeasured(probe, step_seconds=step_seconds, device=device)
-        found = Probe.read(Path(probe))
-        network, work, lost = found.network, found.work, found.loss
+        measured = Probe.read(Path(probe))
+        network, work, lost = measured.network, measured.work, measured.loss
         if workers not in (None, network.ranks):
             raise ValueError(
                 f"workers={workers}, but probe={str(probe)!r} was measured with {network.ranks} "
                 "ranks; omit workers, or run the probe with as many ranks"
             )
-        if task is not None and (task != found.task or step_seconds is not None):
+        if task is not None and (task != measured.task or step_seconds is not None):
             work = _of_task(task, step_seconds, device, network.ranks)
         elif task is not None:
             _require_unmeasured(probe, device=device)
-        task = task or found.task
+        task = task or measured.task
     else:
         given = {"link": link, "up": up, "down": down, "latency": latency, "loss": loss}
         network, lost = _assumed_network(2 if workers is None else workers, given)
+        if matrix is not None:
+            network, grouped = _between_regions(matrix, workers, shard, given)
         if task is None:
             work = _assumed_work(params, step_seconds, device, trainable)
         else:
             work = _of_task(task, step_seconds, device, network.ranks)
-    works = [work, work]
-    if params is not None:  # shapes are assumed
-        works = [work.resized(size) for size in _sizes(work.numel)]
+    if trainable is not None and params is None:
+        raise ValueError(f"trainable={trainable!r} needs params, the size of the whole model")
+    # without a task shapes are assumed
+    works = [work, work] if params is None else [*map(work.resized, _sizes(work.numel))]
     line = _between_sites(network, shard, shared=probe is None)
     streams = streams_between(line.ranks)
-    most_bit_s = filled_bit_s(line.latency_s, lost, streams)
-    bit_s, down_bit_s = min(line.bit_s, most_bit_s), min(line.down, most_bit_s)
-    network = replace(line, bit_s=bit_s, down_bit_s=down_bit_s)
+    network = _filled(line, lost, streams)
+    nodes = [_filled(way, lost, streams) for way in grouped.values()]
     # progress is against dense with the same optimizer, so time is too
     dense_s = {
         one.recipe.optimizer: _step_seconds(one, works, work.numel, shard, network)[1]
@@ -278,12 +284,13 @@ def plan(
     }
     rows = [
         _row(one, work, works, shard, way, dense_s[one.recipe.optimizer])
-        for one, way in _offered(recipes, work, shard, network)
+        for one, way in _offered(recipes, work, shard, network, nodes)
     ]
     rows.sort(
         key=lambda r: (not r.reaches_dense_loss, r.time_at_worst, r.bytes_per_step, len(r.name))
     )
-    recommended, reason = _recommended(rows)
+    groups = {way.node_size: sites for sites, way in grouped.items()}
+    recommended, reason = _recommended(rows, groups)
     about = {
         "rate_bit_s": network.bit_s,
         "down_bit_s": network.down,
@@ -294,6 +301,7 @@ def plan(
         "workers": network.ranks * shard,
         "shard": shard,
         "node_size": network.node_size,
+        "groups": groups,
         "measured": probe is not None,
     }
     computes = {"step_seconds": work.step_s, "device": "cuda" if work.cuda else "cpu"}
@@ -309,10 +317,23 @@ def _chosen(strategies: Sequence[str] | None) -> list[Recipe]:
     return [dense, *(recipe for recipe in choose(strategies) if recipe is not dense)]
 
 
+def _filled(line: Network, lost: float, streams: int) -> Network:
+    """Return the network that connections fill of a line that loses packets."""
+    most_bit_s = filled_bit_s(line.latency_s, lost, streams)
+    bit_s, down_bit_s = min(line.bit_s, most_bit_s), min(line.down, most_bit_s)
+    return replace(line, bit_s=bit_s, down_bit_s=down_bit_s)
+
+
 def _offered(
-    recipes: Sequence[Recipe], work: Workload, shard: int, network: Network
+    recipes: Sequence[Recipe],
+    work: Workload,
+    shard: int,
+    network: Network,
+    nodes: Sequence[Network],
 ) -> Iterator[tuple[Candidate, Network]]:
-    """Yield what the model can train with, and a relay too where directions differ, as at home."""
+    """Yield what the model can train with; a relay too where directions differ, as at home, and
+    groups of near sites.
+    """
     home = network.bit_s != network.down and network.ranks > 2
     relay = replace(network, relay=True)
     for one in candidates(network.ranks, recipes):
@@ -329,6 +350,11 @@ def _offered(
         whole = getattr(compression_of(strategy), "exchange", GATHER) == GATHER
         if home and whole and strategy.localsgd is not None:
             yield replace(one, name=f"{one.name} {RELAY}"), relay
+        for way in nodes:
+            if strategy.localsgd is not None:
+                local = replace(strategy.localsgd, node_size=way.node_size)
+                name = f"{one.name} {GROUPS}{way.node_size}"
+                yield replace(one, name=name, strategy=replace(strategy, localsgd=local)), way
 
 
 def _between_sites(network: Network, shard: int, *, shared: bool) -> Network:
@@ -349,10 +375,14 @@ def _between_sites(network: Network, shard: int, *, shared: bool) -> Network:
 
 
 def _require_unmeasured(probe: str | Path, **given: object) -> None:
+    _require_alone("probe", probe, **given)
+
+
+def _require_alone(source: str, file: str | Path, **given: object) -> None:
     for name, value in given.items():
         if value is not None:
             raise ValueError(
-                f"{name}={value!r} is given, but probe={str(probe)!r} has measured it; omit one "
+                f"{name}={value!r} is given, but {source}={str(file)!r} has measured it; omit one "
                 "of them"
             )
 
@@ -374,6 +404,18 @@ def _assumed_network(workers: int, given: Mapping[str, str | None]) -> tuple[Net
     bit_s = line.rate_bit_s or _UNLIMITED_BIT_S
     found = Network(bit_s, line.latency_s, workers, down_bit_s=line.down_bit_s or bit_s)
     return found, line.loss
+
+
+def _between_regions(
+    matrix: str | Path, workers: int | None, shard: int, given: Mapping[str, str | None]
+) -> tuple[Network, dict[tuple[str, ...], Network]]:
+    """Return the network between sites, and those with groups of near sites by their order."""
+    _require_alone("matrix", matrix, **{**given, "loss": None})
+    if shard > 1:
+        raise ValueError(f"matrix={str(matrix)!r} is between whole models: omit shard")
+    found = Matrix.read(Path(matrix))
+    network = found.network(len(found.sites) if workers is None else workers)
+    return network, dict(found.groups(network.ranks))
 
 
 def _assumed_work(
@@ -558,7 +600,7 @@ def _times(share: float) -> str:
     return f"{float(f'{1 / share:.2g}'):,g}"
 
 
-def _recommended(rows: Sequence[Row]) -> tuple[str, str]:
+def _recommended(rows: Sequence[Row], groups: Mapping[int, Sequence[str]]) -> tuple[str, str]:
     best = rows[0]
     dense = next(row for row in rows if row.name == "dense")
     if best.time_at_worst * _WORTH > dense.time_at_worst:
@@ -576,6 +618,9 @@ def _recommended(rows: Sequence[Row]) -> tuple[str, str]:
         twice = "twice " if best.lr_factor > 1 else ""
         by += f"; learning rate: {twice}the best of dense Muon with few workers"
     by += f"; {RELAYED}" if best.name.endswith(f" {RELAY}") else ""
+    for node_size, sites in groups.items():
+        if f" {GROUPS}{node_size}" in best.name:
+            by += f"; ranks in the order of {', '.join(sites)}"
     return best.name, (
         f"use {best.name}: a step of {seconds_text(best.step_seconds[1])} s instead of dense's "
         f"{seconds_text(dense.step_seconds[1])} s. At equal steps its loss is expected "
