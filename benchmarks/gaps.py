@@ -178,7 +178,9 @@ def measured() -> list[Gap]:
     training ends below dense training, which learns the text by heart.
     """
     # Source of four: Muennighoff et al., 2023, arXiv 2305.16264.
-    found = {_key(gap.cell): gap for file in (RESULTS, WIDE, ENSEMBLE) for gap in gaps(json_lines(file))}
+    found = {
+        _key(gap.cell): gap for file in (RESULTS, WIDE, ENSEMBLE) for gap in gaps(json_lines(file))
+    }
     return [
         *(gap for gap in found.values() if gap.cell.tokens <= _MOST_REPEATED * _TEXT_BYTES),
         *evidence_gaps(json_lines(EVIDENCE)),
