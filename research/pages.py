@@ -20,7 +20,7 @@ from research.members import joining, keep_batch
 from research.recipes import run as recipes
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "docs" / f"{name}.md" for name in ("choosing", "integrations", "law", "track")]
+PAGES = [ROOT / "docs" / f"{name}.md" for name in ("choosing", "integrations", "track")]
 PAGES += sorted((ROOT / "research").rglob("README.md"))
 MARK = re.compile(r"(<!-- evidence: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 LINES = evidence()

@@ -55,7 +55,7 @@ three seeds of one setting."""
 _CHANGES = ("NoneType", "Quantized", "Sparse")
 """Compressions of changes with runs, by their classes."""
 _DOUBT, _BEYOND = 2.5, 0.5
-"""Ratio of high to mid and of mid to low; docs/law.md says how it was chosen and checked. It counts
+"""Ratio of high to mid and of mid to low; research/law/README.md says how it was chosen and checked. It counts
 once more for a setting without runs. Outside of measured intervals and workers it grows as this
 power of the distance, a ratio: 1.4 times at twice as many.
 """
@@ -201,7 +201,7 @@ def rate_factor(
     strategy: "DistributedStrategy", optimizer: str | None, workers: int
 ) -> float | None:
     """Return the best learning rate over dense Muon's with few workers; None if not measured."""
-    # Source: docs/law.md: 2 (0.14 M parameters), 4 and 8 workers (0.87 M), 4 to 32 steps, one bit
+    # Source: research/law/README.md: 2 (0.14 M parameters), 4 and 8 workers (0.87 M), 4 to 32 steps, one bit
     if strategy.localsgd is None or optimizer != "muon":
         return None
     many = strategy.localsgd.k_steps >= _INTERVALS[1] and workers > 2
