@@ -118,7 +118,7 @@ def test_an_unmeasured_setting_has_a_wider_interval(workers: int) -> None:
         assert high / mid > 1.4 * own_high / own_mid
 
 
-def test_intervals_grow_with_the_distance_to_what_was_measured() -> None:
+def test_intervals_grow_with_the_distance_to_measured_settings() -> None:
     doubts = []
     for workers in (16, 17, 48, 49, 64, 256, 1000):
         plan = tw.plan(**NUMBERS, workers=workers, link="50mbit")
