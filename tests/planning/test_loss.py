@@ -228,3 +228,39 @@ def test_a_home_line_ranks_relay_and_split_as_rows() -> None:
         tw.plan(**given, workers=2, up="10mbit", down="50mbit").strategies,
     ):
         assert not [row.name for row in others if "relay" in row.name]
+
+
+def test_adapters_send_what_changes_and_keep_what_does_not() -> None:
+    whole, lora = (
+        tw.plan(params="3B", step_seconds=1.0, workers=2, link="20mbit", trainable=trainable)
+        for trainable in (None, "25M")
+    )
+    assert lora["dense"].bytes_per_step == 4 * 25_000_000
+    assert lora.model["frozen"] == 3_000_000_000 - 25_000_000
+    assert (
+        lora["dense"].memory["weights and gradients"] == 8 * 25_000_000 + 2 * lora.model["frozen"]
+    )
+    assert not [row.name for row in lora.strategies if row.optimizer], "AdamW trains adapters"
+    low, mid, high = lora["localsgd k16"].loss_gap
+    assert low < mid < high
+    assert mid == pytest.approx(0.0048, rel=0.02)
+    assert lora["localsgd k16"].measured
+    assert not lora["quantized-local"].measured
+    assert lora["quantized-local"].loss_gap < whole["quantized-local"].loss_gap
+    more = tw.plan(params="3B", step_seconds=1.0, workers=8, link="20mbit", trainable="25M")
+    assert more["localsgd k16"].loss_gap[1] > mid
+    assert more["localsgd k16"].loss_gap[2] / more["localsgd k16"].loss_gap[1] > high / mid
+    assert not more["localsgd k16"].measured
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"params": "1M", "trainable": "2M"}, "trainable='2M' is more than params='1M'"),
+        ({"params": "1M", "trainable": "many"}, "trainable='many' is not a number"),
+        ({"params": None, "trainable": "1M"}, "params is missing"),
+    ],
+)
+def test_wrong_numbers_of_adapters_are_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        tw.plan(step_seconds=1.0, **given)

@@ -61,6 +61,7 @@ _LETTERS = {
     "gather, split": "exchange of the messages, if it is not the default",
     RELAY: RELAYED,
     GROUPS: GROUPED,
+    "m": "local steps between means inside a group",
 }
 _AXES = ("bytes_per_step", "time_to_dense_loss")
 
@@ -236,7 +237,7 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
         table.add_row(f"{row.name}{'' if row.measured else ' *'}", *short)
     hidden = len(made.strategies) - len(rows)
     beside = {RELAY: made.link["down_bit_s"] != made.link["rate_bit_s"], "gather, split": False}
-    beside[GROUPS] = made.link["groups"]
+    beside[GROUPS] = beside["m"] = made.link["groups"]
     letters = [f"{key}: {text}." for key, text in _LETTERS.items() if beside.get(key, True)]
     explained = (
         f"{' '.join(letters)}\n"

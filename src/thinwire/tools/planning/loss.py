@@ -55,7 +55,7 @@ three seeds of one setting."""
 _CHANGES = ("NoneType", "Quantized", "Sparse")
 """Compressions of changes with runs, by their classes."""
 _DOUBT, _BEYOND = 2.5, 0.5
-"""Ratio of high to mid and of mid to low; research/law/README.md says how it was chosen and checked. It counts
+"""Ratio of high to mid and of mid to low, see research/law/README.md. It counts
 once more for a setting without runs. Outside of measured intervals and workers it grows as this
 power of the distance, a ratio: 1.4 times at twice as many.
 """
@@ -127,6 +127,11 @@ def _of_local(local: "LocalSGD", change: Any, optimizer: str, numel: int, worker
     density = round(1 - unsent, 6), getattr(change, "value_bits", 32)
     factor = _factor(local, change, density, optimizer)
     mid = law(optimizer, numel, workers) * factor
+    if local.node_steps:
+        # all workers part as if all averaged so often, and groups of them for the whole interval
+        groups = law(optimizer, numel, workers // (local.node_size or 1))
+        inside = factor * (local.node_steps / local.k_steps) ** _BY_STEPS
+        mid = law(optimizer, numel, workers) * inside + groups * (factor - inside)
     coefficient, power = _LAW[optimizer]
     outside = _unmeasured(local, change, density, optimizer, workers)
     doubt = _DOUBT * prod(outside.values())
@@ -201,7 +206,8 @@ def rate_factor(
     strategy: "DistributedStrategy", optimizer: str | None, workers: int
 ) -> float | None:
     """Return the best learning rate over dense Muon's with few workers; None if not measured."""
-    # Source: research/law/README.md: 2 (0.14 M parameters), 4 and 8 workers (0.87 M), 4 to 32 steps, one bit
+    # Source: research/law/README.md: 2 workers (0.14 M parameters), 4 and 8 (0.87 M), 4 to 32
+    # steps, one bit
     if strategy.localsgd is None or optimizer != "muon":
         return None
     many = strategy.localsgd.k_steps >= _INTERVALS[1] and workers > 2

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from thinwire.layout.traffic import GATHER, streams_between
 from thinwire.tools.compare.strategies import STRATEGIES, choose, compression_of
 from thinwire.tools.network.netns import Link
-from thinwire.tools.planning.grid import LEFT_OUT, Candidate, candidates
+from thinwire.tools.planning.grid import LEFT_OUT, Candidate, candidates, in_groups
 from thinwire.tools.planning.loss import MOST_STEPS, loss_gap, rate_factor, steps_to_dense_loss
 from thinwire.tools.planning.matrix import Matrix
 from thinwire.tools.planning.methods import BRIEF, cost_of, memory_of
@@ -277,6 +277,7 @@ def plan(
     streams = streams_between(line.ranks)
     network = _filled(line, lost, streams)
     nodes = [_filled(way, lost, streams) for way in grouped.values()]
+    nodes += [network] if network.node is not None else []
     # progress is against dense with the same optimizer, so time is too
     dense_s = {
         one.recipe.optimizer: _step_seconds(one, works, work.numel, shard, network)[1]
@@ -350,10 +351,11 @@ def _offered(
         whole = getattr(compression_of(strategy), "exchange", GATHER) == GATHER
         if home and whole and strategy.localsgd is not None:
             yield replace(one, name=f"{one.name} {RELAY}"), relay
+        if strategy.localsgd is None:
+            continue
         for way in nodes:
-            if strategy.localsgd is not None:
-                local = replace(strategy.localsgd, node_size=way.node_size)
-                name = f"{one.name} {GROUPS}{way.node_size}"
+            for words, local in in_groups(strategy.localsgd, way.node_size):
+                name = f"{one.name} {GROUPS}{way.node_size}{words}"
                 yield replace(one, name=name, strategy=replace(strategy, localsgd=local)), way
 
 
