@@ -90,7 +90,7 @@ def test_the_best_at_its_pessimistic_end_is_recommended(params: str, workers: in
         assert dense.measured == (dense.loss_gap == (0, 0, 0)) == (workers <= 48)
         assert best.time_at_worst <= 1.05 * min(row.time_at_worst for row in reaching)
         # 64 workers lose much of what they save with a model as small as that
-        assert best is not dense or dense.waiting_share < (0.7 if params == "1M" else 0.5)
+        assert best is not dense or dense.waiting_share < (0.7 if params == "1M" else 0.55)
         unmeasured = best.loss_gap_source.partition("not measured: ")[2]
         assert bool(unmeasured) == (not best.measured)
         assert unmeasured in plan.reason
