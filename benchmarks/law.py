@@ -243,7 +243,7 @@ class Training:
 
     def train_together(self) -> None:
         """Update all workers as one batch, whose sums round differently than in turn."""
-        self.update = together = Together(self)
+        self.update = self.update_of_all = together = Together(self)
         self._holders = [*self.models, together, *([self.sync] if self.sync else [])]
 
     def run(self, file: Path | None) -> None:

@@ -57,7 +57,7 @@ _CHANGES = ("NoneType", "Quantized", "Sparse")
 _DOUBT, _BEYOND_STEPS, _BEYOND_WORKERS = 2.5, 0.5, 0.25
 """Ratio of high to mid and of mid to low, see research/law/README.md. It counts
 once more for a setting without runs. Outside of measured intervals and workers it grows as these
-powers of the distance, a ratio. A law of up to 16 workers was 1.26 times off at three times as many.
+powers of the distance, a ratio: at three times as many workers the law was 1.26 times off.
 """
 MOST_STEPS = 4.0
 """Multiple of dense's steps beyond which a strategy is said never to reach dense's loss."""
