@@ -117,7 +117,7 @@ def test_nodes_take_their_mean_between_averagings_of_all(ranks: Pool) -> None:
     "wrong",
     [{"node_size": None}, {"node_size": 1}, {"k_steps": 2}, {"delay": 1}, {"node_steps": 0}],
 )
-def test_node_steps_say_what_they_need(wrong: dict[str, Any]) -> None:
+def test_node_steps_need_a_node_and_a_longer_interval(wrong: dict[str, Any]) -> None:
     given = {"k_steps": 6, "node_size": 2, "node_steps": 2} | wrong
     with pytest.raises(ValueError, match="node_steps"):
         tw.LocalSGD(**given)

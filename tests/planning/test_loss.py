@@ -230,7 +230,7 @@ def test_a_home_line_ranks_relay_and_split_as_rows() -> None:
         assert not [row.name for row in others if "relay" in row.name]
 
 
-def test_adapters_send_what_changes_and_keep_what_does_not() -> None:
+def test_adapters_are_sent_and_frozen_weights_are_kept() -> None:
     whole, lora = (
         tw.plan(params="3B", step_seconds=1.0, workers=2, link="20mbit", trainable=trainable)
         for trainable in (None, "25M")

@@ -52,7 +52,7 @@ def test_groups_are_recommended_where_lines_inside_are_fast(tmp_path: Path, para
     assert "node_size" not in document["localsgd"]
 
 
-def test_means_inside_groups_lower_the_gap_and_cost_what_they_send(tmp_path: Path) -> None:
+def test_means_inside_groups_lower_the_gap_and_cost_their_bytes(tmp_path: Path) -> None:
     plan = tw.plan(**NUMBERS, workers=8, matrix=matrix(tmp_path, TWO))
     for k_steps in (16, 32, 64):
         name = f"muon-local k{k_steps}" if k_steps != 16 else "muon-local"
@@ -80,7 +80,7 @@ def test_means_inside_groups_lower_the_gap_and_cost_what_they_send(tmp_path: Pat
         (None, {}, "cannot be read"),
     ],
 )
-def test_what_is_no_matrix_is_an_error(
+def test_a_file_without_lines_between_all_sites_is_refused(
     tmp_path: Path, text: str | None, given: dict[str, Any], says: str
 ) -> None:
     path = tmp_path / "missing" if text is None else matrix(tmp_path, text)
