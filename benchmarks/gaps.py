@@ -31,6 +31,8 @@ from thinwire.tools.run.config import ModelSize
 RESULTS = Path(__file__).parent / "results" / "law.jsonl"
 CHECKS = RESULTS.with_name("law_check.jsonl")
 """Runs that the law is not fitted to."""
+WIDE = RESULTS.with_name("law_wide.jsonl")
+"""Runs of 24 workers and more."""
 ENSEMBLE = RESULTS.with_name("ensemble.jsonl")
 _TEXT_BYTES, _MOST_REPEATED = 8_264_673, 4
 """Bytes of the standard library's training part."""
@@ -176,7 +178,9 @@ def measured() -> list[Gap]:
     training ends below dense training, which learns the text by heart.
     """
     # Source of four: Muennighoff et al., 2023, arXiv 2305.16264.
-    found = {_key(gap.cell): gap for file in (RESULTS, ENSEMBLE) for gap in gaps(json_lines(file))}
+    found = {
+        _key(gap.cell): gap for file in (RESULTS, WIDE, ENSEMBLE) for gap in gaps(json_lines(file))
+    }
     return [
         *(gap for gap in found.values() if gap.cell.tokens <= _MOST_REPEATED * _TEXT_BYTES),
         *evidence_gaps(json_lines(EVIDENCE)),

@@ -40,6 +40,7 @@ from benchmarks.gaps import (
     CHECKS,
     RESULTS,
     SIZES,
+    WIDE,
     Cell,
     check,
     draw,
@@ -136,7 +137,7 @@ def train(cell: Cell, device: str = "cpu", kept: Path | None = None) -> dict[str
         works = works_of(cell, device, Path(folder))
         try:
             training = Training(cell, works)
-            if cell.workers > _IN_TURN and cell.interval and cell.optimizer == "muon":
+            if cell.workers > _IN_TURN and cell.interval:
                 training.train_together()
             training.run(file)
         except FloatingPointError as error:
@@ -176,13 +177,14 @@ class Together:
             for own, part in zip(named, whole, strict=True):
                 own[name].data = part
         group = training.optimizers[0].param_groups[0]
-        matrices = {p: name for name, p in named[0].items() if p.ndim == 2}
+        muon = training.cell.optimizer == "muon"
+        matrices = {p: name for name, p in named[0].items() if muon and p.ndim == 2}
         shapes = dict[torch.Size, list[str]]()
         for p in group["params"]:
             if p in matrices:
                 shapes.setdefault(p.shape, []).append(matrices[p])
         self.matrices = list(shapes.values())
-        self.rule = muon_rule(group["params"][0], group)
+        self.rule = muon_rule(group["params"][0], group) if self.matrices else None
         self.momentum = {n: torch.zeros_like(self.params[n]) for ns in self.matrices for n in ns}
         others = [p for n, p in self.params.items() if n not in self.momentum]
         self.adamw = torch.optim.AdamW(others, betas=BETAS, weight_decay=WEIGHT_DECAY)
@@ -200,6 +202,7 @@ class Together:
                 [part for name in names for part in tensors[name].unbind()]
                 for tensors in (self.params, grads, self.momentum)
             )
+            assert self.rule is not None, "it has matrices"
             muon_(params, parts, buffers, rate, self.rule)
         for name, param in self.params.items():
             param.grad = grads[name]
@@ -240,7 +243,7 @@ class Training:
 
     def train_together(self) -> None:
         """Update all workers as one batch, whose sums round differently than in turn."""
-        self.update = together = Together(self)
+        self.update = self.update_of_all = together = Together(self)
         self._holders = [*self.models, together, *([self.sync] if self.sync else [])]
 
     def run(self, file: Path | None) -> None:
@@ -397,7 +400,13 @@ def main() -> None:
         print("\n".join([*left_out(measured()), "", *check(measured(), gaps(json_lines(CHECKS)))]))
         return
     if given.what == "regret":
-        print("\n".join(regret([*gaps(json_lines(RESULTS)), *gaps(json_lines(CHECKS))])))
+        print(
+            "\n".join(
+                regret(
+                    gaps([line for file in (RESULTS, WIDE, CHECKS) for line in json_lines(file)])
+                )
+            )
+        )
         return
     if given.what == "predict":
         for size in given.size:

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.common import parser_for, save, surroundings
 from benchmarks.simulation import Entries, Method, Whole, simulate
 from benchmarks.simulation_lines import Lines, homes, sites, switch
-from thinwire.tools.planning.work import matrices
+from thinwire.tools.planning.work import transformer
 
 PARAMS, STEP_S, K_STEPS = 124_000_000, 0.35, 32
 SITES, NODE_SIZE = 100, 10
@@ -61,7 +61,7 @@ def methods(numels: tuple[int, ...]) -> dict[str, Method]:
 
 
 def measure(sizes: tuple[int, ...]) -> dict[str, Any]:
-    numels = tuple(map(prod, matrices(PARAMS)))
+    numels = tuple(map(prod, transformer(PARAMS)))
     rows: list[dict[str, Any]] = []
     for network, (_, lines_of) in NETWORKS.items():
         for ranks in sizes:

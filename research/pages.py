@@ -15,12 +15,13 @@ from benchmarks.choosing import Scope, evidence, planned, settings, table, track
 from benchmarks.common import bare_parser, json_lines
 from research.lag import variants
 from research.large import methods
+from research.law import groups
 from research.lines import streams
 from research.members import joining, keep_batch
 from research.recipes import run as recipes
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "docs" / f"{name}.md" for name in ("choosing", "integrations", "law", "track")]
+PAGES = [ROOT / "docs" / f"{name}.md" for name in ("choosing", "integrations", "track")]
 PAGES += sorted((ROOT / "research").rglob("README.md"))
 MARK = re.compile(r"(<!-- evidence: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 LINES = evidence()
@@ -45,6 +46,7 @@ TABLES: dict[str, Callable[..., list[str]]] = {
     "plan": lambda params, step_s, workers, latency: planned(
         params, float(step_s), int(workers), latency
     ),
+    "groups": lambda: groups.table(json_lines(groups.RESULTS)),
     "law": lambda: gaps.fit_table(gaps.measured()),
     "large": methods.tables,
     "lag": lambda size, *numbers: variants.table(

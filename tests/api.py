@@ -148,7 +148,7 @@ _NAMES = {
     "thinwire.tools.planning.network": "FRAMES crowding network_Network=Network reduce_pairs",
     "thinwire.tools.planning.command": "plan_page=render",
     "thinwire.tools.planning.plan": "Plan",
-    "thinwire.tools.planning.work": "Probe matrices work_Work=Workload",
+    "thinwire.tools.planning.work": "Probe transformer work_Work=Workload",
     "thinwire.tools.report.page": "Column loss_text",
     "thinwire.tools.report.progress": "Display",
     "thinwire.tools.run": "run_command=command worker",

@@ -3,6 +3,7 @@
 import random
 from pathlib import Path
 
+import pytest
 import torch
 
 from benchmarks.gaps import Cell
@@ -16,7 +17,8 @@ def test_more_than_half_answer_in_every_round() -> None:
     assert 0.3 < sum(late) / (8 * len(late)) < 0.375
 
 
-def test_workers_train_as_one_batch_as_they_do_in_turn(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_workers_train_as_one_batch_as_they_do_in_turn(tmp_path: Path, optimizer: str) -> None:
     text = tmp_path / "text"
     text.write_bytes(bytes(random.Random(3).choices(b"ab cd\n", k=50_000)))
     cell = Cell(
@@ -25,7 +27,7 @@ def test_workers_train_as_one_batch_as_they_do_in_turn(tmp_path: Path) -> None:
         workers=3,
         interval=4,
         bits=32,
-        optimizer="muon",
+        optimizer=optimizer,
         steps=50,
         batch=2,
         lr=0.024,

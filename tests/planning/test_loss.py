@@ -87,9 +87,10 @@ def test_the_best_at_its_pessimistic_end_is_recommended(params: str, workers: in
         best, dense = plan[plan.recommended], plan["dense"]
         reaching = [row for row in plan.strategies if row.reaches_dense_loss]
         assert dense.loss_gap[1] == 0
-        assert dense.measured == (dense.loss_gap == (0, 0, 0)) == (workers <= 16)
+        assert dense.measured == (dense.loss_gap == (0, 0, 0)) == (workers <= 48)
         assert best.time_at_worst <= 1.05 * min(row.time_at_worst for row in reaching)
-        assert best is not dense or dense.waiting_share < 0.5
+        # 64 workers lose much of what they save with a model as small as that
+        assert best is not dense or dense.waiting_share < (0.7 if params == "1M" else 0.55)
         unmeasured = best.loss_gap_source.partition("not measured: ")[2]
         assert bool(unmeasured) == (not best.measured)
         assert unmeasured in plan.reason
@@ -100,7 +101,7 @@ def test_the_best_at_its_pessimistic_end_is_recommended(params: str, workers: in
                 late_s = row.step_seconds[2] * steps
                 assert row.time_at_worst == pytest.approx(late_s / dense.step_seconds[1]), row.name
             if own is not None and row.measured:
-                assert workers <= 16
+                assert workers <= 48
                 assert 4 <= own["k_steps"] <= 32
                 assert (own["delay"], own["fragments"]) == (0, 1)
             assert row.measured or "; not measured: " in row.loss_gap_source
@@ -109,12 +110,27 @@ def test_the_best_at_its_pessimistic_end_is_recommended(params: str, workers: in
 @pytest.mark.parametrize("workers", [4, 8, 16, 24, 64])
 def test_an_unmeasured_setting_has_a_wider_interval(workers: int) -> None:
     plan = tw.plan(**NUMBERS, workers=workers, link="50mbit")
-    for other in ("muon-local k16 d4", "muon-local k16 b1 split", "muon-local k32"):
+    for other in ("muon-local k16 d4", "muon-local k16 b1 split", "muon-local k64"):
         low, mid, high = plan[other].loss_gap
         own_low, own_mid, own_high = plan["muon-local"].loss_gap
         assert not plan[other].measured
         assert mid / low > 1.4 * own_mid / own_low
         assert high / mid > 1.4 * own_high / own_mid
+
+
+def test_intervals_grow_with_the_distance_to_measured_settings() -> None:
+    doubts = []
+    for workers in (16, 17, 48, 49, 64, 256, 1000):
+        plan = tw.plan(**NUMBERS, workers=workers, link="50mbit")
+        low, mid, high = plan["muon-local"].loss_gap
+        assert high / mid == pytest.approx(mid / low)
+        doubts.append(high / mid)
+        doubts_of_k = [plan[f"muon-local k{k}"].loss_gap for k in (32, 64, 128)]
+        wider = [gap[2] / gap[1] for gap in doubts_of_k]
+        assert wider == sorted(wider)
+        assert wider[1] > 1.3 * wider[0]
+    assert doubts[0] == doubts[1] == doubts[2] < doubts[3] < 1.05 * doubts[2]
+    assert doubts == sorted(doubts)
 
 
 def test_steps_to_close_a_gap_by_hand() -> None:
@@ -164,9 +180,9 @@ def test_both_directions_count_by_their_own_rates() -> None:
         for line in (adsl, reverse):
             assert line.all_reduce_s(nbytes) == slow.all_reduce_s(nbytes)
         assert adsl.all_gather_s(nbytes) == slow.all_gather_s(nbytes) > both.all_gather_s(nbytes)
-        # strings meet where they are received, and a faster line there does not queue them
+        # strings meet where they are received, and hardly wait for a faster line there
         sent_s = nbytes / slow.bytes_s
-        assert adsl.all_to_all_s(nbytes) == pytest.approx(sent_s)
+        assert sent_s < adsl.all_to_all_s(nbytes) < 1.05 * sent_s
         assert reverse.all_to_all_s(nbytes) == slow.all_to_all_s(nbytes)
         assert slow.all_to_all_s(nbytes) == pytest.approx(sent_s * (1 + crowding(8, 7)))
 
@@ -212,3 +228,39 @@ def test_a_home_line_ranks_relay_and_split_as_rows() -> None:
         tw.plan(**given, workers=2, up="10mbit", down="50mbit").strategies,
     ):
         assert not [row.name for row in others if "relay" in row.name]
+
+
+def test_adapters_are_sent_and_frozen_weights_are_kept() -> None:
+    whole, lora = (
+        tw.plan(params="3B", step_seconds=1.0, workers=2, link="20mbit", trainable=trainable)
+        for trainable in (None, "25M")
+    )
+    assert lora["dense"].bytes_per_step == 4 * 25_000_000
+    assert lora.model["frozen"] == 3_000_000_000 - 25_000_000
+    assert (
+        lora["dense"].memory["weights and gradients"] == 8 * 25_000_000 + 2 * lora.model["frozen"]
+    )
+    assert not [row.name for row in lora.strategies if row.optimizer], "AdamW trains adapters"
+    low, mid, high = lora["localsgd k16"].loss_gap
+    assert low < mid < high
+    assert mid == pytest.approx(0.0048, rel=0.02)
+    assert lora["localsgd k16"].measured
+    assert not lora["quantized-local"].measured
+    assert lora["quantized-local"].loss_gap < whole["quantized-local"].loss_gap
+    more = tw.plan(params="3B", step_seconds=1.0, workers=8, link="20mbit", trainable="25M")
+    assert more["localsgd k16"].loss_gap[1] > mid
+    assert more["localsgd k16"].loss_gap[2] / more["localsgd k16"].loss_gap[1] > high / mid
+    assert not more["localsgd k16"].measured
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"params": "1M", "trainable": "2M"}, "trainable='2M' is more than params='1M'"),
+        ({"params": "1M", "trainable": "many"}, "trainable='many' is not a number"),
+        ({"params": None, "trainable": "1M"}, "params is missing"),
+    ],
+)
+def test_wrong_numbers_of_adapters_are_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        tw.plan(step_seconds=1.0, **given)

@@ -63,13 +63,17 @@ def test_a_site_of_shards_is_a_worker_with_a_share_of_everything() -> None:
         assert row.loss_gap == other.loss_gap
         assert row.bytes_per_step == pytest.approx(other.bytes_per_step / 2, rel=0.01)
         assert row.step_seconds[1] <= 1.01 * other.step_seconds[1]
-        assert row.memory_bytes < 0.6 * other.memory_bytes
+        # an owner has whole matrices while it updates them
+        shared_out, of_one = (sum({**r.memory, "update": 0}.values()) for r in (row, other))
+        assert shared_out < 0.6 * of_one
+        assert row.memory["update"] <= other.memory["update"]
     # FSDP moves half of the parameters twice and of the gradients once, as Muon does its matrices:
     # see the bytes of a step in tests/sharded/test_muon.py
     numel = 124_000_000
     assert shards["dense"].bytes_inside_site == 4 * 3 * numel / 2
     muon = next(row for row in shards.best() if row.optimizer)
-    assert muon.bytes_inside_site == 4 * (3 * numel / 2 + 2 * (numel / 2) / 2)
+    hidden = sum(prod(shape) for shape in api.transformer(numel)[1:] if len(shape) > 1)
+    assert muon.bytes_inside_site == 4 * (3 * numel / 2 + 2 * (hidden / 2) / 2)
     assert muon.to_dict().keys() == KEYS | {"bytes_inside_site"}
     # hooks of DDP need whole models
     assert {"fp16", "powersgd", "low-rank"}.isdisjoint(row.strategy for row in shards.strategies)
@@ -140,7 +144,7 @@ def test_fewer_parameters_and_a_better_line_never_take_longer(data: st.DataObjec
 @pytest.mark.parametrize("workers", [4, 17])
 def test_usual_sizes_cost_as_their_shapes(params: int, workers: int) -> None:
     """Where buckets change, a bucket's latencies are between those of two sizes near each other."""
-    work, line = Work(params, api.matrices(params), 9.0), Network(1e9, 0.001, workers)
+    work, line = Work(params, api.transformer(params), 9.0), Network(1e9, 0.001, workers)
     found = tw.plan(
         params=params, step_seconds=9.0, workers=workers, link="1gbit", latency="1ms", device="cpu"
     )
@@ -195,7 +199,7 @@ def test_bytes_of_local_updates_equal_the_real_messages(compression: Mapping[str
     ).localsgd
     assert config is not None
     assert config.compression is not None
-    work = Work(1_000_000, api.matrices(1_000_000), 0.1)
+    work = Work(1_000_000, api.transformer(1_000_000), 0.1)
     shapes = [torch.Size(shape) for shape in work.shapes]
     message = config.compression.sent_bytes(100, shapes)
     document = {"localsgd": {"k_steps": 1, "compression": compression}}
@@ -203,7 +207,7 @@ def test_bytes_of_local_updates_equal_the_real_messages(compression: Mapping[str
 
 
 def test_latencies_of_several_buckets_pass_at_the_same_time() -> None:
-    work = Work(8_000_000, api.matrices(8_000_000), 0.1)  # more than one bucket of 25 MiB
+    work = Work(8_000_000, api.transformer(8_000_000), 0.1)  # more than one bucket of 25 MiB
     line = Network(1e9, 0.1, 2)
     for document, collectives in (
         ({"low_rank": {"rank": 2}}, 2 * line.all_reduce_s(0)),
@@ -228,13 +232,13 @@ def test_muons_time_is_in_the_step_of_both_its_rows_and_their_dense() -> None:
     fast = tw.plan(params="124M", step_seconds=3.0, workers=4, link="50mbit", device="cuda")
     assert (slow.model["device"], fast.model["device"]) == ("cpu", "cuda")
     longer_s = slow["muon-local"].step_seconds[1] - fast["muon-local"].step_seconds[1]
-    assert 16 < longer_s < 20
+    assert 8 < longer_s < 11
     sharded = tw.plan(params="124M", step_seconds=3.0, workers=8, link="100mbit", shard=2)
-    assert sharded["muon-local"].step_seconds[1] < slow["muon-local"].step_seconds[1] - 8
+    assert sharded["muon-local"].step_seconds[1] < slow["muon-local"].step_seconds[1] - 4
 
 
 def test_an_update_by_muon_takes_longer_as_the_probe_has_measured() -> None:
-    work = Work(1_000_000, api.matrices(1_000_000), 0.1)
+    work = Work(1_000_000, api.transformer(1_000_000), 0.1)
     assert work.by("muon") is work
     measured = replace(work, muon_s=0.02)
     assert measured.by(None) is measured
@@ -249,7 +253,7 @@ def test_an_update_by_muon_takes_longer_as_the_probe_has_measured() -> None:
 def test_shares_are_sent_on_in_a_ring(value_bits: int, ranks: int, params: int, rel: float) -> None:
     """Each rank of the ring passes on owners' rows; those between many follow from few."""
     sparse = {"sparse": {"sparsity": 0.9, "value_bits": value_bits}}
-    work = Work(params, api.matrices(params), 0.1)
+    work = Work(params, api.transformer(params), 0.1)
     numels = [prod(shape) for shape in work.shapes]
     layout = api.Layout(tuple(api.Slot(n, api.count_sent(n, 0.9)) for n in numels), value_bits)
     plan = api.split_plan(layout, ranks)
@@ -266,12 +270,32 @@ def test_shares_are_sent_on_in_a_ring(value_bits: int, ranks: int, params: int, 
     assert sent({"quantized": {"value_bits": value_bits}}) == approx(dealt, rel=rel, abs=0)
 
 
-def test_memory_is_within_a_tenth_of_resident_memory() -> None:
+BYTE_MODEL = """
+import torch, thinwire as tw
+def task(seed):
+    width, layers = {sizes}
+    linear = lambda fewer, more: torch.nn.Linear(fewer * width, more * width, bias=False)
+    layer = lambda: torch.nn.Sequential(linear(1, 3), linear(1, 1), linear(1, 4), linear(4, 1))
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(384, width), *(layer() for _ in range(layers)),
+        torch.nn.Linear(width, 256, bias=False))
+    return tw.Task(model=model, loss_fn=print, batches=print, evaluate=print)
+"""
+
+
+def test_memory_is_within_a_tenth_of_resident_memory(tmp_path: Path) -> None:
     """Of two ranks, less a process that trained a tiny model (`research.plan.check memory`)."""
     found = json.loads(MEMORY.read_text())
     assert {line["strategy"] for line in found} >= {"dense", "muon-local", "quantized-local"}
+    plans = {}
+    for numel, sizes in ((34_017_984, (448, 14)), (124_627_616, (928, 12))):
+        path = tmp_path / f"of_{numel}.py"
+        path.write_text(BYTE_MODEL.format(sizes=sizes))
+        task = {"task": f"{path}:task", "step_seconds": 1.0, "device": "cpu"}
+        plans[numel] = tw.plan(**task, workers=2)
+        assert plans[numel].model["parameters"] == pytest.approx(numel, rel=0.01)
     for line in found:
-        row = tw.plan(params=line["parameters"], step_seconds=1.0, workers=2)[line["strategy"]]
+        row = plans[line["parameters"]][line["strategy"]]
         assert row.memory_bytes == pytest.approx(line["measured_bytes"], rel=0.1), line["strategy"]
 
 
@@ -281,21 +305,22 @@ def test_peak_has_one_of_the_brief_parts_of_memory() -> None:
     assert row.memory_bytes == sum(kept) + max(update, exchange)
     numel = 124_000_000
     assert row.memory["weights and gradients"] == row.memory["method"] == 8 * numel
-    assert row.memory["optimizer"] == 4 * numel
+    embedded = prod(api.transformer(numel)[0])  # trained by AdamW
+    assert row.memory["optimizer"] == pytest.approx(4 * (numel + embedded), rel=1e-4)
 
 
 def test_shapes_make_up_the_number_of_parameters() -> None:
     for params in (1, 7, 16_384, 868_000, 124_000_000):
-        made = sum(map(prod, api.matrices(params)))
+        made = sum(map(prod, api.transformer(params)))
         assert params - params**0.5 <= made <= params
 
 
 def test_loss_is_reported_with_two_digits_and_as_an_interval() -> None:
     plan = tw.plan(params="124M", step_seconds=0.35, workers=8, link="100mbit", latency="20ms")
     assert plan.recommended == "muon-local"
-    text = "use muon-local: a step of 0.6 s instead of dense's 73 s. At equal steps its loss is "
+    text = "use muon-local: a step of 0.57 s instead of dense's 73 s. At equal steps its loss is "
     assert plan.reason.startswith(f"{text}expected 0.98 to 6.1 % above dense's; ")
-    assert "about 89 times as fast as dense, 51 times at the pessimistic end; " in plan.reason
+    assert "about 94 times as fast as dense, 54 times at the pessimistic end; " in plan.reason
 
 
 @pytest.mark.parametrize(

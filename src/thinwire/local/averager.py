@@ -4,11 +4,13 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from thinwire.comm import Group, Pending, Regrouped
+from thinwire.comm.nodes import Nodes
 from thinwire.comm.private import forget_ended
-from thinwire.comm.replicate import copy_from_first_
+from thinwire.comm.replicate import copy_from_first_, real_view
 from thinwire.core.sharded import Shards
 from thinwire.errors import Mismatch, NonFinite, PayloadCorrupt
 from thinwire.exchange.agreement import AVERAGED, FLUSHING, Answers
@@ -187,8 +189,25 @@ class Averager(Synchronizer):
         elif due is Due.FRAGMENT:
             part = self.when.fragment
             self._average(f"averaging part {part}", self._parts[part], part)
+        elif due is Due.NODE:
+            self._average_in_node_()
         elif due is Due.FIRST_LOSS:
             self.interval.read(self._ask("first loss").wait(), self.counters.step)
+
+    @torch.no_grad()
+    def _average_in_node_(self) -> None:
+        """Set parameters to their mean over the ranks of this node."""
+        nodes, params = self.averaging.sources, self.tensors.params
+        assert isinstance(nodes, Nodes), "node_size is above 1"
+        values = {**params, **self.tensors.weight_copies()}
+        parts = [widened(value).flatten() for value in values.values()]
+        summed = nodes.node.all_reduce_(torch.cat(parts), action="averaging inside the node").wait()
+        summed /= nodes.node_size
+        means = torch.split(summed, [part.numel() for part in parts])
+        for (name, value), mean in zip(values.items(), means, strict=True):
+            for tensor in dict.fromkeys((value, params[name])):
+                real = real_view(tensor.detach())
+                real.copy_(mean.view(real.shape))
 
     def flush(self) -> None:
         """Implement `LocalUpdates.flush`."""

@@ -100,6 +100,9 @@ class LocalSGD(_Common):
             is earlier. Not combinable with nodes, a mean over senders or a pipeline. On a site
             (`mesh=`) the first rank's clock ends the round. None: all ranks make `k_steps` steps
             and count equally.
+        node_steps: Steps after which the ranks of a node take the mean of their parameters, in
+            full, between two averagings of all; below k_steps. For groups of ranks with a fast
+            network inside; `node_size` is given. None: only in averagings of all.
 
     Raises:
         TypeError, ValueError: A wrong value.
@@ -111,6 +114,7 @@ class LocalSGD(_Common):
     k_steps: int
     begin_step: int = 1
     round_seconds: float | None = field(default=None, kw_only=True)
+    node_steps: int | None = field(default=None, kw_only=True)
 
     @property
     def by_time(self) -> bool:
@@ -120,6 +124,14 @@ class LocalSGD(_Common):
     def __post_init__(self) -> None:
         check.set_fields(self, check.integer, "k_steps", at_least=1)
         self._check("k_steps", self.k_steps, self.begin_step)
+        if self.node_steps is not None:
+            check.set_fields(self, check.integer, "node_steps", at_least=1)
+            if self.node_size in (None, 1) or self.node_steps >= self.k_steps or self.delay:
+                raise ValueError(
+                    f"node_steps={self.node_steps} needs a node_size above 1, more k_steps and no "
+                    f"delay, got node_size={self.node_size}, k_steps={self.k_steps}, "
+                    f"delay={self.delay}: the ranks of a node average between averagings of all"
+                )
         if self.round_seconds is None:
             return
         check.set_fields(self, check.real, "round_seconds", above=0)
@@ -173,6 +185,7 @@ class AdaptiveLocalSGD(_Common):
     begin_step: int = 1
     max_k_steps: int = 16
     round_seconds: ClassVar[None] = None
+    node_steps: ClassVar[None] = None
     by_time: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

@@ -137,6 +137,7 @@ class Due(Enum):
 
     NOTHING = auto()
     FIRST_LOSS = auto()
+    NODE = auto()
     FRAGMENT = auto()
     EVERYTHING = auto()
 
@@ -250,6 +251,9 @@ class Timetable:
         """Return what follows by the steps since the last averaging."""
         if self.counters.step - self.counters.last >= self._part_steps:
             return Due.FRAGMENT
+        node_steps = self.config.node_steps
+        if node_steps and self.counters.step % node_steps == 0:
+            return Due.NODE
         adaptive = isinstance(self.config, AdaptiveLocalSGD)
         begins = adaptive and self.interval.first_loss is None  # at a positive rate
         return Due.FIRST_LOSS if begins else Due.NOTHING

@@ -20,7 +20,16 @@ from thinwire.tools.app import Count, Names, Seconds
 from thinwire.tools.compare.strategies import strategy_text
 from thinwire.tools.doctor.pairs import Line, mbit_s
 from thinwire.tools.network.netns import parse_loss
-from thinwire.tools.planning.plan import RELAY, RELAYED, Plan, Row, gap_text, seconds_text
+from thinwire.tools.planning.plan import (
+    GROUPED,
+    GROUPS,
+    RELAY,
+    RELAYED,
+    Plan,
+    Row,
+    gap_text,
+    seconds_text,
+)
 from thinwire.tools.planning.plan import plan as predicted
 from thinwire.tools.planning.work import FORMAT
 from thinwire.tools.report.page import FRAMES, Column, bytes_text, page, write_page
@@ -51,6 +60,8 @@ _LETTERS = {
     "%": "share of the entries that is sent",
     "gather, split": "exchange of the messages, if it is not the default",
     RELAY: RELAYED,
+    GROUPS: GROUPED,
+    "m": "local steps between means inside a group",
 }
 _AXES = ("bytes_per_step", "time_to_dense_loss")
 
@@ -86,10 +97,12 @@ def _about(plan: Plan) -> str:
     link, model = plan.link, plan.model
     up, down = (f"{link[key] / 1e6:,.4g} Mbit/s" for key in ("rate_bit_s", "down_bit_s"))
     line = up if up == down else f"{up} up and {down} down"
+    numel = f"{model['parameters']:,} parameters"
+    numel += f" and {model['frozen']:,} that do not change" if model["frozen"] else ""
     sites = f" in sites of {link['shard']}" if link["shard"] > 1 else ""
     return (
         f"{link['workers']} ranks{sites}, {line} each, {1e3 * link['latency_s']:.3g} ms one way, "
-        f"{'measured' if link['measured'] else 'assumed'}. {model['parameters']:,} parameters; "
+        f"{'measured' if link['measured'] else 'assumed'}. {numel}; "
         f"a step of {model['step_seconds']:.3g} s on {model['device']} with nothing exchanged. "
         f"{_more(plan)}"
     )
@@ -140,6 +153,7 @@ _OF_OUTPUT = ("out", "html", "all_rows", "as_json", "quiet")
 def plan(  # noqa: D417 - the other arguments are described once, at thinwire.plan
     *,
     params: str | None = None,
+    trainable: str | None = None,
     step_seconds: Seconds | None = None,
     workers: Count | None = None,
     link: str | None = None,
@@ -152,6 +166,7 @@ def plan(  # noqa: D417 - the other arguments are described once, at thinwire.pl
     loss: str | None = None,
     shard: Count = 1,
     strategies: Names | None = None,
+    matrix: Path | None = None,
     out: Path | None = None,
     html: Path | None = None,
     all_rows: Annotated[bool, Parameter(name="--all", negative="")] = False,
@@ -222,6 +237,7 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
         table.add_row(f"{row.name}{'' if row.measured else ' *'}", *short)
     hidden = len(made.strategies) - len(rows)
     beside = {RELAY: made.link["down_bit_s"] != made.link["rate_bit_s"], "gather, split": False}
+    beside[GROUPS] = beside["m"] = made.link["groups"]
     letters = [f"{key}: {text}." for key, text in _LETTERS.items() if beside.get(key, True)]
     explained = (
         f"{' '.join(letters)}\n"

@@ -84,6 +84,15 @@ def _local(
                     )
 
 
+def in_groups(own: "LocalSGD", node_size: int) -> Iterator[tuple[str, "LocalSGD"]]:
+    """Yield local updates of groups of near ranks, which also average inside between two rounds."""
+    grouped = replace(own, node_size=node_size)
+    yield "", grouped
+    for steps in _INTERVALS[:2] if own.delay == 0 and own.fragments == 1 else ():
+        if 2 * steps <= own.k_steps:
+            yield f" m{steps}", replace(grouped, node_steps=steps)
+
+
 def _changes(base: Any, workers: int, optimizer: str | None) -> Iterator[tuple[str, Any]]:
     """Return label and config of each compression; the base comes first."""
     from thinwire.compress.sparse_change import Sparse

@@ -27,6 +27,8 @@ _ITERATED = 11
 """Copies of a matrix, about, while Muon updates it (`benchmarks.memory`)."""
 _PROCESS_BYTES = 2**25
 """What a process has beside tensors: buffers of gloo, threads, what the allocator keeps."""
+_FROZEN_BYTES = 2
+"""Of a parameter that does not change: bfloat16."""
 BRIEF = ("update", "exchange")
 """Parts of memory that are needed for a while, one after another."""
 _MEAN_PASSES = 6
@@ -78,10 +80,10 @@ def memory_of(cost: Cost, work: Workload, optimizer: str | None) -> dict[str, in
     copies = _ITERATED if work.by_muon(optimizer) else 0
     return {
         "process": _PROCESS_BYTES,
-        "weights and gradients": round(2 * work.width * work.numel),
+        "weights and gradients": round(2 * work.width * work.numel) + _FROZEN_BYTES * work.frozen,
         "optimizer": round(work.width * (2 * work.numel - work.by_muon(optimizer))),
         "method": cost.state_bytes,
-        "update": round(work.width * copies * max(work.numels)),
+        "update": round(work.width * copies * work.muon_at_once),
         "exchange": cost.exchange_bytes,
     }
 
@@ -204,7 +206,8 @@ def _split(config: Any, shapes: Sequence[Shape]) -> tuple[tuple[Shape, ...], int
     """Return the tensors that are compressed, their numbers, and those of all others."""
     import torch
 
-    taken = tuple(s for s in shapes if config.compresses(torch.empty(s, device="meta")))
+    found = {s: config.compresses(torch.empty(s, device="meta")) for s in {*shapes}}
+    taken = tuple(s for s in shapes if found[s])
     numel = sum(map(prod, taken))
     return taken, numel, sum(map(prod, shapes)) - numel
 
@@ -303,6 +306,10 @@ def _local(own: "LocalSGD", config: Any, work: Workload, network: Network) -> Co
         whole = 4 * work.numel / fragments
         wire_s += node.all_reduce_s(whole) + node.broadcast_s(nbytes / fragments)
         nbytes += ring_bytes(node.ranks, 4 * work.numel) + nbytes * ceil(log2(node.ranks))
+    between = 0.0  # means in a node, a step
+    if node is not None and own.node_steps:
+        between = 1 / own.node_steps - 1 / k
+        nbytes += k * between * ring_bytes(node.ranks, 4 * work.numel)
     agreeing = 1 if delay >= AGREEING_DELAY else 0
     exposed_s = max(0.0, wire_s - (delay - 2 * agreeing) * work.step_s)
     exposed_s += 2 * max(0.0, _vote_s(network) - agreeing * work.step_s)
@@ -310,6 +317,6 @@ def _local(own: "LocalSGD", config: Any, work: Workload, network: Network) -> Co
     voted = nbytes + fragments * _vote_bytes(network)
     kept += 1 if own.outer_momentum else 0
     held += 4 * work.numel if delay else 0  # steps go on beside what was measured
-    return Cost(
-        work.step_s + round_s / k, voted / k, 4 * kept * work.numel, round(held / fragments)
-    )
+    in_node_s = between * node.all_reduce_s(4 * work.numel) if node is not None else 0.0
+    step_s = work.step_s + round_s / k + in_node_s
+    return Cost(step_s, voted / k, 4 * kept * work.numel, round(held / fragments))

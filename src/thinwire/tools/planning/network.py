@@ -1,6 +1,7 @@
 """Model the duration of gloo's collectives between ranks of a network."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from math import ceil, inf, log, log2, sqrt
 
 from thinwire.layout.traffic import ring_bytes
@@ -69,7 +70,7 @@ class Network:
         """Ranks of a machine; 1 if unknown."""
         return 1 if self.node is None else self.node.ranks
 
-    @property
+    @cached_property
     def bytes_s(self) -> float:
         """Payload bytes per second between two ranks: the slower direction, without headers."""
         return min(self.bit_s, self.down) / 8 * FRAMES
@@ -91,11 +92,10 @@ class Network:
         """Return the seconds of an all-to-all after a silence; each rank sends `nbytes` in all."""
         if self.ranks == 1:
             return 0.0
-        sending_s = self.transfer_s(nbytes, idle_s)
-        # strings meet where they are received: a faster line there has them through sooner
-        faster = max(1.0, self.down / self.bit_s)
-        receiving_s = sending_s * (1 + crowding(self.ranks, self.ranks - 1)) / faster
-        return self.call_s + 2 * self.latency_s + max(sending_s, receiving_s)
+        # strings meet where they are received, and wait for that line
+        received_s = nbytes / (self.down / 8 * FRAMES)
+        waiting_s = crowding(self.ranks, self.ranks - 1) * received_s
+        return self.call_s + 2 * self.latency_s + self.transfer_s(nbytes, idle_s) + waiting_s
 
     def relayed_s(self, nbytes: float, idle_s: float = 0.0) -> float:
         """Return the seconds of a gather through a relay after `idle_s` seconds of silence."""
@@ -113,6 +113,7 @@ class Network:
         more = ceil(log2(self.ranks)) - 1
         return self.call_s + 2 * self.latency_s + once_s + more * (once_s + self.latency_s)
 
+    @lru_cache(maxsize=4096)  # noqa: B019  # buckets and fragments are alike; networks are small
     def transfer_s(self, nbytes: float, idle_s: float = 0.0) -> float:
         """Return the seconds one way, without latency."""
         # the window of an idle connection halves with every time-out, down to ten segments; the

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from thinwire.layout.traffic import GATHER, streams_between
 from thinwire.tools.compare.strategies import STRATEGIES, choose, compression_of
 from thinwire.tools.network.netns import Link
-from thinwire.tools.planning.grid import LEFT_OUT, Candidate, candidates
+from thinwire.tools.planning.grid import LEFT_OUT, Candidate, candidates, in_groups
 from thinwire.tools.planning.loss import MOST_STEPS, loss_gap, rate_factor, steps_to_dense_loss
+from thinwire.tools.planning.matrix import Matrix
 from thinwire.tools.planning.methods import BRIEF, cost_of, memory_of
 from thinwire.tools.planning.network import Network, filled_bit_s
-from thinwire.tools.planning.work import Probe, Workload, assumed_muon_seconds, matrices, work_of
+from thinwire.tools.planning.work import Probe, Workload, work_of
 from thinwire.tools.run.config import (
     OPTIMIZERS,
     Recipe,
@@ -37,6 +38,7 @@ _WHOLE_S = 10.0
 _UNMEASURED = "; not measured: "
 RELAY, RELAYED = "relay", "members join with relay=True, on a host that sends on all messages"
 """End of a row's name, and its meaning."""
+GROUPS, GROUPED = "n", "ranks of a group of near sites, which average first"
 _FAST_STEP_S = 2e-8
 """Seconds a parameter below which a step is taken for a GPU's."""
 _WORTH = 1.05
@@ -183,6 +185,8 @@ def plan(
     loss: str | None = None,
     shard: int = 1,
     strategies: Sequence[str] | None = None,
+    trainable: int | str | None = None,
+    matrix: str | Path | None = None,
 ) -> Plan:
     """Predict a training step of every strategy on a network and recommend one.
 
@@ -218,6 +222,10 @@ def plan(
             link; with a probe, each has its own.
         strategies: Names of `thinwire compare` and strategy files to predict beside dense; all
             names by default.
+        trainable: Number of the parameters that change, such as "25M", if the rest is frozen, as by
+            LoRA; with `params`.
+        matrix: CSV file of lines between sites, instead of `link` and `latency`: from,to,ms,mbit
+            (round trip, rate). Rows with "groups" average inside groups of near sites first.
 
     Returns:
         The strategies, best first.
@@ -234,38 +242,42 @@ def plan(
     if step_seconds is not None:
         _require_seconds(step_seconds)
     recipes = _chosen(strategies)
+    grouped: dict[tuple[str, ...], Network] = {}
     if probe is not None:
         lines = {"params": params, "link": link, "latency": latency, "up": up, "down": down}
-        _require_unmeasured(probe, **lines, loss=loss)
+        _require_unmeasured(probe, **lines, loss=loss, matrix=matrix)
         if task is None:
             _require_unmeasured(probe, step_seconds=step_seconds, device=device)
-        found = Probe.read(Path(probe))
-        network, work, lost = found.network, found.work, found.loss
+        measured = Probe.read(Path(probe))
+        network, work, lost = measured.network, measured.work, measured.loss
         if workers not in (None, network.ranks):
             raise ValueError(
                 f"workers={workers}, but probe={str(probe)!r} was measured with {network.ranks} "
                 "ranks; omit workers, or run the probe with as many ranks"
             )
-        if task is not None and (task != found.task or step_seconds is not None):
+        if task is not None and (task != measured.task or step_seconds is not None):
             work = _of_task(task, step_seconds, device, network.ranks)
         elif task is not None:
             _require_unmeasured(probe, device=device)
-        task = task or found.task
+        task = task or measured.task
     else:
         given = {"link": link, "up": up, "down": down, "latency": latency, "loss": loss}
         network, lost = _assumed_network(2 if workers is None else workers, given)
+        if matrix is not None:
+            network, grouped = _between_regions(matrix, workers, shard, given)
         if task is None:
-            work = _assumed_work(params, step_seconds, device)
+            work = _assumed_work(params, step_seconds, device, trainable)
         else:
             work = _of_task(task, step_seconds, device, network.ranks)
-    works = [work, work]
-    if params is not None:  # shapes are assumed
-        works = [_assumed_work(size, step_seconds, device) for size in _sizes(work.numel)]
+    if trainable is not None and params is None:
+        raise ValueError(f"trainable={trainable!r} needs params, the size of the whole model")
+    # without a task shapes are assumed
+    works = [work, work] if params is None else [*map(work.resized, _sizes(work.numel))]
     line = _between_sites(network, shard, shared=probe is None)
     streams = streams_between(line.ranks)
-    most_bit_s = filled_bit_s(line.latency_s, lost, streams)
-    bit_s, down_bit_s = min(line.bit_s, most_bit_s), min(line.down, most_bit_s)
-    network = replace(line, bit_s=bit_s, down_bit_s=down_bit_s)
+    network = _filled(line, lost, streams)
+    nodes = [_filled(way, lost, streams) for way in grouped.values()]
+    nodes += [network] if network.node is not None else []
     # progress is against dense with the same optimizer, so time is too
     dense_s = {
         one.recipe.optimizer: _step_seconds(one, works, work.numel, shard, network)[1]
@@ -273,12 +285,13 @@ def plan(
     }
     rows = [
         _row(one, work, works, shard, way, dense_s[one.recipe.optimizer])
-        for one, way in _offered(recipes, work, shard, network)
+        for one, way in _offered(recipes, work, shard, network, nodes)
     ]
     rows.sort(
         key=lambda r: (not r.reaches_dense_loss, r.time_at_worst, r.bytes_per_step, len(r.name))
     )
-    recommended, reason = _recommended(rows)
+    groups = {way.node_size: sites for sites, way in grouped.items()}
+    recommended, reason = _recommended(rows, groups)
     about = {
         "rate_bit_s": network.bit_s,
         "down_bit_s": network.down,
@@ -289,10 +302,11 @@ def plan(
         "workers": network.ranks * shard,
         "shard": shard,
         "node_size": network.node_size,
+        "groups": groups,
         "measured": probe is not None,
     }
     computes = {"step_seconds": work.step_s, "device": "cuda" if work.cuda else "cpu"}
-    model = {"parameters": work.numel, **computes, "task": task}
+    model = {"parameters": work.numel, "frozen": work.frozen, **computes, "task": task}
     return Plan(recommended, reason, tuple(rows), about, model)
 
 
@@ -304,10 +318,23 @@ def _chosen(strategies: Sequence[str] | None) -> list[Recipe]:
     return [dense, *(recipe for recipe in choose(strategies) if recipe is not dense)]
 
 
+def _filled(line: Network, lost: float, streams: int) -> Network:
+    """Return the network that connections fill of a line that loses packets."""
+    most_bit_s = filled_bit_s(line.latency_s, lost, streams)
+    bit_s, down_bit_s = min(line.bit_s, most_bit_s), min(line.down, most_bit_s)
+    return replace(line, bit_s=bit_s, down_bit_s=down_bit_s)
+
+
 def _offered(
-    recipes: Sequence[Recipe], work: Workload, shard: int, network: Network
+    recipes: Sequence[Recipe],
+    work: Workload,
+    shard: int,
+    network: Network,
+    nodes: Sequence[Network],
 ) -> Iterator[tuple[Candidate, Network]]:
-    """Yield what the model can train with, and a relay too where directions differ, as at home."""
+    """Yield what the model can train with; a relay too where directions differ, as at home, and
+    groups of near sites.
+    """
     home = network.bit_s != network.down and network.ranks > 2
     relay = replace(network, relay=True)
     for one in candidates(network.ranks, recipes):
@@ -324,6 +351,12 @@ def _offered(
         whole = getattr(compression_of(strategy), "exchange", GATHER) == GATHER
         if home and whole and strategy.localsgd is not None:
             yield replace(one, name=f"{one.name} {RELAY}"), relay
+        if strategy.localsgd is None:
+            continue
+        for way in nodes:
+            for words, local in in_groups(strategy.localsgd, way.node_size):
+                name = f"{one.name} {GROUPS}{way.node_size}{words}"
+                yield replace(one, name=name, strategy=replace(strategy, localsgd=local)), way
 
 
 def _between_sites(network: Network, shard: int, *, shared: bool) -> Network:
@@ -344,10 +377,14 @@ def _between_sites(network: Network, shard: int, *, shared: bool) -> Network:
 
 
 def _require_unmeasured(probe: str | Path, **given: object) -> None:
+    _require_alone("probe", probe, **given)
+
+
+def _require_alone(source: str, file: str | Path, **given: object) -> None:
     for name, value in given.items():
         if value is not None:
             raise ValueError(
-                f"{name}={value!r} is given, but probe={str(probe)!r} has measured it; omit one "
+                f"{name}={value!r} is given, but {source}={str(file)!r} has measured it; omit one "
                 "of them"
             )
 
@@ -371,8 +408,23 @@ def _assumed_network(workers: int, given: Mapping[str, str | None]) -> tuple[Net
     return found, line.loss
 
 
+def _between_regions(
+    matrix: str | Path, workers: int | None, shard: int, given: Mapping[str, str | None]
+) -> tuple[Network, dict[tuple[str, ...], Network]]:
+    """Return the network between sites, and those with groups of near sites by their order."""
+    _require_alone("matrix", matrix, **{**given, "loss": None})
+    if shard > 1:
+        raise ValueError(f"matrix={str(matrix)!r} is between whole models: omit shard")
+    found = Matrix.read(Path(matrix))
+    network = found.network(len(found.sites) if workers is None else workers)
+    return network, dict(found.groups(network.ranks))
+
+
 def _assumed_work(
-    params: int | str | None, step_seconds: float | None, device: str | None
+    params: int | str | None,
+    step_seconds: float | None,
+    device: str | None,
+    trainable: int | str | None,
 ) -> Workload:
     if params is None or step_seconds is None:
         missing = "params" if params is None else "step_seconds"
@@ -380,13 +432,14 @@ def _assumed_work(
             f"{missing} is missing; give params and step_seconds, or a task (FILE.py:NAME), or "
             "a probe, which has measured both"
         )
-    numel = _parsed_params(params)
+    whole = _parsed_params("params", params)
+    numel = whole if trainable is None else _parsed_params("trainable", trainable)
+    if numel > whole:
+        raise ValueError(f"trainable={trainable!r} is more than params={params!r}")
     if device is None:
-        device = "cuda" if step_seconds < _FAST_STEP_S * numel else "cpu"
+        device = "cuda" if step_seconds < _FAST_STEP_S * whole else "cpu"
     require_one_of("device", device, ("cpu", "cuda"))
-    cuda = device == "cuda"
-    muon_s = assumed_muon_seconds(numel, cuda=cuda)
-    return Workload(numel, matrices(numel), float(step_seconds), cuda, muon_s=muon_s)
+    return Workload.assumed(numel, whole, float(step_seconds), cuda=device == "cuda")
 
 
 def _of_task(task: str, step_seconds: float | None, device: str | None, workers: int) -> Workload:
@@ -403,13 +456,17 @@ def _of_task(task: str, step_seconds: float | None, device: str | None, workers:
         found = model_of(task)
     except TaskError as error:
         raise ValueError(str(error)) from error
+    cuda, muon_numel = device == "cuda", found["muon_parameters"]
+    shapes = tuple(map(tuple, found["shapes"]))
+    side = max((min(shape) for shape in shapes if len(shape) > 1), default=0)
     return Workload(
         found["parameters"],
-        tuple(map(tuple, found["shapes"])),
+        shapes,
         float(step_seconds),
-        device == "cuda",
-        muon_s=muon_seconds(found["muon_flops"], found["muon_parameters"], cuda=device == "cuda"),
-        muon_numel=found["muon_parameters"],
+        cuda,
+        muon_s=muon_seconds(found["muon_flops"], muon_numel, cuda=cuda, side=side),
+        muon_numel=muon_numel,
+        muon_largest=found["muon_largest"],
         width=found["gradient_bytes"] / found["parameters"],
     )
 
@@ -421,18 +478,18 @@ def _require_seconds(seconds: float) -> None:
         raise ValueError(f"step_seconds={seconds!r} is out of range; it must be positive")
 
 
-def _parsed_params(params: int | str) -> int:
+def _parsed_params(name: str, params: int | str) -> int:
     if isinstance(params, str):
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmb]?)", params.strip().lower())
         if match is None:
             raise ValueError(
-                f"params={params!r} is not a number of parameters; write one such as 124M"
+                f"{name}={params!r} is not a number of parameters; write one such as 124M"
             )
         params = round(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]])
     if isinstance(params, bool) or not isinstance(params, int):
-        raise TypeError(f"params must be a whole number or text such as 124M, got {params!r}")
+        raise TypeError(f"{name} must be a whole number or text such as 124M, got {params!r}")
     if not 1 <= params <= _MOST_PARAMS:
-        raise ValueError(f"params={params} is out of range; 1 to {_MOST_PARAMS:,} is allowed")
+        raise ValueError(f"{name}={params} is out of range; 1 to {_MOST_PARAMS:,} is allowed")
     return params
 
 
@@ -490,10 +547,13 @@ def _row(
     cost = cost_of(strategy, one.hook, part, network)
     memory = memory_of(cost, part, optimizer)
     brief = {key: memory[key] for key in BRIEF}
-    gap = loss_gap(one.hook or one.recipe.name, strategy, optimizer, work.numel, network.ranks)
-    steps = steps_to_dense_loss(gap.mid, work.numel)
+    size = work.numel + work.frozen
+    method = one.hook or one.recipe.name
+    lora = bool(work.frozen)
+    gap = loss_gap(method, strategy, optimizer, size, network.ranks, adapters=lora)
+    steps = steps_to_dense_loss(gap.mid, size)
     reaches = steps <= MOST_STEPS
-    most_steps = steps_to_dense_loss(gap.high, work.numel)
+    most_steps = steps_to_dense_loss(gap.high, size)
     seconds = _step_seconds(one, works, work.numel, shard, network)
     return Row(
         one.name,
@@ -542,7 +602,7 @@ def _times(share: float) -> str:
     return f"{float(f'{1 / share:.2g}'):,g}"
 
 
-def _recommended(rows: Sequence[Row]) -> tuple[str, str]:
+def _recommended(rows: Sequence[Row], groups: Mapping[int, Sequence[str]]) -> tuple[str, str]:
     best = rows[0]
     dense = next(row for row in rows if row.name == "dense")
     if best.time_at_worst * _WORTH > dense.time_at_worst:
@@ -560,6 +620,9 @@ def _recommended(rows: Sequence[Row]) -> tuple[str, str]:
         twice = "twice " if best.lr_factor > 1 else ""
         by += f"; learning rate: {twice}the best of dense Muon with few workers"
     by += f"; {RELAYED}" if best.name.endswith(f" {RELAY}") else ""
+    for node_size, sites in groups.items():
+        if f" {GROUPS}{node_size}" in best.name:
+            by += f"; ranks in the order of {', '.join(sites)}"
     return best.name, (
         f"use {best.name}: a step of {seconds_text(best.step_seconds[1])} s instead of dense's "
         f"{seconds_text(dense.step_seconds[1])} s. At equal steps its loss is expected "

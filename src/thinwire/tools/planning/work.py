@@ -7,25 +7,44 @@ from functools import cached_property
 from itertools import accumulate
 from math import ceil, isqrt, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from thinwire._version import __version__
 from thinwire.tools.planning.network import FRAMES, Network
 from thinwire.tools.run.config import muon_flops, muon_seconds
 
 Shape = tuple[int, ...]
-_MOST_MATRICES, _LEAST_NUMEL = 48, 2**18
 _FORWARD_SHARE = 1 / 3
 """Share of the forward pass in a step; the backward pass computes twice as many products."""
-_LAYERS, _SQUARES = 12, (1, 3, 4, 4)
-"""Layers of an assumed transformer, and the matrices of each, in squares of its width."""
+_MUON_BATCH = 2**24
+"""Numbers of equal matrices that Muon updates together on a GPU."""
+_WIDTH, _OF_NUMEL, _BY_NUMEL = 768, 1.24e8, 0.37
+"""Width of a transformer with so many parameters, and its growth with their number."""
+_MOST_LAYERS = 128
+_VOCABULARY, _MOST_EMBEDDED = 2**17, 3
+"""Rows of embedding and output in all; they have at most this part of the parameters."""
 
 
-def assumed_muon_seconds(numel: int, *, cuda: bool) -> float:
-    """Return the same for a transformer with this number of parameters."""
-    width = (numel / _LAYERS / sum(_SQUARES)) ** 0.5
-    flops = sum(muon_flops(width, times * width, cuda=cuda) for times in _SQUARES)
-    return muon_seconds(_LAYERS * flops, numel, cuda=cuda)
+def transformer(numel: int) -> tuple[Shape, ...]:
+    """Return shapes like those of usual transformers: what is not in a layer, then the layers."""
+    # Source: sizes of GPT-2 (124 M to 1.5 B), Llama 3 (1, 8, 70 and 405 B) and Qwen 2.5 (0.5 to
+    # 72 B): widths are 0.8 to 1.4 times theirs, layers 0.6 to 1.7 times. A layer is 12 squares
+    usual = round(_WIDTH * (numel / _OF_NUMEL) ** _BY_NUMEL)
+    width = max(1, min(usual, isqrt(numel // 18)), isqrt(numel // (12 * _MOST_LAYERS)))
+    body = numel - min(numel // _MOST_EMBEDDED, _VOCABULARY * width)
+    layers = body // (12 * width**2)
+    rows, over = divmod(numel - layers * 12 * width**2, width)
+    layer = (3 * width, width), (width, width), (4 * width, width), (width, 4 * width)
+    return ((rows, width), *([(over,)] if over else []), *layers * layer)
+
+
+def adapters(numel: int, whole: int) -> tuple[Shape, ...]:
+    """Return shapes of LoRA's adapters of all matrices of a transformer, in all `numel` numbers."""
+    sides = [shape for shape in transformer(whole) if len(shape) > 1]
+    rank = numel // sum(map(sum, sides))
+    shapes = [pair for rows, columns in sides for pair in ((rank, columns), (rows, rank)) if rank]
+    over = numel - sum(map(prod, shapes))
+    return (*([(over,)] if over else []), *shapes)
 
 
 @dataclass(frozen=True)
@@ -40,7 +59,30 @@ class Workload:
     ready_s: tuple[float, ...] | None = None
     muon_s: float | None = None
     muon_numel: int | None = None
+    muon_largest: int | None = None
+    """Numbers of the largest matrix that Muon trains."""
     width: float = 4.0
+    frozen: int = 0
+    """Number of parameters that do not change."""
+
+    @classmethod
+    def assumed(cls, numel: int, whole: int, step_s: float, *, cuda: bool) -> Self:
+        """Return the work of a transformer of `whole` parameters, of which `numel` change."""
+        frozen = whole - numel
+        if frozen:  # AdamW trains adapters
+            work = cls(numel, adapters(numel, whole), step_s, cuda, muon_numel=0)
+            return replace(work, frozen=frozen)
+        shapes = transformer(numel)
+        hidden = [shape for shape in shapes[1:] if len(shape) > 1]
+        flops = sum(muon_flops(min(shape), max(shape), cuda=cuda) for shape in hidden)
+        muon_numel = sum(map(prod, hidden))
+        muon_s = muon_seconds(flops, muon_numel, cuda=cuda, side=shapes[0][1])
+        work = cls(numel, shapes, step_s, cuda, muon_s=muon_s, muon_numel=muon_numel)
+        return replace(work, muon_largest=max(map(prod, hidden), default=0))
+
+    def resized(self, numel: int) -> Self:
+        """Return the work if so many parameters change."""
+        return self.assumed(numel, numel + self.frozen, self.step_s, cuda=self.cuda)
 
     def by(self, optimizer: str | None) -> "Workload":
         """Return the work with the optimizer of a strategy; None is the task's own."""
@@ -56,12 +98,20 @@ class Workload:
         numel = sum(map(prod, shapes))
         muon_numel = None if self.muon_numel is None else ceil(self.muon_numel / ranks)
         muon_s = None if self.muon_s is None else self.muon_s / ranks
-        return replace(self, numel=numel, shapes=shapes, muon_numel=muon_numel, muon_s=muon_s)
+        frozen = self.frozen // ranks
+        work = replace(self, numel=numel, shapes=shapes, frozen=frozen)
+        return replace(work, muon_numel=muon_numel, muon_s=muon_s)
 
     def by_muon(self, optimizer: str | None) -> int:
         """Return the number of parameters that Muon trains; all if unknown, 0 with others."""
         muon_numel = self.numel if self.muon_numel is None else self.muon_numel
         return muon_numel if optimizer == "muon" else 0
+
+    @property
+    def muon_at_once(self) -> int:
+        """Numbers of the matrices that Muon updates at a time."""
+        largest = max(self.numels) if self.muon_largest is None else self.muon_largest
+        return max(largest, min(_MUON_BATCH, self.by_muon("muon"))) if self.cuda else largest
 
     def bytes_inside(self, optimizer: str | None, ranks: int) -> float:
         """Return the bytes that one of `ranks` that share the model sends the others in a step."""
@@ -105,14 +155,6 @@ class Workload:
         whole = sum(self.numels)
         done = accumulate(reversed(self.numels))
         return (begin + (self.step_s - begin) * numel / whole for numel in done)
-
-
-def matrices(params: int) -> tuple[Shape, ...]:
-    """Return up to 48 equal matrices for a number of parameters."""
-    count = min(_MOST_MATRICES, max(1, params // _LEAST_NUMEL))
-    columns = max(1, isqrt(params // count))
-    rows, over = divmod(params // columns, count)
-    return tuple((rows + (i < over), columns) for i in range(count) if rows + (i < over))
 
 
 FORMAT = 1
@@ -198,5 +240,6 @@ def work_of(found: Mapping[str, Any]) -> Workload:
         tuple(found["ready_s"]),
         found["muon_s"],
         found["muon_parameters"],
+        found.get("muon_largest"),
         found["gradient_bytes"] / found["parameters"],
     )

@@ -91,6 +91,7 @@ def _described(model: nn.Module) -> dict[str, Any]:
         "shapes": [list(p.shape) for p in params],
         "gradient_bytes": sum(p.nbytes for p in params),
         "muon_parameters": sum(shape.numel() for shape in hidden),
+        "muon_largest": max((shape.numel() for shape in hidden), default=0),
         "muon_flops": sum(muon_flops(min(s), max(s), cuda=cuda) for s in hidden),
     }
 

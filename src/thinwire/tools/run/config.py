@@ -234,8 +234,11 @@ class Job:
 PASS_S = {False: 0.8e-9, True: 3e-12}
 """Seconds to read and write a number once, on a core and on a GPU."""
 _FLOP_S = {False: 1e11, True: 4.5e13}
-"""Operations a second in Muon's products, on a core in float32 and on a GPU in bfloat16
-(benchmarks/results/gpu.json)."""
+"""Operations a second in Muon's products, on a core in float32 and on a GPU in bfloat16, there
+with matrices of `_SIDE` (benchmarks/results/gpu.json)."""
+_SIDE, _MOST_FASTER = 768, 7.0
+"""On a GPU the rate grows with the side, up to a third of what an H200 can do by its data sheet:
+assumed, not measured."""
 _MUON_PASSES = 8
 """Passes over the numbers that Muon makes beside its products, above AdamW's."""
 
@@ -247,6 +250,9 @@ def muon_flops(short: float, long: float, *, cuda: bool) -> float:
     return 4 * short**2 * long + 34 * short**3
 
 
-def muon_seconds(flops: float, numel: int, *, cuda: bool, flop_s: float | None = None) -> float:
-    """Return by how much an update by Muon is longer than by AdamW."""
-    return flops / (flop_s or _FLOP_S[cuda]) + _MUON_PASSES * numel * PASS_S[cuda]
+def muon_seconds(
+    flops: float, numel: int, *, cuda: bool, flop_s: float | None = None, side: float = 0
+) -> float:
+    """Return by how much an update by Muon is longer than by AdamW; most products are of `side`."""
+    faster = min(_MOST_FASTER, max(1.0, side / _SIDE)) if cuda else 1.0
+    return flops / (flop_s or faster * _FLOP_S[cuda]) + _MUON_PASSES * numel * PASS_S[cuda]
