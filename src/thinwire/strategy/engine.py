@@ -292,13 +292,12 @@ class Engine:
             joining.begin(inside=False)
 
     def flush(self) -> None:
-        """Finish pending work: leftovers of a merge, local updates under way, and the last
-        averaging.
+        """Finish pending work: leftovers of a merge, local updates under way, the last averaging.
 
         Call it on all ranks at the end of training, and under local updates before an evaluation.
         Afterwards all ranks have the same model, and the next averaging is `k_steps` steps later.
         If nothing is pending it only compares steps. A member that has left only drops its merge;
-        one that is at an earlier step than the others leaves the run after their next averaging.
+        one at an earlier step than the others leaves after their next averaging.
 
         Example::
 
