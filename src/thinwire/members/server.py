@@ -326,10 +326,18 @@ class _Front:
     async def accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         listener.setblocking(False)
-        with listener:
+        readable = asyncio.Event()
+        with listener, contextlib.ExitStack() as ends:
+            # sock_accept drops the socket of a client if it is cancelled just then
+            loop.add_reader(listener, readable.set)
+            ends.callback(loop.remove_reader, listener)
             while True:
+                await readable.wait()
+                readable.clear()
                 try:
-                    sock, _ = await loop.sock_accept(listener)
+                    sock, _ = listener.accept()
+                except BlockingIOError:
+                    continue
                 except OSError as error:
                     if error.errno == errno.EMFILE and self._store is not None:
                         self._store.allow_clients()
