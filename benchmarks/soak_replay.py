@@ -165,7 +165,8 @@ def replay(trace: Trace) -> Replayed:
                 ids, connected = now, _connected(len(now), threads)
                 for rank, number in enumerate(now):
                     group: Any = members[number].group
-                    group._shared, group.rank, group.size = connected[rank], rank, len(now)
+                    group._shared = connected[rank] if connected else None
+                    group.rank, group.size = rank, len(now)
             for number in now:
                 members[number].train(step)
             arrived = list(threads.map(lambda number: members[number].exchanged(), now))
@@ -235,4 +236,6 @@ def _connected(size: int, threads: ThreadPoolExecutor) -> list[MemberGroups]:
     def make(rank: int) -> MemberGroups:
         return MemberGroups(store, rank, size, _TIMEOUT_S, no_relay)
 
+    if size == 1:  # it exchanges with nobody
+        return []
     return list(threads.map(make, range(size)))

@@ -245,9 +245,9 @@ class Donor:
                     at_state = message is not None and message.kind == "state"
                     if ended or at_state:
                         break
-            idle = not batch and not ended
+                idle = not (self._messages or ended or at_state)
             if idle:  # also said where there is none for long: a round may exceed the time-out
-                batch = [StateMessage(_ALIVE, {}, {})]
+                batch.append(StateMessage(_ALIVE, {}, {}))
             contents: list[bytes] = []
             for one in batch:
                 plain = json.dumps({"kind": one.kind, "last": one.last, **one.plain}).encode()
