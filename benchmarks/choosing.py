@@ -247,8 +247,13 @@ def short(lines: Iterable[Mapping[str, Any]], scope: Scope) -> list[str]:
             f"{dense_sent / sent:,.0f}" if sent and dense_sent else "-",
         ]
         shown.append([*cells, *(_time(row, dense, link, scope.steps) for link in SHORT_LINKS)])
-    times = [f"time at {link}" for link in SHORT_LINKS]
+    times = (f"time at {_rate(link)}" for link in SHORT_LINKS)
     return markdown(["", "loss", "over dense", "bytes fewer by", *times], shown)
+
+
+def _rate(link: str) -> str:
+    """Return a rate in words that a narrow column breaks."""
+    return link.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
 
 
 def whole(lines: Iterable[Mapping[str, Any]], scope: Scope) -> list[str]:
@@ -348,12 +353,12 @@ def planned(params: str, step_seconds: float, workers: int, latency: str) -> lis
         for link in PLANNED_LINKS
     ]
     best = [{row.strategy: row for row in plan.best()} for plan in plans]
-    shown = [["recommended", *(plan.recommended for plan in plans)]]
+    shown = [["advice", *(plan.recommended for plan in plans)]]
     for name in best[0]:
         if name != "dense":
             cells = (_planned_times(on_link[name].times_sooner) for on_link in best)
             shown.append([f"`{name}`", *cells])
-    return markdown(["", *PLANNED_LINKS], shown)
+    return markdown(["", *map(_rate, PLANNED_LINKS)], shown)
 
 
 def _planned_times(text: str) -> str:

@@ -300,7 +300,7 @@ def memory_table(size: str, dtype: str) -> list[str]:
         bytes_each = ["" if n is None else f"{n / line['params']:.1f}" for n in found]
         method = method_of(line)
         rows.append([method.title, *bytes_each, method.on_host or "", pair(exchange_of(line))])
-    titles = [f"{size} {dtype}", "at rest", *PEAKS, "host", "seconds"]
+    titles = [f"{size} {dtype}", "at rest", *PEAKS, "host", "time, s"]
     return markdown(titles, rows)
 
 
