@@ -29,6 +29,7 @@ from thinwire.tools.report.page import bytes_text
 LINES, SIZE = RESULTS.with_name("plan_check.jsonl"), "small"
 """Steps on links that `research.plan.check` timed, and the model that it trained."""
 TRACK_WORKERS, TRACK_LINKS = (2, 4, 8), ("20mbit", "100mbit")
+SHORT_LINKS = ("20mbit", "1gbit")
 PLANNED_LINKS = ("5mbit", "20mbit", "100mbit", "1gbit", "10gbit")
 
 
@@ -212,16 +213,47 @@ def _tuned_by(variant: Variant, lines: Sequence[Mapping[str, Any]], scope: Scope
     return f"{here} + {len(short)}" if short else str(here)
 
 
+def _seconds(row: Row, dense: Row, link: str, dense_steps: int) -> float | None:
+    """Return the seconds until a strategy has dense's last loss, if it ever has."""
+    steps = dense_steps if row is dense else row.steps_to(dense.loss)
+    return None if steps is None or link not in row.step_s else steps * row.step_s[link]
+
+
 def _time(row: Row, dense: Row, link: str, dense_steps: int) -> str:
-    """Seconds until a strategy has dense's last loss, and which part of dense's time that is."""
-    if row is dense:
-        return f"{dense_steps * dense.step_s[link]:,.0f} s"
-    steps = row.steps_to(dense.loss)
-    if steps is None or link not in row.step_s:
+    """Show these seconds, and how many times sooner than dense that is."""
+    seconds = _seconds(row, dense, link, dense_steps)
+    if seconds is None:
         return "-"
-    seconds = steps * row.step_s[link]
-    whole = dense_steps * dense.step_s[link]
-    return f"{seconds:,.0f} s, {_times(whole / seconds)}"
+    sooner = dense_steps * dense.step_s[link] / seconds
+    return f"{seconds:,.0f} s" + ("" if row is dense else f", {_times(sooner)}")
+
+
+def short(lines: Iterable[Mapping[str, Any]], scope: Scope) -> list[str]:
+    """Markdown: the columns of `table` that users choose by, the soonest on a slow link first;
+    without variants that never have dense's last loss.
+    """
+    found = rows(lines, scope)
+    dense = next(row for row in found if row.name == "dense")
+    seconds = {row.name: _seconds(row, dense, SHORT_LINKS[0], scope.steps) for row in found}
+    shown = []
+    for row in sorted(found, key=lambda row: (seconds[row.name] or math.inf, row.loss)):
+        if row.variant.note and seconds[row.name] is None:
+            continue
+        sent, dense_sent = row.bytes_per_step, dense.bytes_per_step
+        cells = [
+            str(row.variant),
+            f"{row.loss:.3f}",
+            f"{100 * row.over(dense):+.1f} %",
+            f"{dense_sent / sent:,.0f}" if sent and dense_sent else "-",
+        ]
+        shown.append([*cells, *(_time(row, dense, link, scope.steps) for link in SHORT_LINKS)])
+    times = (f"time at {_rate(link)}" for link in SHORT_LINKS)
+    return markdown(["", "loss", "over dense", "bytes fewer by", *times], shown)
+
+
+def _rate(link: str) -> str:
+    """Return a rate in words that a narrow column breaks."""
+    return link.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
 
 
 def whole(lines: Iterable[Mapping[str, Any]], scope: Scope) -> list[str]:
@@ -314,23 +346,19 @@ def planned(params: str, step_seconds: float, workers: int, latency: str) -> lis
     """Markdown: what the planner recommends on each link, and how much sooner than dense the best
     setting of each strategy has dense's last loss.
     """
-    plans = {
-        link: tw.plan(
+    plans = [
+        tw.plan(
             params=params, step_seconds=step_seconds, workers=workers, link=link, latency=latency
         )
         for link in PLANNED_LINKS
-    }
-    names = [
-        name
-        for name in dict.fromkeys(row.strategy for row in plans[PLANNED_LINKS[0]].best())
-        if name != "dense"
     ]
-    shown = []
-    for link, plan in plans.items():
-        best = {row.strategy: row for row in plan.best()}
-        cells = (_planned_times(best[name].times_sooner) for name in names)
-        shown.append([link, f"`{plan.recommended}`", *cells])
-    return markdown(["link", "recommended", *(f"`{name}`" for name in names)], shown)
+    best = [{row.strategy: row for row in plan.best()} for plan in plans]
+    shown = [["advice", *(plan.recommended for plan in plans)]]
+    for name in best[0]:
+        if name != "dense":
+            cells = (_planned_times(on_link[name].times_sooner) for on_link in best)
+            shown.append([f"`{name}`", *cells])
+    return markdown(["", *map(_rate, PLANNED_LINKS)], shown)
 
 
 def _planned_times(text: str) -> str:

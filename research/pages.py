@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import gaps, late
-from benchmarks.choosing import Scope, evidence, planned, settings, table, track, whole
+from benchmarks.choosing import Scope, evidence, planned, settings, short, table, track, whole
 from benchmarks.common import bare_parser, json_lines
 from research.lag import variants
 from research.large import methods
@@ -40,6 +40,7 @@ def rows_of(module: str) -> list[dict[str, object]]:
 
 TABLES: dict[str, Callable[..., list[str]]] = {
     "table": of_scope(table),
+    "short": of_scope(short),
     "settings": of_scope(settings),
     "whole": of_scope(whole),
     "track": lambda loss: track(LINES, float(loss)),
@@ -48,6 +49,7 @@ TABLES: dict[str, Callable[..., list[str]]] = {
     ),
     "groups": lambda: groups.table(json_lines(groups.RESULTS)),
     "law": lambda: gaps.fit_table(gaps.measured()),
+    "memory": methods.memory_table,
     "large": methods.tables,
     "lag": lambda size, *numbers: variants.table(
         json_lines(variants.RESULTS), size, *map(int, numbers)

@@ -55,7 +55,7 @@ def place(source: Path) -> str:
         return source.relative_to(SITE).as_posix()
     if source.is_relative_to(DOCS):
         return source.relative_to(DOCS).as_posix()
-    if source.is_relative_to(EXAMPLES):
+    if source.is_relative_to(EXAMPLES) and source.suffix != ".csv":
         inside = source.relative_to(EXAMPLES).as_posix()
         return f"examples/{inside}.md" if source.is_file() else "examples/index.md"
     return f"files/{source.relative_to(ROOT).as_posix()}"

@@ -1,7 +1,7 @@
 """How far deep gradient compression stays behind dense training at equal steps, and what helps.
 
 python -m research.lag.variants --size small --steps 3000 --variants dense "0.1 %" "1 %"
-python -m research.pages --write       # the table of research/README.md
+python -m research.pages               # the table of research/README.md
 
 One process plays all ranks, one after the other, with the model, the text, the batches and the rate
 schedule of `thinwire compare`; values travel as they are, in 32 bits. `research/tests/test_lag.py`

@@ -11,7 +11,7 @@ method; figures are those of rank 0. Memory is what is resident beyond a process
 tiny model, as settled bytes at rest and as peaks of a local step, an averaging, a save that waits,
 and a load. A join is that of one more member of `muon-local` on loopback. Every
 measurement is a line of the results; what is there already is not made again. The tables are
-written by `python -m research.pages --write`.
+written by `python -m research.pages`.
 """
 
 import ctypes
@@ -84,15 +84,15 @@ class Method:
 
 OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_nesterov": True}
 METHODS = {
-    "adamw": Method("DDP, AdamW", adamw, None),
-    "dense": Method("dense, AdamW", adamw, {}),
+    "adamw": Method("DDP", adamw, None),
+    "dense": Method("dense engine", adamw, {}),
     "muon-local": Method("`muon-local`", muon, local(compression=tw.Quantized(1)), 8),
-    "quantized-local": Method("4 bits, AdamW", adamw, local(compression=tw.Quantized(4)), 8),
-    "localsgd": Method("local SGD, AdamW", adamw, local(), 4),
-    "diloco": Method("DiLoCo", adamw, local(**OUTER), 8),
-    "sparse-local": Method("sparse, AdamW", adamw, local(compression=tw.Sparse(0.9)), 8),
+    "quantized-local": Method("`quantized-local`", adamw, local(compression=tw.Quantized(4)), 8),
+    "localsgd": Method("`localsgd`", adamw, local(), 4),
+    "diloco": Method("`diloco`", adamw, local(**OUTER), 8),
+    "sparse-local": Method("`sparse-local`", adamw, local(compression=tw.Sparse(0.9)), 8),
     "dgc": Method("`dgc`, SGD", sgd, {"dgc": tw.DGC()}),
-    "low-rank": Method("`low_rank`, SGD", sgd, {"low_rank": tw.LowRank(begin_step=0)}),
+    "low-rank": Method("`low-rank`, SGD", sgd, {"low_rank": tw.LowRank(begin_step=0)}),
 }
 
 
@@ -300,7 +300,7 @@ def memory_table(size: str, dtype: str) -> list[str]:
         bytes_each = ["" if n is None else f"{n / line['params']:.1f}" for n in found]
         method = method_of(line)
         rows.append([method.title, *bytes_each, method.on_host or "", pair(exchange_of(line))])
-    titles = [f"{size} {dtype}", "at rest", *PEAKS, "host", "averaging, exchange, s"]
+    titles = [f"{size} {dtype}", "at rest", *PEAKS, "host", "time, s"]
     return markdown(titles, rows)
 
 
@@ -339,10 +339,9 @@ def saves(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def tables() -> list[str]:
-    """Return the tables of docs/choosing.md: what is measured, then what is computed."""
+    """Return what docs/choosing.md has no room for: measured, then computed."""
     float32, bfloat16 = ("124M", "float32"), ("350M", "bfloat16")
     shown = [
-        memory_table(*float32),
         memory_table(*bfloat16),
         [saves(lines_of("method", *float32) + lines_of("method", *bfloat16))],
         time_table(["124M", "350M"], "bfloat16"),
