@@ -45,7 +45,7 @@ _NEVER_RUN = 0.0, 0.25, 1.5
 _CHANCE = 0.01
 _MOST_WORKERS, _INTERVALS, _FEW = 48, (4, 32), 4
 MEASURED: Mapping[tuple[str, float, int], tuple[int, int]] = {
-    ("muon", 1.0, 1): (4, 32),
+    ("muon", 1.0, 1): (4, 16),
     ("adamw", 1.0, 4): (16, 16),
     ("adamw", 1.0, 32): (16, 32),
     ("adamw", 0.1, 2): (16, 16),
