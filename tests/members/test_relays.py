@@ -225,7 +225,7 @@ def test_an_address_of_a_stranger_is_no_relay(token_file: str, tmp_path: Path) -
     other.mkdir()
     with meeting_place() as store:
         found = connect(store, "any", TOKEN, TIMEOUT)
-        forged = AuthenticatedStore(found._store, bytes(32), f"relay/{found.session}/")
+        forged = AuthenticatedStore(found.connection, bytes(32), f"relay/{found.session}/")
         forged.announce("127.0.0.1:9", json.dumps(["127.0.0.1", 9]))
         with pytest.raises(PeerLost, match="relays nothing"):
             tw.join(store, run="a", token_file=token_file, relay=True, timeout=TIMEOUT_S)
