@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import thinwire as tw
-from benchmarks.common import json_lines, markdown, student_t
+from benchmarks.common import json_lines, markdown
 from benchmarks.evidence import (
     LINKS,
     NAMES,
@@ -28,7 +28,6 @@ from thinwire.tools.report.page import bytes_text
 
 LINES, SIZE = RESULTS.with_name("plan_check.jsonl"), "small"
 """Steps on links that `research.plan.check` timed, and the model that it trained."""
-TRACK_WORKERS, TRACK_LINKS = (2, 4, 8), ("20mbit", "100mbit")
 SHORT_LINKS = ("20mbit", "1gbit")
 PLANNED_LINKS = ("5mbit", "20mbit", "100mbit", "1gbit", "10gbit")
 
@@ -74,16 +73,6 @@ class Row:
         """Mean over the seeds; None where one of them never has this loss."""
         found = [first_reached(curve, loss) for curve in self.curves]
         return None if None in found else fmean(step for step in found if step is not None)
-
-    def steps_below(self, loss: float) -> float | None:
-        """Steps until the mean over the seeds is below a loss with p < 0.01 (one-sided t-test)."""
-        seeds = len(self.curves)
-        factor = student_t(seeds - 1, 0.99) / math.sqrt(seeds)
-        bound = []
-        for points in zip(*self.curves, strict=True):
-            steps, losses = zip(*points, strict=True)
-            bound.append((fmean(steps), fmean(losses) + factor * stdev(losses)))
-        return first_reached(bound, loss)
 
 
 @dataclass(frozen=True)
@@ -298,34 +287,6 @@ def _until(line: Mapping[str, Any], measure: str, dense: Mapping[str, Any] | Non
         return None
     losses = [loss for _, loss in line["losses"]]
     return first_reached(zip(line[measure], losses, strict=True), dense["loss"])
-
-
-def track(lines: Iterable[Mapping[str, Any]], loss: float) -> list[str]:
-    """Markdown: seconds until the mean over the seeds is below a loss with p < 0.01, by workers
-    and link, the soonest first; a dash where it never is or nothing was measured.
-    """
-    lines = list(lines)
-    columns = [(workers, link) for workers in TRACK_WORKERS for link in TRACK_LINKS]
-    scores: dict[str, list[float | None]] = {}
-    for column, (workers, link) in enumerate(columns):
-        for row in rows(lines, Scope(workers, SIZE)):
-            steps = row.steps_below(loss) if len(row.curves) > 1 else None
-            score = None if steps is None or link not in row.step_s else steps * row.step_s[link]
-            scores.setdefault(str(row.variant), [None] * len(columns))[column] = score
-    titles = ["", *(f"{workers} workers, {link}" for workers, link in columns)]
-    reached = sorted((item for item in scores.items() if any(item[1])), key=_soonest)
-    shown = (
-        [name, *("-" if score is None else f"{score:,.0f} s" for score in found)]
-        for name, found in reached
-    )
-    text = markdown(titles, shown)
-    never = [name for name, found in scores.items() if not any(found)]
-    return [*text, "", f"Never, or not timed: {', '.join(never)}."] if never else text
-
-
-def _soonest(row: tuple[str, Sequence[float | None]]) -> list[float]:
-    """Return an order: by the first column, then by the next ones; a missing score is last."""
-    return [math.inf if score is None else score for score in row[1]]
 
 
 def settings(lines: Iterable[Mapping[str, Any]], scope: Scope) -> list[str]:

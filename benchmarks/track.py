@@ -118,8 +118,8 @@ def enter(path: Path, results: Path, workers: Iterable[int]) -> None:
             found.of(replace(base, part="held_out", lr=rate, seed=seed))
 
 
-def table(lines: Sequence[Mapping[str, Any]], entries: Mapping[str, str]) -> list[str]:
-    """Return Markdown: a row for each entry, with losses by workers; `entries` has its names.
+def table(lines: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> list[str]:
+    """Return Markdown: a row for each entry, with losses by workers; `names` is by entry.
 
     A star: the best of its column, or not worse than it with p < 0.01 (one-sided, Welch's t-test).
     """
@@ -127,12 +127,12 @@ def table(lines: Sequence[Mapping[str, Any]], entries: Mapping[str, str]) -> lis
     bits: dict[str, float] = {}
     for line in lines:
         run = Run(**line["cell"])
-        if run.part == "held_out" and run.entry in entries and line["loss"] is not None:
+        if run.part == "held_out" and run.entry in names and line["loss"] is not None:
             losses.setdefault(run.entry, {}).setdefault(run.workers, []).append(line["loss"])
             bits[run.entry] = max(bits.get(run.entry, 0.0), line["bits"])
     rows = []
     for entry in sorted(losses, key=bits.__getitem__, reverse=True):
-        row: list[object] = [entries[entry], f"{bits[entry]:.3g}"]
+        row: list[object] = [names[entry], f"{bits[entry]:.3g}"]
         for workers in WORKERS:
             column = [own[workers] for own in losses.values() if len(own.get(workers, ())) > 1]
             own = losses[entry].get(workers, [])
@@ -141,6 +141,12 @@ def table(lines: Sequence[Mapping[str, Any]], entries: Mapping[str, str]) -> lis
             row.append(f"{fmean(own):.3f} ± {stdev(own):.3f}{star}" if len(own) > 1 else "")
         rows.append(row)
     return markdown(["method", "bits", *(f"{workers} workers" for workers in WORKERS)], rows)
+
+
+def entries(more: Iterable[Path] = ()) -> dict[str, str]:
+    """Return the names of the entries here, and of more files."""
+    paths = {*ENTRIES.glob("*.py"), *more}
+    return {_entry(path): (_module(path).__doc__ or "").strip(" .\n") for path in sorted(paths)}
 
 
 def _is_worse(own: Sequence[float], best: Sequence[float]) -> bool:
@@ -162,9 +168,7 @@ def main() -> int:
     given = parser.parse_args()
     for path in given.files:
         enter(path, given.results, given.workers)
-    paths = {*ENTRIES.glob("*.py"), *given.files}
-    entries = {_entry(p): (_module(p).__doc__ or "").strip(" .\n") for p in sorted(paths)}
-    print("\n".join(table(json_lines(given.results), entries)))
+    print("\n".join(table(json_lines(given.results), entries(given.files))))
     return 0
 
 

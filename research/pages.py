@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import gaps, late
-from benchmarks.choosing import Scope, evidence, planned, settings, short, table, track, whole
+from benchmarks import gaps, late, track
+from benchmarks.choosing import Scope, evidence, planned, settings, short, table, whole
 from benchmarks.common import bare_parser, json_lines
 from research.lag import variants
 from research.large import methods
@@ -43,7 +43,7 @@ TABLES: dict[str, Callable[..., list[str]]] = {
     "short": of_scope(short),
     "settings": of_scope(settings),
     "whole": of_scope(whole),
-    "track": lambda loss: track(LINES, float(loss)),
+    "track": lambda: track.table(json_lines(track.RESULTS), track.entries()),
     "plan": lambda params, step_s, workers, latency: planned(
         params, float(step_s), int(workers), latency
     ),
