@@ -37,6 +37,7 @@ def test_measured_settings_equal_the_data_of_the_fit() -> None:
     for cell, count in seeds.items():
         if count >= 3:
             found.setdefault((cell.optimizer, cell.bits), set()).add(cell.interval)
-    assert {gap.cell.workers for gap in measured()} == {2, 4, 8, 16, 24, 48}
+    of_all = Counter(replace(gap.cell, lr=0.0, seed=0) for gap in measured())
+    assert max(cell.workers for cell, count in of_all.items() if count >= 3) == 48
     whole = {(kind, bits): span for (kind, share, bits), span in MEASURED.items() if share == 1}
     assert whole == {key: (min(steps), max(steps)) for key, steps in found.items()}
