@@ -206,7 +206,7 @@ class Averager(Synchronizer):
         means = torch.split(summed, [part.numel() for part in parts])
         for (name, value), mean in zip(values.items(), means, strict=True):
             for tensor in dict.fromkeys((value, params[name])):
-                real = real_view(tensor.detach())
+                real = real_view(tensor)
                 real.copy_(mean.view(real.shape))
 
     def flush(self) -> None:

@@ -237,7 +237,7 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
         table.add_row(f"{row.name}{'' if row.measured else ' *'}", *short)
     hidden = len(made.strategies) - len(rows)
     beside = {RELAY: made.link["down_bit_s"] != made.link["rate_bit_s"], "gather, split": False}
-    beside[GROUPS] = beside["m"] = made.link["groups"]
+    beside[GROUPS] = beside["m"] = bool(made.link["groups"]) or made.link["node_size"] > 1
     letters = [f"{key}: {text}." for key, text in _LETTERS.items() if beside.get(key, True)]
     explained = (
         f"{' '.join(letters)}\n"

@@ -53,8 +53,8 @@ class Matrix:
         sites = tuple(dict.fromkeys(site for pair in lines for site in sorted(pair)))
         for site in sites:
             lines.setdefault(frozenset((site,)), _Line(_AT_HOME_S, _AT_HOME_BIT_S))
-        for pair in (frozenset((a, b)) for a in sites for b in sites):
-            if pair not in lines:
+        for pair in itertools.combinations(sites, 2):
+            if frozenset(pair) not in lines:
                 raise ValueError(f"{named} has no line between {' and '.join(sorted(pair))}")
         if len(sites) < 2:
             raise ValueError(f"{named} has {len(sites)} sites; two are needed")

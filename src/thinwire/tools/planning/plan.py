@@ -621,7 +621,7 @@ def _recommended(rows: Sequence[Row], groups: Mapping[int, Sequence[str]]) -> tu
         by += f"; learning rate: {twice}the best of dense Muon with few workers"
     by += f"; {RELAYED}" if best.name.endswith(f" {RELAY}") else ""
     for node_size, sites in groups.items():
-        if f" {GROUPS}{node_size}" in best.name:
+        if f"{GROUPS}{node_size}" in best.name.split():  # "n4" is also in "n40"
             by += f"; ranks in the order of {', '.join(sites)}"
     return best.name, (
         f"use {best.name}: a step of {seconds_text(best.step_seconds[1])} s instead of dense's "

@@ -68,17 +68,22 @@ class Workload:
     @classmethod
     def assumed(cls, numel: int, whole: int, step_s: float, *, cuda: bool) -> Self:
         """Return the work of a transformer of `whole` parameters, of which `numel` change."""
-        frozen = whole - numel
-        if frozen:  # AdamW trains adapters
-            work = cls(numel, adapters(numel, whole), step_s, cuda, muon_numel=0)
-            return replace(work, frozen=frozen)
+        if frozen := whole - numel:  # AdamW trains adapters
+            shapes = adapters(numel, whole)
+            return cls(numel, shapes, step_s, cuda, muon_numel=0, frozen=frozen)
         shapes = transformer(numel)
         hidden = [shape for shape in shapes[1:] if len(shape) > 1]
         flops = sum(muon_flops(min(shape), max(shape), cuda=cuda) for shape in hidden)
         muon_numel = sum(map(prod, hidden))
-        muon_s = muon_seconds(flops, muon_numel, cuda=cuda, side=shapes[0][1])
-        work = cls(numel, shapes, step_s, cuda, muon_s=muon_s, muon_numel=muon_numel)
-        return replace(work, muon_largest=max(map(prod, hidden), default=0))
+        return cls(
+            numel,
+            shapes,
+            step_s,
+            cuda,
+            muon_s=muon_seconds(flops, muon_numel, cuda=cuda, side=shapes[0][1]),
+            muon_numel=muon_numel,
+            muon_largest=max(map(prod, hidden), default=0),
+        )
 
     def resized(self, numel: int) -> Self:
         """Return the work if so many parameters change."""
@@ -98,9 +103,14 @@ class Workload:
         numel = sum(map(prod, shapes))
         muon_numel = None if self.muon_numel is None else ceil(self.muon_numel / ranks)
         muon_s = None if self.muon_s is None else self.muon_s / ranks
-        frozen = self.frozen // ranks
-        work = replace(self, numel=numel, shapes=shapes, frozen=frozen)
-        return replace(work, muon_numel=muon_numel, muon_s=muon_s)
+        return replace(
+            self,
+            numel=numel,
+            shapes=shapes,
+            muon_numel=muon_numel,
+            muon_s=muon_s,
+            frozen=self.frozen // ranks,
+        )
 
     def by_muon(self, optimizer: str | None) -> int:
         """Return the number of parameters that Muon trains; all if unknown, 0 with others."""
