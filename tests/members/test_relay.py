@@ -20,7 +20,7 @@ import thinwire as tw
 from tests import api
 from tests.members.places import TOKEN, host_command, meeting_place, store_alone
 from tests.members.relays import listening, listens, rank_by_hand, relay_alone, relay_place
-from tests.members.training import TIMEOUT_S, digest, in_run, member, model
+from tests.members.training import TIMEOUT_S, digest, in_run, member, model, require_joined
 from tests.ranks import Lost, Pool, Raised
 from tests.toys import descend
 from tests.waiting import PATIENCE_S, until
@@ -267,10 +267,7 @@ def test_a_joiner_gets_the_state_through_the_relay(
     with relay_place() as address:
         args = _member, address, CONFIGS["late, parts"], relayed, options
         found = ranks.run(*args, size=3, group=False)
-    first, _, joiner = (one["rounds"] for one in found)
-    assert found[2]["entered"] > 1
-    assert len(joiner) > 3
-    assert joiner == {step: first[step] for step in joiner}
+    require_joined(found)
 
 
 def test_without_a_relay_at_the_host_no_member_can_ask_for_it(token_file: str) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -212,3 +212,11 @@ def member(
             "left": left,
             "stats": {} if left else sync.stats(),
         }
+
+
+def require_joined(found: Sequence[dict[str, Any]]) -> None:
+    """Check that the third member entered while the run went on, and had the bits of the first."""
+    first, _, joiner = (one["rounds"] for one in found)
+    assert found[2]["entered"] > 1
+    assert len(joiner) > 3
+    assert joiner == {step: first[step] for step in joiner}
