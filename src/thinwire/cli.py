@@ -83,6 +83,7 @@ def _run(typed: list[str]) -> NoReturn:
             planning.probe: planning.PROBE_EXAMPLE,
             examining.doctor: examining.EXAMPLES,
             meeting.host: meeting.EXAMPLES,
+            meeting.join: meeting.JOIN_EXAMPLES,
             streaming.follow: streaming.EXAMPLES,
             upping.up: upping.EXAMPLES,
             **dict.fromkeys((streaming.versions, upping.down, upping.status)),

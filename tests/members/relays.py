@@ -60,7 +60,7 @@ def rank_by_hand(
 def relay_place(token: bytes | None = TOKEN, tls: ssl.SSLContext | None = None) -> Iterator[str]:
     """The address of a meeting place in this process that relays."""
     listener = listening()
-    with hosted(listener, token, relay=Relay(relay_key(token), tls)):
+    with hosted(listener, token, relay=Relay(relay_key(token), tls), tls=tls):
         yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 

@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from thinwire._wording import host_port
+from thinwire.comm.outgoing import refused, through_proxy
 from thinwire.errors import Mismatch, PeerLost, ThinwireError
 
 HEAD = struct.Struct("<IhhBIII")
@@ -101,16 +103,16 @@ async def _connect(
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to the relay, as one rank in a room; messages for all are not for `direct`."""
     async with asyncio.timeout(_CONNECT_S):
+        where: dict[str, Any] = {"host": endpoint.host, "port": endpoint.port}
+        if endpoint.tls is not None:
+            find = partial(through_proxy, endpoint.host, endpoint.port, _CONNECT_S)
+            if tunnel := await asyncio.to_thread(find):
+                where = {"sock": tunnel}
+            where |= {"ssl": endpoint.tls, "server_hostname": endpoint.host}
         try:
-            reader, writer = await asyncio.open_connection(
-                endpoint.host, endpoint.port, ssl=endpoint.tls
-            )
+            reader, writer = await asyncio.open_connection(**where)
         except ssl.SSLCertVerificationError as error:
-            raise Mismatch(
-                f"the certificate of the relay at {endpoint} is refused: "
-                f"{error.verify_message.rstrip('.')}. Pass the CA that signed it, or the "
-                "certificate itself, as ca=. It must be valid for this address"
-            ) from None
+            raise refused(f"the relay at {endpoint}", error) from None
         try:
             writer.write(GREETING)
             if await reader.readexactly(1) == Answer.TLS:

@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import ssl
 import threading
 import time
 import weakref
@@ -12,6 +13,7 @@ from typing import Any
 from torch.distributed import DistNetworkError
 
 from thinwire._watchdog import addresses_of
+from thinwire.comm.outgoing import refused, through_proxy
 from thinwire.errors import PeerLost, PeerStalled
 from thinwire.members.credentials import Address
 from thinwire.members.server import GREETING, LENGTH, MOST_BYTES, framed, unframed
@@ -24,14 +26,21 @@ _UNANSWERED_S = 5
 class HostStore:
     """Connection to the store of a host: a request and its answer at a time."""
 
-    def __init__(self, host: Address, timeout: timedelta, connect_s: float) -> None:
+    def __init__(
+        self,
+        host: Address,
+        timeout: timedelta,
+        connect_s: float,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._host = host
+        self._tls = tls
         self.limit = timeout
         """Longest wait for a key."""
         self._connect_s = connect_s
         self._lock = threading.Lock()
         began_s = time.monotonic()
-        self._socket = _connected(host, connect_s)
+        self._socket = _connected(host, connect_s, tls)
         self.round_trip_s = time.monotonic() - began_s
         """Mean time in seconds of recent requests."""
         # not in `close`: another thread may wait for an answer
@@ -53,7 +62,7 @@ class HostStore:
 
     def clone(self) -> "HostStore":
         """Return the same store over a connection of its own."""
-        return HostStore(self._host, self.limit, self._connect_s)
+        return HostStore(self._host, self.limit, self._connect_s, self._tls)
 
     def close(self) -> None:
         """End the connection; a call that waits on another thread ends with an error."""
@@ -96,10 +105,19 @@ def _message(parts: Sequence[str | bytes]) -> bytes:
     return framed([part.encode() if isinstance(part, str) else part for part in parts])
 
 
-def _connected(host: Address, limit_s: float) -> socket.socket:
+def _connected(host: Address, limit_s: float, tls: ssl.SSLContext | None) -> socket.socket:
     """Return a connection to a listening host."""
+    until = time.monotonic() + limit_s
     try:
-        return _first_connection(host, time.monotonic() + limit_s)
+        if tls is None:
+            return _first_connection(host, until)
+        plain = through_proxy(*host, limit_s) or _first_connection(host, until)
+        plain.settimeout(max(until - time.monotonic(), _SHORTEST_S))
+        return tls.wrap_socket(plain, server_hostname=host.host)
+    except ssl.SSLCertVerificationError as error:
+        raise refused(f"the host at {host}", error) from None
+    except (ssl.SSLError, ConnectionResetError) as error:
+        raise PeerLost(f"{host} speaks no TLS ({error}): is it `thinwire host --run`?") from None
     except socket.gaierror as error:
         raise PeerLost(
             f"{host.host} does not resolve to an address: {error.strerror or error}"

@@ -2,11 +2,13 @@
 
 import contextlib
 import errno
+import getpass
 import ipaddress
 import os
 import re
 import signal
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Callable
@@ -16,13 +18,27 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from thinwire.members.credentials import Address, parse_address, read_token
+from thinwire.members.code import (
+    CODE_VARIABLE,
+    Code,
+    certificate,
+    code_of_file,
+    fingerprint_of,
+    is_code,
+    make_certificate,
+    read_code,
+)
+from thinwire.members.credentials import Address, parse_address, read_token, write_private
 from thinwire.members.credentials import new_token as make_token
+from thinwire.members.host import require_run_name, run_host
 
 if TYPE_CHECKING:
+    from thinwire.members.relay import Relay
     from thinwire.members.server import Journal
 
 EXAMPLES = """Examples:
+
+thinwire host --run llm --bind 203.0.113.7:443 --relay
 
 thinwire host --new-token token
 
@@ -31,6 +47,12 @@ thinwire host --bind 10.0.0.1:29400 --token-file token --page 8080
 thinwire host --bind 203.0.113.7:29400 --token-file token --relay --cert cert.pem --key key.pem
 
 thinwire host --bind 198.51.100.9:29400 --token-file token --relay --store tcp://203.0.113.7:29400
+"""
+JOIN_EXAMPLES = """Examples:
+
+thinwire join -- python train.py
+
+thinwire join --code-file code -- python train.py --lr 0.01
 """
 _BACKLOG = 512
 _END_S = 10.0
@@ -46,6 +68,7 @@ _Flag = Annotated[bool, Parameter(negative="")]
 def host(
     *,
     bind: str | None = None,
+    run: str | None = None,
     token_file: Path | None = None,
     new_token: Path | None = None,
     public: _Flag = False,
@@ -68,16 +91,22 @@ def host(
 
     Args:
         bind: ADDRESS:PORT of this machine; IPv6 addresses in brackets; port 0 takes a free one.
-        token_file: Secret of all members. Without it, anyone who reaches the port can join.
-        new_token: Make such a file, readable by its owner only, and exit.
+        run: Print the line with which other machines join this run, and its code: a secret. Only
+            on a terminal; else the code is written to a file.
+        token_file: Secret of all members. Without it, and --run, anyone who reaches the port can
+            join.
+        new_token: Make such a file, readable by its owner only, and exit. With --run, replace it,
+            which ends the old code, and go on.
         public: Allow listening on all addresses.
         relay: Relay the messages of members that join with relay=True, which then need no open
             port.
         store: tcp://HOST:PORT of the meeting place, on another machine: only relay for its members.
             Two members use the relay that both reach soonest.
-        announce: ADDRESS:PORT at which members reach this relay, if it is not --bind.
+        announce: ADDRESS:PORT at which members reach this relay, or this host with --run, if it is
+            not --bind.
         cert: Certificate in PEM form for the relay, so that its traffic is encrypted; members pass
-            its CA as ca=.
+            its CA as ca=. With --run it is made if it is not given, and members know it by the
+            code.
         key: Its private key, unless it is in the same file.
         page: Port of a live page of the members, at the same address; it is read only. Beyond
             loopback its link ends in a token of its own.
@@ -89,7 +118,7 @@ def host(
             at --bind.
         quiet: Print only the address on which it listens.
     """
-    if new_token is not None:
+    if new_token is not None and run is None:
         if bind is not None or token_file is not None or relay:
             raise ValueError("--new-token makes a file and ends: leave the other options out")
         make_token(new_token)
@@ -98,33 +127,27 @@ def host(
     if bind is None:
         raise ValueError("--bind is missing: an address of this machine, such as 10.0.0.1:29400")
     requested = parse_address("bind", bind, scheme=False)
-    token = None if token_file is None else read_token(token_file)
-    if (cert or key or store) and not relay:
+    if (cert or key or store) and not (relay or run):
         raise ValueError("--cert, --key and --store are for the relay: give --relay too")
     if key and not cert:
         raise ValueError("--cert is missing: the certificate that belongs to --key")
-    is_host = journal or recover or end or page is not None
-    if (announce and not store) or (store and (is_host or (public and not announce))):
-        raise ValueError(
-            "--store needs --announce with --public, and takes no --journal, --recover, --page or "
-            "--end: these are for the host of the store. --announce needs --store"
-        )
+    is_host = any((run, journal, recover, end, page is not None))
+    _require_fitting(run, store, announce, is_host=is_host, public=public)
+    kept_at = _state(requested)
+    if run is not None:
+        token_file, cert = _secrets(run, kept_at, token_file, new_token, cert)
+    token = None if token_file is None else read_token(token_file)
     if end is not None:
         print(_ended(requested, end, token))
         return
-    with contextlib.ExitStack() as ends:
-        listener = ends.enter_context(_listener(requested, public=public))
+    tls = certificate(cert, key) if cert else None
+    stop = threading.Event()
+    with _listener(requested, public=public) as listener:
         where = Address(*listener.getsockname()[:2])
-        relaying = None
-        if relay:
-            # loads torch
-            from thinwire.members.relay import Relay, certificate, relay_key, run_relay
-
-            relaying = Relay(relay_key(token), certificate(cert, key) if cert else None)
-        stop = threading.Event()
+        shown = parse_address("announce", announce or str(where), scheme=False)
+        relaying = _relay(token, tls) if relay else None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
-        from thinwire.members.host import run_host
 
         def say(line: str) -> None:
             if not quiet:
@@ -140,29 +163,15 @@ def host(
                 say(f"relaying for members with relay=True{f' of {store}' if store else ''}")
             if url:
                 _print(f"page of the members: {url}")
-            if token is None:
-                say(
-                    "no --token-file: anyone who reaches this port can join and write values that "
-                    "members read. Make a token with --new-token"
-                )
-            address = ipaddress.ip_address(where.host)
-            if address.is_global or address.is_unspecified:
-                say(
-                    "the internet may reach this address, and traffic is not encrypted: see "
-                    "docs/security.md, and use a tunnel"
-                )
+            if run is not None and cert is not None and token is not None:
+                _share(Code(shown, run, token, fingerprint_of(cert), relay), kept_at, say)
+            else:
+                _warn(where, token, say)
 
         if relaying is not None and store is not None:
-            run_relay(
-                listener,
-                relaying,
-                store,
-                parse_address("announce", announce or str(where), scheme=False),
-                token,
-                say=say,
-                ready=ready,
-                stop=stop,
-            )
+            from thinwire.members.relay import run_relay
+
+            run_relay(listener, relaying, store, shown, token, say=say, ready=ready, stop=stop)
             return
         run_host(
             listener,
@@ -172,10 +181,110 @@ def host(
             stop=stop,
             page=None if page is None else Address(where.host, page),
             relay=relaying,
+            tls=tls,
             journal=kept,
             recover=recover,
         )
         say("ended: members train on; start it again, so that others can join")
+
+
+def _relay(token: bytes | None, tls: ssl.SSLContext | None) -> "Relay":
+    from thinwire.members.relay import Relay, relay_key  # loads torch
+
+    return Relay(relay_key(token), tls)
+
+
+def _require_fitting(
+    run: str | None, store: str | None, announce: str | None, *, is_host: bool, public: bool
+) -> None:
+    if announce and not (store or run):
+        raise ValueError("--announce is for --run, and for a relay with --store")
+    if public and (store or run) and not announce:
+        raise ValueError("--announce is missing: the ADDRESS:PORT at which members reach this host")
+    if store and is_host:
+        raise ValueError(
+            "--store takes no --run, --journal, --recover, --page or --end: these are for the host "
+            "of the store"
+        )
+
+
+def _warn(where: Address, token: bytes | None, say: Callable[[str], None]) -> None:
+    """Say who can join or read."""
+    if token is None:
+        say(
+            "no --token-file: anyone who reaches this port can join and write values that members "
+            "read. Make a token with --new-token"
+        )
+    address = ipaddress.ip_address(where.host)
+    if address.is_global or address.is_unspecified:
+        say(
+            "the internet may reach this address, and traffic is not encrypted: see "
+            "docs/security.md, and use a tunnel, or --run"
+        )
+
+
+def join(*command: str, code_file: Path | None = None) -> None:
+    """Start a command as a member of the run of a code, which `thinwire host --run` prints.
+
+    The code is asked for, unless THINWIRE_CODE or --code-file has it. It is a secret. The script
+    joins with tw.join() without an address.
+
+    Args:
+        command: The command and its arguments, after --. A code before it works too, but other
+            users of this machine see command lines.
+        code_file: File with the code, of mode 600.
+    """
+    given = command[:1] if command and is_code(command[0]) else ()
+    program = command[len(given) :]
+    if not program:
+        raise ValueError("no command: thinwire join -- python train.py")
+    if given:
+        sys.stderr.write("thinwire: other users of this machine see the code; use --code-file\n")
+        code = read_code(given[0])
+    elif code_file is not None:
+        code = code_of_file(code_file)
+    elif text := os.environ.get(CODE_VARIABLE):
+        code = read_code(text)
+    elif sys.stdin.isatty():
+        code = read_code(getpass.getpass("Code of the run: "))
+    else:
+        raise ValueError(f"no code: give --code-file FILE, or set {CODE_VARIABLE}")
+    sys.stderr.write(f"thinwire: joining run {code.run} at {code.address}\n")
+    try:
+        os.execvpe(program[0], program, {**os.environ, CODE_VARIABLE: code.text()})
+    except OSError as error:
+        raise ValueError(f"{program[0]}: {error.strerror}") from None
+
+
+def _secrets(
+    run: str, kept_at: Path, token_file: Path | None, new_token: Path | None, cert: Path | None
+) -> tuple[Path, Path]:
+    """Return the files of token and certificate of a host; make those that are not there."""
+    require_run_name(run)
+    kept_at.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if new_token is not None:
+        new_token.unlink(missing_ok=True)
+        kept_at.unlink(missing_ok=True)  # its runs have the old token
+    token = new_token or token_file or kept_at.with_name(f"{kept_at.name}.token")
+    if token_file is None and not token.exists():
+        make_token(token)
+    if cert is None:
+        cert = kept_at.with_name(f"{kept_at.name}.pem")
+        if not cert.exists():
+            make_certificate(cert)
+    return token, cert
+
+
+def _share(code: Code, kept_at: Path, say: Callable[[str], None]) -> None:
+    """Show how others join: on a terminal, else in a file for its owner only."""
+    say(f"others join run {code.run} with: thinwire join -- python train.py")
+    if sys.stdout.isatty():
+        say(f"the code, a secret that lets anyone in:\n{code.text()}")
+        return
+    file = kept_at.with_name(f"{kept_at.name}.code")
+    file.unlink(missing_ok=True)
+    write_private(file, f"{code.text()}\n".encode())
+    say(f"the code, a secret that lets anyone in, is in {file}")
 
 
 def _ended(host: Address, run: str, token: bytes | None) -> str:
@@ -192,16 +301,20 @@ def _ended(host: Address, run: str, token: bytes | None) -> str:
     return f"run {run}: these leave after their next averaging: {', '.join(members['ids'])}"
 
 
+def _state(bind: Address) -> Path:
+    """Return the file of the runs of a host; its secrets have the same name with a suffix."""
+    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "thinwire"
+    return folder / re.sub(r"[^0-9A-Za-z.]", "-", f"host-{bind.host}-{bind.port}")
+
+
 def _journal(path: Path | None, bind: Address, say: Callable[[str], None]) -> "Journal | None":
     """Open the file of the runs; None if there is none."""
     from thinwire.members.server import Journal
 
     if path is None and bind.port == 0:
         return None
-    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "thinwire"
-    name = re.sub(r"[^0-9A-Za-z.]", "-", f"host-{bind.host}-{bind.port}")
     try:
-        return Journal(path or folder / name)
+        return Journal(path or _state(bind))
     except OSError as error:
         if path is not None:
             raise ValueError(f"--journal {path}: {error.strerror or error}") from None

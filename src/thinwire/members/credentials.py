@@ -19,38 +19,46 @@ _PURPOSE = b"thinwire members 1"
 
 def read_token(path: str | os.PathLike[str]) -> bytes:
     """Return the token, 16 bytes or more, in a file that only its owner can read."""
-    file = Path(path)
-    how = f"`thinwire host --new-token {file}` or `openssl rand -hex 32` makes one"
+    how = f"`thinwire host --new-token {path}` or `openssl rand -hex 32` makes one"
+    return read_private(Path(path), "token file", how)
+
+
+def read_private(file: Path, what: str, how: str) -> bytes:
+    """Return the secret in a file that only its owner can read, without white space around it."""
     try:
         # a pipe without a writer would block here for ever
         handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
-        raise ValueError(f"token file {file} does not exist: {how}") from None
+        raise ValueError(f"{what} {file} does not exist: {how}") from None
     except OSError as error:
-        raise ValueError(f"token file {file} cannot be read: {error.strerror}") from None
+        raise ValueError(f"{what} {file} cannot be read: {error.strerror}") from None
     try:
         mode = os.fstat(handle).st_mode
         if not stat.S_ISREG(mode):
-            raise ValueError(f"token file {file} is not a regular file: {how}")
+            raise ValueError(f"{what} {file} is not a regular file: {how}")
         if stat.S_IMODE(mode) & 0o077:
             raise ValueError(
-                f"token file {file} has mode {stat.S_IMODE(mode):03o}, so that others on this "
+                f"{what} {file} has mode {stat.S_IMODE(mode):03o}, so that others on this "
                 f"machine can use it: chmod 600 {file}"
             )
-        token = os.read(handle, _MOST_BYTES + 1).strip()
+        secret = os.read(handle, _MOST_BYTES + 1).strip()
     finally:
         os.close(handle)
-    if not _LEAST_BYTES <= len(token) <= _MOST_BYTES:
+    if not _LEAST_BYTES <= len(secret) <= _MOST_BYTES:
         raise ValueError(
-            f"token file {file} holds {len(token)} bytes, {_LEAST_BYTES} to {_MOST_BYTES} "
+            f"{what} {file} holds {len(secret)} bytes, {_LEAST_BYTES} to {_MOST_BYTES} "
             f"are allowed: {how}"
         )
-    return token
+    return secret
 
 
 def new_token(path: str | os.PathLike[str]) -> None:
     """Write a token of 32 random bytes, as hexadecimal digits, to a new file for its owner only."""
-    file = Path(path)
+    write_private(Path(path), f"{secrets.token_hex(32)}\n".encode())
+
+
+def write_private(file: Path, content: bytes) -> None:
+    """Write a secret to a new file for its owner only."""
     try:
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
@@ -58,8 +66,8 @@ def new_token(path: str | os.PathLike[str]) -> None:
     except OSError as error:
         raise ValueError(f"{file} cannot be made: {error.strerror}") from None
     try:
-        with os.fdopen(handle, "w", encoding="ascii") as opened:
-            opened.write(f"{secrets.token_hex(32)}\n")
+        with os.fdopen(handle, "wb") as opened:
+            opened.write(content)
     except OSError as error:
         file.unlink()
         raise ValueError(f"{file} cannot be written: {error.strerror}") from None

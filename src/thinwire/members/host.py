@@ -4,6 +4,7 @@ import json
 import re
 import secrets
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -23,6 +24,15 @@ _LOOK_S = 1.0
 _MOST_RUNS = 64
 
 
+def require_run_name(run: str) -> None:
+    """Raise `ValueError` for what is no name of a run."""
+    if not RUN_NAME.fullmatch(run):
+        raise ValueError(
+            f'run={run!r} is no name of a run: 1 to 64 letters, digits, ".", "_" and "-", the '
+            "first one a letter or digit"
+        )
+
+
 def run_host(
     listener: socket.socket,
     token: bytes | None,
@@ -32,6 +42,7 @@ def run_host(
     stop: threading.Event,
     page: Address | None = None,
     relay: Relaying | None = None,
+    tls: ssl.SSLContext | None = None,
     journal: Journal | None = None,
     recover: bool = False,
 ) -> None:
@@ -45,7 +56,7 @@ def run_host(
     greeting = {"meeting": MEETING_VERSION, "thinwire": __version__, "session": session}
     content = json.dumps(greeting).encode()
     store.write(GREETING_KEY.encode(), signer.sign(GREETING_KEY, content))  # it has the token
-    with serving(listener, store, relay):
+    with serving(listener, store, relay, tls):
         shown = None
         if page is not None:
             from thinwire.page.server import Page  # loads torch

@@ -10,8 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire import _validate as check
 from thinwire._launched import require_linux
+from thinwire.comm.outgoing import known_certificate
 from thinwire.comm.relay import RelayEndpoint, relay_times, require_relay
 from thinwire.comm.waiting import seconds_of
+from thinwire.members.code import CODE_VARIABLE, read_code
 from thinwire.members.credentials import parse_address, read_token
 from thinwire.members.group import SingleRank, Site
 from thinwire.members.kv import KeyValueView
@@ -26,9 +28,9 @@ _TIMEOUT_S = 60.0
 
 @check.by_name
 def join(
-    address: str,
+    address: str | None = None,
     *,
-    run: str,
+    run: str | None = None,
     token_file: str | Path | None = None,
     min_members: int = 1,
     start_members: int | None = None,
@@ -51,6 +53,8 @@ def join(
 
     Args:
         address: Address of the meeting place (`thinwire host`), such as "tcp://10.0.0.1:29400".
+            Without it, what `thinwire join` or `thinwire up` has set: address, run, token, relay
+            and certificate.
         run: Name of the run; its members train together.
         token_file: File with the secret of the run; None if the meeting place has no token.
         min_members: Number of members needed to start, and to continue after the loss of a member:
@@ -86,6 +90,20 @@ def join(
         TypeError, ValueError: An argument is invalid.
     """
     require_linux("training with members")
+    token, known = None, None
+    if address is None:
+        address = os.environ.get("THINWIRE_ADDRESS")
+        token_file = token_file or os.environ.get("THINWIRE_TOKEN_FILE")
+        if text := os.environ.get(CODE_VARIABLE):
+            code = read_code(text)
+            address, run, relay = f"tcp://{code.address}", run or code.run, relay or code.relay
+            token, known = code.token, known_certificate(code.fingerprint)
+    if address is None or run is None:
+        missing = "run" if address else "address"
+        raise ValueError(
+            f"{missing} is missing: give the one of `thinwire host`, or start this script with "
+            "`thinwire join -- python ...`"
+        )
     check.instance("run", run, str)
     check.integer("min_members", min_members, at_least=1)
     start_members = min_members if start_members is None else start_members
@@ -98,7 +116,6 @@ def join(
     timeout_s = seconds_of(timeout) or _TIMEOUT_S
     check.instance("address", address, str)
     host = parse_address("address", address, scheme=True)
-    token = None
     if token_file is not None:
         check.instance("token_file", token_file, (str, Path))
         token = read_token(token_file)
@@ -108,10 +125,10 @@ def join(
         check.instance("name", name, str)
         if shown_name(name) != name:
             raise ValueError(f"name={name!r}: only up to 64 printable characters are allowed")
-    tls = None if ca is None else _authority(ca)
+    tls = known if ca is None else _authority(ca)
     limit = datetime.timedelta(seconds=timeout_s)
     site = SingleRank() if mesh is None else Site(mesh, timeout_s)
-    reach = partial(connect, address, run, token, limit)
+    reach = partial(connect, address, run, token, limit, known)
     kv = KeyValueView(reach(), timeout_s, reach)
     own_address = None if relay else kv.store.connection.own_address
     endpoint = RelayEndpoint(*host, relay_key(token), tls, own_address, timeout_s / 4)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import ssl
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -20,26 +21,28 @@ from thinwire.members.credentials import (
     parse_address,
     run_secret,
 )
-from thinwire.members.host import GREETING_KEY, MEETING_VERSION, RUN_NAME
+from thinwire.members.host import GREETING_KEY, MEETING_VERSION, require_run_name
 from thinwire.members.kv import AuthenticatedStore, KeyValueView
 
 _SHORTEST_S = 0.1
 
 
 def connect(
-    address: str, run: str, token: bytes | None, timeout: timedelta, *, at_most_s: float = math.inf
+    address: str,
+    run: str,
+    token: bytes | None,
+    timeout: timedelta,
+    tls: ssl.SSLContext | None = None,
+    *,
+    at_most_s: float = math.inf,
 ) -> AuthenticatedStore:
     """Return the store of a run, after the host has shown that it knows the token."""
-    if not RUN_NAME.fullmatch(run):
-        raise ValueError(
-            f'run={run!r} is no name of a run: 1 to 64 letters, digits, ".", "_" and "-", the '
-            "first one a letter or digit"
-        )
+    require_run_name(run)
     host = parse_address("address", address, scheme=True)
     limit_s = min(timeout.total_seconds(), at_most_s)
     begun = time.monotonic()
     where = f"tcp://{host}"
-    store = HostStore(host, timeout, limit_s)
+    store = HostStore(host, timeout, limit_s, tls)
     try:
         left_s = max(limit_s - (time.monotonic() - begun), _SHORTEST_S)
         session = within(

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 from thinwire.comm.relay import (
     ALL,
@@ -46,19 +45,6 @@ _Room = dict[int, asyncio.StreamWriter]
 def relay_key(token: bytes | None) -> bytes:
     """Return the key with which members authenticate to the relay; empty without a token."""
     return b"" if token is None else derived_key(token, "relay")
-
-
-def certificate(cert: Path, key: Path | None) -> ssl.SSLContext:
-    """Return the TLS context of a relay."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(cert, key)
-    except OSError as error:
-        files = f"--cert {cert}, --key {key}" if key else f"--cert {cert} without --key"
-        raise ValueError(
-            f"{files}: not a certificate and its private key: {error.strerror or error}"
-        ) from None
-    return context
 
 
 class _Goodbye(Exception):
@@ -119,7 +105,7 @@ class Relay:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> tuple[str, int, set[int], float]:
         """Return room, rank, ranks reached directly and patience of a client that is a member."""
-        if await reader.readexactly(len(GREETING)) != GREETING:
+        if await reader.readexactly(len(GREETING) - 1) != GREETING[1:]:
             raise ValueError("no member")
         if self.tls is not None and writer.get_extra_info("ssl_object") is None:
             writer.write(Answer.TLS)
@@ -200,7 +186,7 @@ def run_relay(
     reach = partial(connect, store, "relay", token, timedelta(seconds=_STORE_S))
     reached = reach()
     problem = ""
-    with serving(listener, None, relay):
+    with serving(listener, None, relay, relay.tls):
         ready("")
         while True:
             try:

@@ -216,8 +216,8 @@ class HostedStore:
             event.set()
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer a client until it ends the connection."""
-        if await reader.readexactly(len(GREETING)) != GREETING:
+        """Answer a client, whose first byte has been read, until it ends the connection."""
+        if await reader.readexactly(len(GREETING) - 1) != GREETING[1:]:
             raise ValueError("no client")
         announced: dict[bytes, bytes] = {}
         try:
@@ -299,8 +299,6 @@ class HostedStore:
 class Relaying(Protocol):
     """A relay that shares the port of the store."""
 
-    tls: ssl.SSLContext | None
-
     async def run(self, stop: asyncio.Event) -> None:
         """Run until `stop` is set."""
 
@@ -310,15 +308,20 @@ class Relaying(Protocol):
         writer: asyncio.StreamWriter,
         admitted: Callable[[], object],
     ) -> None:
-        """Serve a client until it ends; call `admitted` once it has shown that it is a member."""
+        """Serve a client, whose first byte has been read, until it ends; call `admitted` once it
+        has shown that it is a member.
+        """
 
 
 class _Front:
     """Accepts clients, and passes them to the store or to the relay by their first byte."""
 
-    def __init__(self, store: HostedStore | None, relay: Relaying | None) -> None:
+    def __init__(
+        self, store: HostedStore | None, relay: Relaying | None, tls: ssl.SSLContext | None
+    ) -> None:
         self._store = store
         self._relay = relay
+        self._tls = tls
         self._tasks: set[asyncio.Task[None]] = set()
         self._strangers: dict[socket.socket, asyncio.Task[None]] = {}
         """Clients that have not been admitted, the oldest first."""
@@ -356,8 +359,9 @@ class _Front:
         with contextlib.suppress(*errors), contextlib.ExitStack() as ends:
             ends.callback(self._strangers.pop, sock, None)
             async with asyncio.timeout(_HELLO_S):
-                of_store, reader, writer = await self._connected(sock)
-            ends.enter_context(contextlib.closing(writer))
+                reader, writer = await self._connected(sock)
+                ends.enter_context(contextlib.closing(writer))
+                of_store = await reader.readexactly(1) == GREETING[:1]
             if of_store and self._store is not None:
                 self._strangers.pop(sock, None)
                 # else the connections of machines that vanished stay open for ever
@@ -370,7 +374,7 @@ class _Front:
 
     async def _connected(
         self, sock: socket.socket
-    ) -> tuple[bool, asyncio.StreamReader, asyncio.StreamWriter]:
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         with contextlib.ExitStack() as failed:
             failed.callback(sock.close)
             loop = asyncio.get_running_loop()
@@ -381,7 +385,7 @@ class _Front:
             finally:
                 loop.remove_reader(sock)
             first = sock.recv(1, socket.MSG_PEEK)
-            tls = None if self._relay is None or first != _TLS_CLIENT else self._relay.tls
+            tls = self._tls if first == _TLS_CLIENT else None
             if not first or (first == _TLS_CLIENT and tls is None):
                 raise ValueError("no client")
             # asyncio sets it only if the listener was made with IPPROTO_TCP
@@ -391,12 +395,15 @@ class _Front:
         protocol = asyncio.StreamReaderProtocol(reader)
         transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock, ssl=tls)
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
-        return first == GREETING[:1], reader, writer
+        return reader, writer
 
 
 @contextlib.contextmanager
 def serving(
-    listener: socket.socket, store: HostedStore | None, relay: Relaying | None = None
+    listener: socket.socket,
+    store: HostedStore | None,
+    relay: Relaying | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> Iterator[None]:
     """Serve clients on a thread of its own while the block runs."""
     runner = asyncio.Runner()
@@ -407,7 +414,7 @@ def serving(
         store.loop = loop
 
     async def handle() -> None:
-        accepting = asyncio.create_task(_Front(store, relay).accept(listener))
+        accepting = asyncio.create_task(_Front(store, relay, tls).accept(listener))
         await (stop.wait() if relay is None else relay.run(stop))
         accepting.cancel()
 
