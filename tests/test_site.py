@@ -18,6 +18,14 @@ def test_the_plot_shows_the_factors_of_readme() -> None:
     drawn = re.findall(r">(\d+) times sooner<", figure)
     assert drawn == stated * 2  # the plot for a wide page, and for a narrow one
     assert [f"| {factor} x |" in figure for factor in stated] == [True, True]
+    seconds = re.findall(r"\| ([0-9,]+) \|[^|]*\|$", figure, re.MULTILINE)
+    assert len(seconds) == 3
+    assert all(f"| {number} |" in readme.replace("**", "") for number in seconds)
+
+
+def test_the_picture_of_readme_is_the_plot() -> None:
+    made = runpy.run_path(str(SITE / "figure.py"))
+    assert made["PICTURE"].read_text(encoding="utf-8") == made["alone"]()
 
 
 def test_answers_of_the_chooser_are_code() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from docutils import nodes
 from docutils.nodes import Element
+from figure import COLOURS
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
@@ -53,10 +54,9 @@ html_static_path = ["assets"]
 html_css_files = ["site.css"]
 html_js_files = [("site.js", {"defer": "defer"})]
 html_theme_options = {
-    "light_css_variables": {"dense": "#57606a", "dense-muon": "#0969da", "muon-local": "#bc4c00"},
-    "dark_css_variables": {"dense": "#a8b1bb", "dense-muon": "#6cb6ff", "muon-local": "#ff9d5c"},
+    "light_css_variables": COLOURS["light"],
+    "dark_css_variables": COLOURS["dark"],
 }
-"""Colours of the curves on the landing page."""
 html_copy_source = False
 html_show_sphinx = False
 pygments_style = "friendly"

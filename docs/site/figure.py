@@ -1,8 +1,12 @@
-"""Plot of the landing page: loss against seconds at 20 Mbit/s, from benchmarks/results."""
+"""Plot of the landing page: loss against seconds at 20 Mbit/s, from benchmarks/results.
+
+`PYTHONPATH=src:. python docs/site/figure.py` writes it to docs/pictures/loss.svg, for README.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import log
+from pathlib import Path
 from statistics import fmean
 
 from benchmarks.choosing import Row, Scope, evidence, rows
@@ -19,6 +23,14 @@ LABELS = {
     "muon-local": (20.0, 2.2, "start"),
 }
 """Seconds, loss and anchor of the name beside each curve."""
+PICTURE = Path(__file__).parents[1] / "pictures" / "loss.svg"
+COLOURS = {
+    "light": {"dense": "#57606a", "dense-muon": "#0969da", "muon-local": "#bc4c00"},
+    "dark": {"dense": "#a8b1bb", "dense-muon": "#6cb6ff", "muon-local": "#ff9d5c"},
+}
+"""Colours of the strategies on a light and a dark page."""
+PAPER = {"light": ("#1f2328", "#d1d9e0"), "dark": ("#e6edf3", "#3d444d")}
+"""Colours of words and grid of a picture alone."""
 SIZES = {"wide": (736, 420), "narrow": (366, 360)}
 """Width and height in pixels, by the width of the page."""
 
@@ -170,3 +182,27 @@ def figure() -> str:
     """Plot and table as Markdown; the style sheet shows the plot that fits the page."""
     drawn = "\n".join(svg(kind) for kind in SIZES)
     return f"```{{raw}} html\n{drawn}\n```\n\n{table()}"
+
+
+def alone() -> str:
+    """Plot as a file of its own, on a light or dark page."""
+    rules = [
+        "text { font: 13px sans-serif; } .times { font-size: 15px; }",
+        ":is(.times, text[class]) { font-weight: bold; }",
+        ".level { stroke-dasharray: 5 4; } polyline { fill: none; stroke-width: 2.5; }",
+        "polygon { opacity: 0.2; }",
+    ]
+    for scheme, (words, lines) in PAPER.items():
+        own = [f"text {{ fill: {words}; }} .level {{ stroke: {words}; }}"]
+        own.append(f".grid {{ stroke: {lines}; }}")
+        for name, colour in COLOURS[scheme].items():
+            own.append(f"polyline.{name} {{ stroke: {colour}; }}")
+            own.append(f":is(text, polygon, circle).{name} {{ fill: {colour}; }}")
+        rules.append(f"@media (prefers-color-scheme: {scheme}) {{ {' '.join(own)} }}")
+    style = "\n".join(rules)
+    drawn = svg("wide").replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    return drawn.replace("\n", f"\n<style>\n{style}\n</style>\n", 1) + "\n"
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(alone(), encoding="utf-8")

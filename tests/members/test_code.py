@@ -267,7 +267,7 @@ def test_a_terminal_shows_the_code_and_asks_for_it(folder: Path) -> None:
         (["host", "--run", "a", "--bind", "0.0.0.0:0", "--public"], "--announce is missing"),
     ],
 )
-def test_what_is_missing_is_said_in_a_line(folder: Path, words: list[str], said: str) -> None:
+def test_missing_input_is_one_line(folder: Path, words: list[str], said: str) -> None:
     command = [sys.executable, "-m", "thinwire", *words]
     done = ran(command, stdin=-3, cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")

@@ -23,22 +23,22 @@ def read_token(path: str | os.PathLike[str]) -> bytes:
     return read_private(Path(path), "token file", how)
 
 
-def read_private(file: Path, what: str, how: str) -> bytes:
+def read_private(file: Path, kind: str, how: str) -> bytes:
     """Return the secret in a file that only its owner can read, without white space around it."""
     try:
         # a pipe without a writer would block here for ever
         handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
-        raise ValueError(f"{what} {file} does not exist: {how}") from None
+        raise ValueError(f"{kind} {file} does not exist: {how}") from None
     except OSError as error:
-        raise ValueError(f"{what} {file} cannot be read: {error.strerror}") from None
+        raise ValueError(f"{kind} {file} cannot be read: {error.strerror}") from None
     try:
         mode = os.fstat(handle).st_mode
         if not stat.S_ISREG(mode):
-            raise ValueError(f"{what} {file} is not a regular file: {how}")
+            raise ValueError(f"{kind} {file} is not a regular file: {how}")
         if stat.S_IMODE(mode) & 0o077:
             raise ValueError(
-                f"{what} {file} has mode {stat.S_IMODE(mode):03o}, so that others on this "
+                f"{kind} {file} has mode {stat.S_IMODE(mode):03o}, so that others on this "
                 f"machine can use it: chmod 600 {file}"
             )
         secret = os.read(handle, _MOST_BYTES + 1).strip()
@@ -46,7 +46,7 @@ def read_private(file: Path, what: str, how: str) -> bytes:
         os.close(handle)
     if not _LEAST_BYTES <= len(secret) <= _MOST_BYTES:
         raise ValueError(
-            f"{what} {file} holds {len(secret)} bytes, {_LEAST_BYTES} to {_MOST_BYTES} "
+            f"{kind} {file} holds {len(secret)} bytes, {_LEAST_BYTES} to {_MOST_BYTES} "
             f"are allowed: {how}"
         )
     return secret
