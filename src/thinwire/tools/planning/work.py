@@ -138,7 +138,9 @@ class Workload:
         """Seconds until the backward pass begins."""
         return self.step_s * _FORWARD_SHARE if self.forward is None else self.forward
 
-    def buckets(self, first_bytes: int, bucket_bytes: int) -> Iterator[tuple[float, list[Shape]]]:
+    def buckets(
+        self, first_bytes: int, bucket_bytes: int
+    ) -> Iterator[tuple[float, tuple[Shape, ...]]]:
         """Yield ready time and shapes of each bucket, last tensors first."""
         limit = first_bytes
         bucket = list[Shape]()
@@ -150,12 +152,12 @@ class Workload:
             nbytes += 4 * numel
             latest = max(latest, ready_s)
             if nbytes >= limit:
-                yield latest, bucket
+                yield latest, tuple(bucket)
                 limit = bucket_bytes
                 bucket = []
                 nbytes = 0
         if bucket:
-            yield latest, bucket
+            yield latest, tuple(bucket)
 
     def _ready(self) -> Iterable[float]:
         """Return when each gradient is ready, last tensors first."""
