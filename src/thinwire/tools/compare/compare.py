@@ -83,14 +83,10 @@ def compare(settings: Settings, display: Display, keep: Keep = lambda _: None) -
 
 def _require_gpu(settings: Settings) -> None:
     """Refuse cuda where torch sees none; ranks of torchrun agree on that later."""
-    if settings.device != "cuda" or settings.joined_rank is not None:
-        return
-    from thinwire.tools.run.task import TaskError, require_gpu
+    if settings.device == "cuda" and settings.joined_rank is None:
+        from thinwire.tools.run.task import require_gpu
 
-    try:
         require_gpu()
-    except TaskError as error:
-        raise ValueError(str(error)) from error
 
 
 def _read_corpus(settings: Settings) -> Corpus | None:

@@ -331,15 +331,12 @@ def probe(
     stated = 0.0 if loss is None else parse_loss(loss)
     shared = {"task": task, "size": size, "batch": batch, "device": device, "loss": stated}
     from thinwire.tools.run.probe import probe as measured
-    from thinwire.tools.run.task import TaskError
 
     display = display_for(quiet=quiet or launched[0] != 0)
     try:
         with joined(shared, _TIMEOUT_S), display.strategy("probe") as bar:
             by_first(lambda: _require_writable("out", out))  # which writes it
             found = measured(task, shape, batch, device, bar.note)
-    except TaskError as error:
-        raise ValueError(str(error)) from error
     except RuntimeError as error:
         raise ThinwireError(
             f"rank {launched[0]}: another rank has left or did not answer for {_TIMEOUT_S:.0f} "

@@ -1,6 +1,5 @@
 """Predict the strategy that reaches a loss soonest, with the reason."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from math import isfinite, isqrt
@@ -19,10 +18,11 @@ from thinwire.tools.planning.work import Probe, Workload, work_of
 from thinwire.tools.run.config import (
     OPTIMIZERS,
     Recipe,
-    muon_seconds,
+    parse_count,
     require_one_of,
     require_sites,
     require_task,
+    require_within,
 )
 
 if TYPE_CHECKING:
@@ -162,12 +162,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON data."""
-        return {
-            **vars(self),
-            "strategies": [row.to_dict() for row in self.strategies],
-            "link": {**self.link},
-            "model": {**self.model},
-        }
+        return {**vars(self), "strategies": [row.to_dict() for row in self.strategies]}
 
 
 def plan(
@@ -245,9 +240,9 @@ def plan(
     grouped: dict[tuple[str, ...], Network] = {}
     if probe is not None:
         lines = {"params": params, "link": link, "latency": latency, "up": up, "down": down}
-        _require_unmeasured(probe, **lines, loss=loss, matrix=matrix)
+        _require_alone("probe", probe, **lines, loss=loss, matrix=matrix)
         if task is None:
-            _require_unmeasured(probe, step_seconds=step_seconds, device=device)
+            _require_alone("probe", probe, step_seconds=step_seconds, device=device)
         measured = Probe.read(Path(probe))
         network, work, lost = measured.network, measured.work, measured.loss
         if workers not in (None, network.ranks):
@@ -258,7 +253,7 @@ def plan(
         if task is not None and (task != measured.task or step_seconds is not None):
             work = _of_task(task, step_seconds, device, network.ranks)
         elif task is not None:
-            _require_unmeasured(probe, device=device)
+            _require_alone("probe", probe, device=device)
         task = task or measured.task
     else:
         given = {"link": link, "up": up, "down": down, "latency": latency, "loss": loss}
@@ -361,8 +356,7 @@ def _offered(
 
 def _between_sites(network: Network, shard: int, *, shared: bool) -> Network:
     """Return the network between ranks of different sites that hold the same shard."""
-    if isinstance(shard, bool) or not isinstance(shard, int):
-        raise TypeError(f"shard must be a whole number, got {shard!r}")
+    require_within("shard", shard, 1, network.ranks)
     require_sites(network.ranks, shard)
     if shard == 1:
         return network
@@ -376,11 +370,7 @@ def _between_sites(network: Network, shard: int, *, shared: bool) -> Network:
     )
 
 
-def _require_unmeasured(probe: str | Path, **given: object) -> None:
-    _require_alone("probe", probe, **given)
-
-
-def _require_alone(source: str, file: str | Path, **given: object) -> None:
+def _require_alone(source: str, file: str | Path | None, **given: object) -> None:
     for name, value in given.items():
         if value is not None:
             raise ValueError(
@@ -391,14 +381,10 @@ def _require_alone(source: str, file: str | Path, **given: object) -> None:
 
 def _assumed_network(workers: int, given: Mapping[str, str | None]) -> tuple[Network, float]:
     """Return the network as if it lost nothing, and the share that it loses."""
-    if isinstance(workers, bool) or not isinstance(workers, int):
-        raise TypeError(f"workers must be a whole number, got {workers!r}")
-    if not 2 <= workers <= _MOST_WORKERS:
-        raise ValueError(f"workers={workers} is out of range; 2 to {_MOST_WORKERS} is allowed")
-    samples = {**dict.fromkeys(given, "100mbit"), "latency": "20ms", "loss": "0.2%"}
+    require_within("workers", workers, 2, _MOST_WORKERS)
     for name, value in given.items():
         if value is not None and not isinstance(value, str):
-            raise TypeError(f"{name} must be a text such as {samples[name]!r}, got {value!r}")
+            raise TypeError(f"{name} must be a text, as 100mbit, 20ms or 0.2%, got {value!r}")
     link, up, down, latency, loss = given.values()
     delay = "0ms" if latency is None else latency
     share = "0%" if loss is None else loss
@@ -448,27 +434,10 @@ def _of_task(task: str, step_seconds: float | None, device: str | None, workers:
     if device is not None:
         require_one_of("device", device, ("cpu", "cuda"))
     from thinwire.tools.run.compute import model_of, step_of_task_here
-    from thinwire.tools.run.task import TaskError
 
-    try:
-        if step_seconds is None:
-            return work_of(step_of_task_here(task, device or "auto", workers))
-        found = model_of(task)
-    except TaskError as error:
-        raise ValueError(str(error)) from error
-    cuda, muon_numel = device == "cuda", found["muon_parameters"]
-    shapes = tuple(map(tuple, found["shapes"]))
-    side = max((min(shape) for shape in shapes if len(shape) > 1), default=0)
-    return Workload(
-        found["parameters"],
-        shapes,
-        float(step_seconds),
-        cuda,
-        muon_s=muon_seconds(found["muon_flops"], muon_numel, cuda=cuda, side=side),
-        muon_numel=muon_numel,
-        muon_largest=found["muon_largest"],
-        width=found["gradient_bytes"] / found["parameters"],
-    )
+    if step_seconds is None:
+        return work_of(step_of_task_here(task, device or "auto", workers))
+    return work_of(model_of(task, float(step_seconds), device or "cpu"))
 
 
 def _require_seconds(seconds: float) -> None:
@@ -480,16 +449,8 @@ def _require_seconds(seconds: float) -> None:
 
 def _parsed_params(name: str, params: int | str) -> int:
     if isinstance(params, str):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmb]?)", params.strip().lower())
-        if match is None:
-            raise ValueError(
-                f"{name}={params!r} is not a number of parameters; write one such as 124M"
-            )
-        params = round(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]])
-    if isinstance(params, bool) or not isinstance(params, int):
-        raise TypeError(f"{name} must be a whole number or text such as 124M, got {params!r}")
-    if not 1 <= params <= _MOST_PARAMS:
-        raise ValueError(f"{name}={params} is out of range; 1 to {_MOST_PARAMS:,} is allowed")
+        params = parse_count(name, params, "write one such as 124M")
+    require_within(name, params, 1, _MOST_PARAMS)
     return params
 
 

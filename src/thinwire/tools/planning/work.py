@@ -1,7 +1,7 @@
 """Model and step as an exchange sees them: assumed, or measured by a probe."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -56,7 +56,7 @@ class Workload:
     step_s: float
     cuda: bool = False
     forward: float | None = None
-    ready_s: tuple[float, ...] | None = None
+    ready_s: Sequence[float] | None = None
     muon_s: float | None = None
     muon_numel: int | None = None
     muon_largest: int | None = None
@@ -242,14 +242,13 @@ def _node(found: Mapping[str, Any]) -> Network | None:
 
 def work_of(found: Mapping[str, Any]) -> Workload:
     """Return the work of a rank from a measured step; see `thinwire.tools.run.compute`."""
-    shapes = tuple(tuple(shape) for shape in found["shapes"])
     return Workload(
         found["parameters"],
-        shapes,
+        tuple(map(tuple, found["shapes"])),
         found["step_s"],
         found["device"] == "cuda",
         found["forward_s"],
-        tuple(found["ready_s"]),
+        found["ready_s"],
         found["muon_s"],
         found["muon_parameters"],
         found.get("muon_largest"),

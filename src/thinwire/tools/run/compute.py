@@ -51,13 +51,24 @@ def step_of_task_here(task: str, device: str, workers: int) -> dict[str, Any]:
         return step_of_task(task, device, workers)
 
 
-def model_of(task: str) -> dict[str, Any]:
-    """Describe the model of a user's task without running a step."""
+def model_of(task: str, step_s: float, device: str) -> dict[str, Any]:
+    """Describe a step of a user's task that is known to take `step_s`."""
     with _single_rank():
         model = made(task, 0).model
     if not _trained(model):
         raise TaskError(f"task={task!r}: its model has no parameter with requires_grad=True")
-    return _described(model)
+    found = _described(model)
+    cuda = device == "cuda"
+    side = max((min(shape) for shape in found["shapes"] if len(shape) > 1), default=0)
+    numel, flops = found["muon_parameters"], found["muon_flops"]
+    return {
+        **found,
+        "device": device,
+        "forward_s": None,
+        "step_s": step_s,
+        "ready_s": None,
+        "muon_s": muon_seconds(flops, numel, cuda=cuda, side=side),
+    }
 
 
 @contextlib.contextmanager
