@@ -36,11 +36,11 @@ def tables(results: Results) -> list[tuple[str, list[Column]]]:
     """Return titles and columns of all figures; a measure without any value is left out."""
     runs, shared = results.strategies, results.settings
     dense, common = results.dense_loss, results.common_loss
-    sender = "worker" if shared.shard == 1 else "site"
-    held_out = shared.loss_of == "the held-out part"
-    part = "held-out loss" if held_out else f"loss on {shared.loss_of}"
+    sender = "worker" if shared["shard"] == 1 else "site"
+    held_out = shared["loss_of"] == "the held-out part"
+    part = "held-out loss" if held_out else f"loss on {shared['loss_of']}"
     digits = _digits(runs)
-    fastest = min if shared.seconds is None else None
+    fastest = min if shared["seconds"] is None else None
     # the loss that all reached says no more where all reached dense's, and nothing where there is
     # one strategy
     all_reached = dense is not None and all(run.seconds_to_dense_loss is not None for run in runs)
@@ -53,8 +53,8 @@ def tables(results: Results) -> list[tuple[str, list[Column]]]:
         _fixed(
             "training time on the requested link", "s", runs, "seconds_on_asked_link", 1, fastest
         ),
-        _fixed(f"{part} at the end", shared.loss_unit or "", runs, "final_loss", digits, min),
-        _fixed(f"its range over {shared.seeds} seeds", "", runs, "final_loss_range", digits),
+        _fixed(f"{part} at the end", shared["loss_unit"] or "", runs, "final_loss", digits, min),
+        _fixed(f"its range over {shared['seeds']} seeds", "", runs, "final_loss_range", digits),
         *(
             column
             for which, loss in targets

@@ -162,7 +162,7 @@ def _began_apart(runs: Sequence[Run]) -> bool:
 
 def _nobody(results: Results, dense: Run, others: Sequence[Run], clock: _Clock) -> Verdict:
     nearest = min(others, key=lambda run: run.best_loss)
-    budget = results.settings.seconds
+    budget = results.settings["seconds"]
     within = f"{dense.steps} steps" if budget is None else f"{budget:g} s"
     text = (
         f"{clock.where} no other strategy reached dense's loss ({loss_text(dense.final_loss)}) "

@@ -22,6 +22,7 @@ from thinwire.tools.run.config import (
     require_one_of,
     require_sites,
     require_task,
+    require_whole,
     require_within,
 )
 
@@ -44,6 +45,8 @@ _FAST_STEP_S = 2e-8
 _WORTH = 1.05
 """Smallest speed-up over dense at which a strategy is recommended, at the pessimistic end."""
 Interval = tuple[float, float, float]
+_Groups = dict[tuple[str, ...], Network]
+"""Networks with groups of near sites, by the order of these."""
 _POSITIONAL = ("LocalSGD", "Quantized")
 """Configs whose first value is written without its name."""
 
@@ -237,7 +240,7 @@ def plan(
     if step_seconds is not None:
         _require_seconds(step_seconds)
     recipes = _chosen(strategies)
-    grouped: dict[tuple[str, ...], Network] = {}
+    grouped: _Groups = {}
     if probe is not None:
         lines = {"params": params, "link": link, "latency": latency, "up": up, "down": down}
         _require_alone("probe", probe, **lines, loss=loss, matrix=matrix)
@@ -257,9 +260,7 @@ def plan(
         task = task or measured.task
     else:
         given = {"link": link, "up": up, "down": down, "latency": latency, "loss": loss}
-        network, lost = _assumed_network(2 if workers is None else workers, given)
-        if matrix is not None:
-            network, grouped = _between_regions(matrix, workers, shard, given)
+        network, lost, grouped = _assumed_network(workers, given, matrix, shard)
         if task is None:
             work = _assumed_work(params, step_seconds, device, trainable)
         else:
@@ -356,7 +357,7 @@ def _offered(
 
 def _between_sites(network: Network, shard: int, *, shared: bool) -> Network:
     """Return the network between ranks of different sites that hold the same shard."""
-    require_within("shard", shard, 1, network.ranks)
+    require_whole("shard", shard)
     require_sites(network.ranks, shard)
     if shard == 1:
         return network
@@ -379,9 +380,14 @@ def _require_alone(source: str, file: str | Path | None, **given: object) -> Non
             )
 
 
-def _assumed_network(workers: int, given: Mapping[str, str | None]) -> tuple[Network, float]:
-    """Return the network as if it lost nothing, and the share that it loses."""
-    require_within("workers", workers, 2, _MOST_WORKERS)
+def _assumed_network(
+    workers: int | None, given: Mapping[str, str | None], matrix: str | Path | None, shard: int
+) -> tuple[Network, float, _Groups]:
+    """Return the network as if it lost nothing, the share that it loses, and networks with groups
+    of near sites.
+    """
+    if workers is not None:
+        require_within("workers", workers, 2, _MOST_WORKERS)
     for name, value in given.items():
         if value is not None and not isinstance(value, str):
             raise TypeError(f"{name} must be a text, as 100mbit, 20ms or 0.2%, got {value!r}")
@@ -389,21 +395,16 @@ def _assumed_network(workers: int, given: Mapping[str, str | None]) -> tuple[Net
     delay = "0ms" if latency is None else latency
     share = "0%" if loss is None else loss
     line = Link.of(link, up, down, delay, loss=share, at_most=_FASTEST_BIT_S)
-    bit_s = line.rate_bit_s or _UNLIMITED_BIT_S
-    found = Network(bit_s, line.latency_s, workers, down_bit_s=line.down_bit_s or bit_s)
-    return found, line.loss
-
-
-def _between_regions(
-    matrix: str | Path, workers: int | None, shard: int, given: Mapping[str, str | None]
-) -> tuple[Network, dict[tuple[str, ...], Network]]:
-    """Return the network between sites, and those with groups of near sites by their order."""
+    if matrix is None:
+        bit_s = line.rate_bit_s or _UNLIMITED_BIT_S
+        network = Network(bit_s, line.latency_s, workers or 2, down_bit_s=line.down_bit_s)
+        return network, line.loss, {}
     _require_alone("matrix", matrix, **{**given, "loss": None})
     if shard > 1:
         raise ValueError(f"matrix={str(matrix)!r} is between whole models: omit shard")
     found = Matrix.read(Path(matrix))
-    network = found.network(len(found.sites) if workers is None else workers)
-    return network, dict(found.groups(network.ranks))
+    network = found.network(workers or len(found.sites))
+    return network, line.loss, dict(found.groups(network.ranks))
 
 
 def _assumed_work(

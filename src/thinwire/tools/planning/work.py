@@ -188,12 +188,8 @@ class Probe:
         named = f"probe={str(path)!r}"
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ValueError(f"{named} cannot be read: {error.strerror or error}") from error
-        except ValueError as error:
-            raise ValueError(
-                f"{named} is not JSON: {error}; give a file of thinwire probe"
-            ) from error
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{named} cannot be read as JSON: {error}") from error
         if not isinstance(found, dict) or "format" not in found:
             raise ValueError(f"{named} is not a probe; give a file of thinwire probe")
         if found["format"] != FORMAT:

@@ -38,10 +38,15 @@ def require_nothing_beside(task: str, **options: object) -> None:
             )
 
 
-def require_within(name: str, value: int, least: int, most: int) -> None:
-    """Refuse what is no whole number, and one that is out of range."""
+def require_whole(name: str, value: object) -> None:
+    """Refuse what is no whole number."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
+
+
+def require_within(name: str, value: int, least: int, most: int) -> None:
+    """Refuse what is no whole number, and one that is out of range."""
+    require_whole(name, value)
     if not least <= value <= most:
         raise ValueError(f"{name}={value} is out of range; {least:,} to {most:,} is allowed")
 
