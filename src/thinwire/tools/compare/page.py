@@ -57,7 +57,11 @@ def render(results: Results) -> str:
         ],
         loss_name=f"held-out loss, {unit}" if unit else "held-out loss",
         use=to_use(results, results.winner),
-        strategies={run.strategy: _strategy_text(run) for run in runs},
+        strategies={
+            run.strategy: f"{run.summary}. {value_text(run.settings)}. Bytes counted by: "
+            f"{run.library_bytes_counted_by}."
+            for run in runs
+        },
         about={
             "settings": results.settings,
             "model": results.model,
@@ -66,11 +70,6 @@ def render(results: Results) -> str:
             "machine": results.machine,
         },
     )
-
-
-def _strategy_text(run: Run) -> str:
-    settings = value_text(run.settings)
-    return f"{run.summary}. {settings}. Bytes counted by: {run.library_bytes_counted_by}."
 
 
 def loss_plots(runs: Sequence[Run], axis: str) -> list[tuple[Any, ...]]:

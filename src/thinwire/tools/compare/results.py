@@ -126,10 +126,9 @@ class Ledger:
         missing = self.missing
         if not missing:
             return None
-        not_begun = [name for name in missing if name != self.current]
-        if self.current not in missing:
-            return Interruption(by, None, None, not_begun)
-        return Interruption(by, self.current, self.progress, not_begun)
+        during = self.current if self.current in missing else None
+        progress = None if during is None else self.progress
+        return Interruption(by, during, progress, [one for one in missing if one != during])
 
     def _derived(self, run: Run) -> Run:
         settings = self.settings

@@ -309,10 +309,11 @@ def _local(own: "LocalSGD", config: Any, work: Workload, network: Network) -> Co
         whole = 4 * work.numel / fragments
         wire_s += node.all_reduce_s(whole) + node.broadcast_s(nbytes / fragments)
         nbytes += ring_bytes(node.ranks, 4 * work.numel) + nbytes * ceil(log2(node.ranks))
-    between = 0.0  # means in a node, a step
+    in_node_s = 0.0
     if node is not None and own.node_steps:
-        between = 1 / own.node_steps - 1 / k
+        between = 1 / own.node_steps - 1 / k  # means in a node, a step
         nbytes += k * between * ring_bytes(node.ranks, 4 * work.numel)
+        in_node_s = between * node.all_reduce_s(4 * work.numel)
     agreeing = 1 if delay >= AGREEING_DELAY else 0
     exposed_s = max(0.0, wire_s - (delay - 2 * agreeing) * work.step_s)
     exposed_s += 2 * max(0.0, _vote_s(network) - agreeing * work.step_s)
@@ -320,6 +321,5 @@ def _local(own: "LocalSGD", config: Any, work: Workload, network: Network) -> Co
     voted = nbytes + fragments * _vote_bytes(network)
     kept += 1 if own.outer_momentum else 0
     held += 4 * work.numel if delay else 0  # steps go on beside what was measured
-    in_node_s = between * node.all_reduce_s(4 * work.numel) if node is not None else 0.0
     step_s = work.step_s + round_s / k + in_node_s
     return Cost(step_s, voted / k, 4 * kept * work.numel, round(held / fragments))

@@ -244,8 +244,6 @@ def plan(
     if probe is not None:
         lines = {"params": params, "link": link, "latency": latency, "up": up, "down": down}
         _require_alone("probe", probe, **lines, loss=loss, matrix=matrix)
-        if task is None:
-            _require_alone("probe", probe, step_seconds=step_seconds, device=device)
         measured = Probe.read(Path(probe))
         network, work, lost = measured.network, measured.work, measured.loss
         if workers not in (None, network.ranks):
@@ -255,8 +253,8 @@ def plan(
             )
         if task is not None and (task != measured.task or step_seconds is not None):
             work = _of_task(task, step_seconds, device, network.ranks)
-        elif task is not None:
-            _require_alone("probe", probe, device=device)
+        else:
+            _require_alone("probe", probe, step_seconds=step_seconds, device=device)
         task = task or measured.task
     else:
         given = {"link": link, "up": up, "down": down, "latency": latency, "loss": loss}
@@ -390,7 +388,7 @@ def _assumed_network(
         require_within("workers", workers, 2, _MOST_WORKERS)
     for name, value in given.items():
         if value is not None and not isinstance(value, str):
-            raise TypeError(f"{name} must be a text, as 100mbit, 20ms or 0.2%, got {value!r}")
+            raise TypeError(f"{name} must be a text such as 100mbit, 20ms or 0.2%, got {value!r}")
     link, up, down, latency, loss = given.values()
     delay = "0ms" if latency is None else latency
     share = "0%" if loss is None else loss
@@ -434,11 +432,9 @@ def _of_task(task: str, step_seconds: float | None, device: str | None, workers:
     require_task(task)
     if device is not None:
         require_one_of("device", device, ("cpu", "cuda"))
-    from thinwire.tools.run.compute import model_of, step_of_task_here
+    from thinwire.tools.run.compute import step_of_task_here
 
-    if step_seconds is None:
-        return work_of(step_of_task_here(task, device or "auto", workers))
-    return work_of(model_of(task, float(step_seconds), device or "cpu"))
+    return work_of(step_of_task_here(task, step_seconds, device, workers))
 
 
 def _require_seconds(seconds: float) -> None:

@@ -205,8 +205,7 @@ class Probe:
             )
         try:
             work = work_of(found["compute"])
-            lost = found.get("loss", 0.0)
-            return cls(_network(found), work, found["task"], lost)
+            return cls(_network(found), work, found["task"], found.get("loss", 0.0))
         except (LookupError, TypeError, ValueError) as error:
             problem = f"is incomplete, it lacks {error}; run thinwire probe again"
             raise ValueError(f"{named} {problem}") from error
