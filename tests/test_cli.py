@@ -299,7 +299,7 @@ def test_only_near_words_are_suggested(
     arguments: str, meant: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = refusal(capsys, *arguments.split())
-    found = re.search(r'did you mean [\x22\x27]?([\w-]+)', line, re.IGNORECASE)
+    found = re.search(r"did you mean [\x22\x27]?([\w-]+)", line, re.IGNORECASE)
     assert (found and found[1]) == meant, line
 
 

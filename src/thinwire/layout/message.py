@@ -5,7 +5,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import NamedTuple, Self
 
@@ -87,9 +87,8 @@ class Layout:
     @classmethod
     def of(cls, numels: Iterable[int], sparsity: float, value_bits: int) -> Self:
         """Return the layout for tensors of these sizes, sent without the fraction `sparsity`."""
-        found = [*numels]
-        slots = {numel: Slot(numel, count_sent(numel, sparsity)) for numel in {*found}}
-        return cls(tuple(map(slots.__getitem__, found)), value_bits)
+        slot = cache(lambda numel: Slot(numel, count_sent(numel, sparsity)))
+        return cls(tuple(map(slot, numels)), value_bits)
 
     @cached_property
     def nbytes(self) -> int:

@@ -122,19 +122,20 @@ def print_table(results: Results, *, every: bool = False) -> None:
     names = [run.strategy for run in results.strategies]
     columns = summary(results)
     rows = zip(names, *map(_cells, columns), strict=True)
-    console.print(_drawn([column.whole_label for column in columns], rows))
+    console.print(drawn([column.whole_label for column in columns], rows))
     for title, measures in tables(results) if every else ():
         for begin in range(0, len(names), _AT_ONCE):
             some = slice(begin, begin + _AT_ONCE)
             lines = [[column.whole_label, *_cells(column)[some]] for column in measures]
-            console.print(_drawn(names[some], lines, title))
+            console.print(drawn(names[some], lines, title))
     more = "" if every else " All figures: --all."
     console.print(f"* best. waits: of a step. set-up: before the training.{more}")
     for failure in results.failures:
         console.print(f"{failure.strategy} failed: {failure.error}")
 
 
-def _drawn(heads: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> "Table":
+def drawn(heads: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> "Table":
+    """Return a table for a terminal; the first entry of a row is its name."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text

@@ -241,9 +241,9 @@ def plan(
         _require_seconds(step_seconds)
     recipes = _chosen(strategies)
     grouped: _Groups = {}
+    given = {"link": link, "up": up, "down": down, "latency": latency, "loss": loss}
     if probe is not None:
-        lines = {"params": params, "link": link, "latency": latency, "up": up, "down": down}
-        _require_alone("probe", probe, **lines, loss=loss, matrix=matrix)
+        _require_alone("probe", probe, params=params, matrix=matrix, **given)
         measured = Probe.read(Path(probe))
         network, work, lost = measured.network, measured.work, measured.loss
         if workers not in (None, network.ranks):
@@ -257,7 +257,6 @@ def plan(
             _require_alone("probe", probe, step_seconds=step_seconds, device=device)
         task = task or measured.task
     else:
-        given = {"link": link, "up": up, "down": down, "latency": latency, "loss": loss}
         network, lost, grouped = _assumed_network(workers, given, matrix, shard)
         if task is None:
             work = _assumed_work(params, step_seconds, device, trainable)
