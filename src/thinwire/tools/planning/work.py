@@ -189,7 +189,8 @@ class Probe:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ValueError(f"{named} cannot be read as JSON: {error}") from error
+            problem = f"cannot be read as JSON: {error}; give a file of thinwire probe"
+            raise ValueError(f"{named} {problem}") from error
         if not isinstance(found, dict) or "format" not in found:
             raise ValueError(f"{named} is not a probe; give a file of thinwire probe")
         if found["format"] != FORMAT:
