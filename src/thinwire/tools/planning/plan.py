@@ -340,12 +340,11 @@ def _offered(
         ):
             continue
         yield one, network
-        # the host passes on whole messages, and sums are gathered
-        whole = getattr(compression_of(strategy), "exchange", GATHER) == GATHER
-        if home and whole and strategy.localsgd is not None:
-            yield replace(one, name=f"{one.name} {RELAY}"), relay
         if strategy.localsgd is None:
             continue
+        # the host passes on whole messages, and sums are gathered
+        if home and getattr(compression_of(strategy), "exchange", GATHER) == GATHER:
+            yield replace(one, name=f"{one.name} {RELAY}"), relay
         for way in nodes:
             for words, local in in_groups(strategy.localsgd, way.node_size):
                 name = f"{one.name} {GROUPS}{way.node_size}{words}"
