@@ -4,13 +4,13 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any, TypeVar
 
 import torch
 
-from thinwire._wording import near, shown
+from thinwire._wording import closest, closest_or_all, shown
 
 _T = TypeVar("_T")
 
@@ -170,23 +170,6 @@ def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
         raise ValueError(
             f"{name} must be one of {choices}, got {shown(value)}{closest(value, choices)}"
         )
-
-
-def closest(word: object, candidates: Iterable[object]) -> str:
-    """Return a hint such as `; did you mean 'weight_decay'?`, or an empty string if nothing is
-    near.
-
-    >>> closest("weigth_decay", ["lr", "weight_decay"])
-    "; did you mean 'weight_decay'?"
-    """
-    names = [name for name in candidates if isinstance(name, str)]
-    matches = near(word, names) if isinstance(word, str) else []
-    return f"; did you mean {' or '.join(repr(match) for match in matches)}?" if matches else ""
-
-
-def closest_or_all(word: object, known: Collection[str]) -> str:
-    """Return the hint of `closest`, or a list of all known words if nothing is near."""
-    return closest(word, known) or f"; known are {', '.join(known)}"
 
 
 def same_shapes(

@@ -3,7 +3,7 @@
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 _SEPARATOR = re.compile(r"[-_.]")
 _MOST_WORDS = 3
@@ -68,6 +68,23 @@ def near(word: str, candidates: Iterable[str]) -> list[str]:
         if word.lower() in _SEPARATOR.split(candidate.lower()):
             found.append((len(candidate), -index, candidate))
     return [candidate for _, _, candidate in sorted(found)][:_MOST_WORDS]
+
+
+def closest(word: object, candidates: Iterable[object]) -> str:
+    """Return a hint such as `; did you mean 'weight_decay'?`, or an empty string if nothing is
+    near.
+
+    >>> closest("weigth_decay", ["lr", "weight_decay"])
+    "; did you mean 'weight_decay'?"
+    """
+    names = [name for name in candidates if isinstance(name, str)]
+    matches = near(word, names) if isinstance(word, str) else []
+    return f"; did you mean {' or '.join(repr(match) for match in matches)}?" if matches else ""
+
+
+def closest_or_all(word: object, known: Collection[str]) -> str:
+    """Return the hint of `closest`, or a list of all known words if nothing is near."""
+    return closest(word, known) or f"; known are {', '.join(known)}"
 
 
 def _distance(a: str, b: str) -> int:

@@ -43,7 +43,7 @@ def test_an_interface_that_is_not_there_names_the_closest() -> None:
     (finding,) = of("gloo", machine)
     assert finding.level == "wrong"
     assert "GLOO_SOCKET_IFNAME=eht0: Unable to find address" in finding.found
-    assert "did you mean eth0?" in finding.advice
+    assert "did you mean 'eth0'?" in finding.advice
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def test_a_column_has_one_unit_and_one_precision_and_marks_its_best() -> None:
     assert found["times fewer bytes per step than dense"].best == {1}
     assert found["communication share, %"].texts == ("75", "17")
     by_time = results()
-    by_time.settings.seconds = 20.0
+    by_time.settings = {**by_time.settings, "seconds": 20.0}
     by_time.strategies[1].steps += 5
     for same_work in (found["compute-only step, ms"], found["steps"], columns(by_time)["steps"]):
         assert same_work.best == set()

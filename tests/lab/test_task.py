@@ -70,7 +70,7 @@ def test_trains_with_its_own_optimizer(tmp_path: Path, monkeypatch: pytest.Monke
         assert run.settings["lr"] == 0.02
         assert run.final_loss < 0.7 * run.evaluations[0].loss, run.strategy
     assert results.model["task"] == task
-    assert results.settings.optimizer.startswith("the task's own")
+    assert results.settings["optimizer"].startswith("the task's own")
     for name in names:
         use = api.to_use(results, name)
         assert use is not None

@@ -21,7 +21,8 @@ def judged(*runs: Run, seconds: float | None = 20.0, **changes: Any) -> Verdict:
         common_loss=common,
         **changes,
     )
-    whole.settings = replace(whole.settings, seconds=seconds, steps=None if seconds else 20)
+    steps = None if seconds else 20
+    whole.settings = {**whole.settings, "seconds": seconds, "steps": steps}
     return verdict(whole)
 
 

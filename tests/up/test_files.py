@@ -40,7 +40,7 @@ HARD = {
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("machine: [a]\ntorchrun: t.py", "'machine'; did you mean machines?"),
+        ("machine: [a]\ntorchrun: t.py", "'machine'; did you mean 'machines'?"),
         ("torchrun: t.py", "machines is missing"),
         ("machines: [a]", "one of members"),
         ("machines: [a]\ntorchrun: t.py\nmembers: m", "one of members"),

@@ -2,9 +2,10 @@
 
 import hashlib
 import struct
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import NamedTuple, Self
 
@@ -61,8 +62,7 @@ def value_bytes(k: int, bits: int) -> int:
     return 4 * SCALE_COUNT[bits] + (k * bits + 7) // 8
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """Space of one tensor in a message."""
 
     numel: int
@@ -87,13 +87,15 @@ class Layout:
     @classmethod
     def of(cls, numels: Iterable[int], sparsity: float, value_bits: int) -> Self:
         """Return the layout for tensors of these sizes, sent without the fraction `sparsity`."""
-        return cls(tuple(Slot(numel, count_sent(numel, sparsity)) for numel in numels), value_bits)
+        slot = cache(lambda numel: Slot(numel, count_sent(numel, sparsity)))
+        return cls(tuple(map(slot, numels)), value_bits)
 
     @cached_property
     def nbytes(self) -> int:
         """Length of a message, header included; a function of the layout only."""
         payload = sum(
-            position_bytes(s.numel, s.k) + value_bytes(s.k, self.value_bits) for s in self.slots
+            count * (position_bytes(*slot) + value_bytes(slot.k, self.value_bits))
+            for slot, count in Counter(self.slots).items()
         )
         return HEADER_BYTES + max(payload, CULPRIT.size)
 
@@ -136,7 +138,8 @@ class WholeLayout:
     @cached_property
     def nbytes(self) -> int:
         """Length of a message, header included; a function of the layout only."""
-        return HEADER_BYTES + sum(whole_bytes(numel, self.value_bits) for numel in self.numels)
+        counts = Counter(self.numels).items()
+        return HEADER_BYTES + sum(n * whole_bytes(numel, self.value_bits) for numel, n in counts)
 
     @cached_property
     def digest(self) -> int:

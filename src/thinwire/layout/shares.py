@@ -35,12 +35,17 @@ Form = TypeVar("Form", bound=Layout | WholeLayout)
 class SplitLayout(Generic[Form]):
     """Owners of pieces and lengths of all messages; the same on all sources."""
 
-    pieces: tuple[tuple[Piece, ...], ...]
-    """Pieces by owner, in the order of the tensors."""
+    numels: tuple[int, ...]
+    """Entries of the tensors."""
     first: tuple[Form, ...]
     """Layout by owner of the message that every source sends it in round one."""
     second: tuple[Form, ...]
     """Layout by owner of the message that it sends to all in round two."""
+
+    @cached_property
+    def pieces(self) -> list[list[Piece]]:
+        """Pieces by owner, in the order of the tensors."""
+        return partition(self.numels, len(self.first))
 
     @cached_property
     def ends(self) -> list[list[int]]:
@@ -63,11 +68,12 @@ def split_plan(layout: Layout, sources: int) -> SplitLayout[Layout]:
     # a piece of m positions of a tensor that sends k of n has room for ceil(2 k m / n) entries in
     # round one; in round two the pieces of a tensor have room for about k, each for one at least
     slots, bits = layout.slots, layout.value_bits
-    pieces = partition([slot.numel for slot in slots], sources)
-    first = [tuple(_first_room(slots[p.slot], p) for p in row) for row in pieces]
-    second = [tuple(_second_room(slots[p.slot], p) for p in row) for row in pieces]
+    numels = tuple(slot.numel for slot in slots)
+    pieces = partition(numels, sources)
+    first = [tuple(_first_room(slots[p.slot], p.numel) for p in row) for row in pieces]
+    second = [tuple(_second_room(slots[p.slot], p.start, p.numel) for p in row) for row in pieces]
     return SplitLayout(
-        tuple(tuple(row) for row in pieces),
+        numels,
         tuple(Layout(row, bits, f";to {owner}") for owner, row in enumerate(first)),
         tuple(Layout(row, bits, f";from {owner}") for owner, row in enumerate(second)),
     )
@@ -90,17 +96,18 @@ def partition(numels: Sequence[int], sources: int) -> list[list[Piece]]:
     return pieces
 
 
-def _first_room(slot: Slot, piece: Piece) -> Slot:
-    return Slot(piece.numel, min(piece.numel, -(-_FIRST_ROOM * slot.k * piece.numel // slot.numel)))
+@lru_cache(maxsize=256)
+def _first_room(slot: Slot, numel: int) -> Slot:
+    return Slot(numel, min(numel, -(-_FIRST_ROOM * slot.k * numel // slot.numel)))
 
 
-def _second_room(slot: Slot, piece: Piece) -> Slot:
+@lru_cache(maxsize=256)  # tensors are alike
+def _second_room(slot: Slot, start: int, numel: int) -> Slot:
     """Return the slot of a piece in round two."""
     before, after = (
-        (2 * slot.k * at + slot.numel) // (2 * slot.numel)
-        for at in (piece.start, piece.start + piece.numel)
+        (2 * slot.k * at + slot.numel) // (2 * slot.numel) for at in (start, start + numel)
     )
-    return Slot(piece.numel, min(piece.numel, max(1, after - before)))
+    return Slot(numel, min(numel, max(1, after - before)))
 
 
 @lru_cache(maxsize=64)
@@ -110,11 +117,11 @@ def whole_split(layout: WholeLayout, sources: int) -> SplitLayout[WholeLayout] |
         return None
     pieces = partition(layout.numels, sources)
     bits = layout.value_bits
-    numels = [tuple(piece.numel for piece in row) for row in pieces]
+    shares = [tuple(piece.numel for piece in row) for row in pieces]
     return SplitLayout(
-        tuple(tuple(row) for row in pieces),
-        tuple(WholeLayout(row, bits, f";to {owner}") for owner, row in enumerate(numels)),
-        tuple(WholeLayout(row, bits, f";from {owner}") for owner, row in enumerate(numels)),
+        layout.numels,
+        tuple(WholeLayout(row, bits, f";to {owner}") for owner, row in enumerate(shares)),
+        tuple(WholeLayout(row, bits, f";from {owner}") for owner, row in enumerate(shares)),
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire._names import matches
-from thinwire._wording import warn_user
+from thinwire._wording import closest, warn_user
 from thinwire.core.gradients import Regularizer
 
 Predicate = Callable[[str, Tensor], bool]
@@ -133,7 +133,7 @@ def check_keys(group: Mapping[str, Any], own_keys: Iterable[str]) -> None:
     known = dict.fromkeys([*COMMON_KEYS, *own_keys, *ALSO_ACCEPTED])
     for key, value in group.items():
         if key not in known:
-            hint = check.closest(key, [*known, "order_params"])
+            hint = closest(key, [*known, "order_params"])
             raise ValueError(
                 f"unknown key {key!r} with value {value!r} in a parameter group{hint} (allowed: "
                 f"{', '.join(known)})"
@@ -174,7 +174,7 @@ def require_matches(exclude: Exclusion, names: Iterable[str | None]) -> None:
         if not any(matches(name, pattern) for name in given):
             bare = pattern.replace("*", "").replace("?", "")
             ends = (name.rpartition(".")[2] for name in given)
-            hint = check.closest(bare, [*given, *ends]) or f"; the names begin with {given[:5]}"
+            hint = closest(bare, [*given, *ends]) or f"; the names begin with {given[:5]}"
             raise ValueError(
                 f"exclude_from_weight_decay: the pattern {pattern!r} matches no parameter "
                 f"name{hint}"

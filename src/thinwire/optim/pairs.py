@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire._wording import closest
 from thinwire.core.sharded import is_sharded
 from thinwire.optim.groups import ParamRecord
 
@@ -109,7 +110,7 @@ def _resolved(argument: str, entries: object, records: Mapping[Tensor, ParamReco
             if len(matches) != 1:
                 raise ValueError(
                     f"{argument}: {len(matches)} parameters have the name {entry!r}, but exactly "
-                    f"one is required{check.closest(entry, by_name)}"
+                    f"one is required{closest(entry, by_name)}"
                 )
             found.add(matches[0])
     return found

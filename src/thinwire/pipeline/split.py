@@ -9,6 +9,7 @@ from torch import nn
 
 from thinwire import _validate as check
 from thinwire._names import plain_name
+from thinwire._wording import closest
 from thinwire.errors import StrategyError
 
 
@@ -180,7 +181,7 @@ def _index_of(model: nn.Module, links: Sequence[ChainModule], point: str) -> int
         names = [repr(link.name) for link in links[1:]]
         shown = [*names[:8], f"... {names[-1]}"] if len(names) > 9 else names
         raise ValueError(
-            f"split_points: the model has no module {point!r}{check.closest(point, modules)}; it "
+            f"split_points: the model has no module {point!r}{closest(point, modules)}; it "
             f"can be cut at {', '.join(shown)}"
         )
     raise StrategyError(

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from thinwire import _validate as check
 from thinwire._names import matches as matches_name
 from thinwire._names import plain_name
+from thinwire._wording import closest
 from thinwire.step.forwarding import ForwardLayer
 
 Buffers = dict[str, Tensor | None]
@@ -202,5 +202,5 @@ def _miss(pattern: str, hits: Sequence[str], modules: Iterable[str]) -> str:
         )
     names = [name for name in modules if name]
     bare = pattern.replace("*", "").replace("?", "").strip(".")
-    hint = check.closest(bare, names) or (f"; the names begin with {names[:5]}" if names else "")
+    hint = closest(bare, names) or (f"; the names begin with {names[:5]}" if names else "")
     return f"checkpoints: the pattern {pattern!r} matches no module name{hint}"

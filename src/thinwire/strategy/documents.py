@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from thinwire import _validate as check
 from thinwire._files import replace_file
-from thinwire._wording import plain, shown
+from thinwire._wording import closest_or_all, plain, shown
 from thinwire.compress import COMPRESSIONS
 from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale
 from thinwire.errors import StrategyError
@@ -135,7 +134,7 @@ def _require_keys(
         elif key == "average_state" and type(value) is int:
             problem = f"{plain(below)}={value}: numbers left in 0.4; write true or false"
         elif key not in known:
-            problem = f"{plain(below)}={shown(value)} is unknown{check.closest_or_all(key, known)}"
+            problem = f"{plain(below)}={shown(value)} is unknown{closest_or_all(key, known)}"
         else:
             continue
         problems.append(where(below) + problem)

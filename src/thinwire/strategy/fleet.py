@@ -12,7 +12,7 @@ from glob import escape
 from typing import Any, NamedTuple
 
 from thinwire import _validate as check
-from thinwire._wording import plain, warn_user
+from thinwire._wording import closest_or_all, plain, warn_user
 from thinwire.compress.dgc import DGC
 from thinwire.core.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from thinwire.errors import StrategyError
@@ -298,7 +298,7 @@ def _require_known(
 ) -> None:
     for key, value in given.items():
         if key not in known:
-            hint = check.closest_or_all(key, sorted(known))
+            hint = closest_or_all(key, sorted(known))
             wrong.append(StrategyError(f"{plain(f'{prefix}{key}')}={value!r} is unknown{hint}"))
 
 

@@ -3,13 +3,9 @@
 Torch is imported after the arguments have been checked.
 """
 
-import time
-from pathlib import Path
-from typing import Annotated
+from functools import wraps
+from typing import Any
 
-from cyclopts import Parameter
-
-from thinwire.tools.app import Count, Names, Seconds
 from thinwire.tools.compare.page import BEST, write
 from thinwire.tools.compare.record import Results
 from thinwire.tools.compare.settings import Settings
@@ -35,35 +31,8 @@ torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr 10.0.0.1 --ma
 """
 
 
-def compare(
-    *,
-    workers: Count | None = None,
-    link: str | None = None,
-    latency: str = "0ms",
-    up: str | None = None,
-    down: str | None = None,
-    loss: str = "0%",
-    congestion: str | None = None,
-    strategies: Names | None = None,
-    steps: Count | None = None,
-    seconds: Seconds | None = None,
-    model: str = "transformer",
-    size: str | None = None,
-    text: Path | None = None,
-    out: Path | None = None,
-    batch: Count | None = None,
-    seed: Count = 0,
-    seeds: Count = 1,
-    lr: float | None = None,
-    optimizer: str = "adamw",
-    task: str | None = None,
-    device: str = "auto",
-    tune: Annotated[bool, Parameter(negative="")] = False,
-    timeout: float | None = None,
-    shard: Count = 1,
-    every: Annotated[bool, Parameter(name="--all", negative="")] = False,
-    quiet: Annotated[bool, Parameter(negative="")] = False,
-) -> None:
+@wraps(Settings.check, assigned=("__annotations__",))
+def compare(**typed: Any) -> None:  # noqa: D417 - the arguments are those of Settings.check
     """Train one model under several strategies over one link; report loss against time and
     bytes.
 
@@ -109,14 +78,7 @@ def compare(
         every: Print all figures, which the report has too.
         quiet: Show no progress.
     """
-    if out is None:
-        out = Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
-    typed = {name: value for name, value in locals().items() if name not in ("every", "quiet")}
     settings = Settings.check(**typed)
-    _run(settings, every, quiet)
-
-
-def _run(settings: Settings, every: bool, quiet: bool) -> None:
     from thinwire.tools.compare.compare import compare as measure
     from thinwire.tools.report.progress import display_for
     from thinwire.tools.run.launch import WorkerError
@@ -130,23 +92,23 @@ def _run(settings: Settings, every: bool, quiet: bool) -> None:
             kept.append(results)
 
     try:
-        keep(measure(settings, display_for(quiet=quiet or not speaks), keep))
+        keep(measure(settings, display_for(quiet=settings.quiet or not speaks), keep))
     except (KeyboardInterrupt, SystemExit):
         if kept:
-            _print(kept[-1], settings.out, every)
+            _print(kept[-1], settings)
         raise
     if not kept:  # rank 0 has written the report
         return
-    _print(kept[-1], settings.out, every)
+    _print(kept[-1], settings)
     if failures := kept[-1].failures:
         raise WorkerError("\n".join(f"{failure.strategy}: {failure.error}" for failure in failures))
 
 
-def _print(results: Results, out: Path, every: bool) -> None:
-    print_table(results, every=every)
-    print(f"report: {out / 'report.html'}")
-    if (out / BEST).exists():
-        print(f"strategy file of {results.winner}: {out / BEST}")
+def _print(results: Results, settings: Settings) -> None:
+    print_table(results, every=settings.every)
+    print(f"report: {settings.out / 'report.html'}")
+    if (best := settings.out / BEST).exists():
+        print(f"strategy file of {results.winner}: {best}")
 
 
 compare.__doc__ = (compare.__doc__ or "").replace(

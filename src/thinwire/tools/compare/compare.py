@@ -32,7 +32,10 @@ Keep = Callable[[Results], None]
 
 def compare(settings: Settings, display: Display, keep: Keep = lambda _: None) -> Results:
     """Train every strategy in turn over the same link and return what was measured."""
-    _require_gpu(settings)
+    if settings.device == "cuda" and settings.joined_rank is None:  # else ranks agree on it later
+        from thinwire.tools.run.task import require_gpu
+
+        require_gpu()
     corpus = _read_corpus(settings)
     reason = why_unavailable() if settings.link.emulated else None
     started_s = time.time()
@@ -81,18 +84,6 @@ def compare(settings: Settings, display: Display, keep: Keep = lambda _: None) -
     return ledger.results()
 
 
-def _require_gpu(settings: Settings) -> None:
-    """Refuse cuda where torch sees none; ranks of torchrun agree on that later."""
-    if settings.device != "cuda" or settings.joined_rank is not None:
-        return
-    from thinwire.tools.run.task import TaskError, require_gpu
-
-    try:
-        require_gpu()
-    except TaskError as error:
-        raise ValueError(str(error)) from error
-
-
 def _read_corpus(settings: Settings) -> Corpus | None:
     """Return the training data of the built-in models; None for a user's task."""
     if settings.task is not None:
@@ -105,12 +96,16 @@ def _read_corpus(settings: Settings) -> Corpus | None:
 def _config(
     recipe: Recipe, settings: Settings, emulated: Network | None, files: Mapping[str, str]
 ) -> RunConfig:
-    steps = settings.steps
-    ramp_steps = max(1, min(_LONGEST_RAMP_STEPS, (steps or 0) // 4))
+    if settings.steps is None:
+        ramp_steps = _RAMP_STEPS_BY_CLOCK
+        most = max(_FEWEST_EVALUATIONS, int((settings.seconds or 0) / 2))
+    else:
+        ramp_steps = max(1, min(_LONGEST_RAMP_STEPS, settings.steps // 4))
+        most = settings.steps
     return RunConfig(
-        **settings.shared | {"evaluations": _evaluations(settings)},
+        **settings.shared | {"evaluations": min(settings.evaluations, most)},
         recipe=recipe,
-        ramp_steps=_RAMP_STEPS_BY_CLOCK if steps is None else ramp_steps,
+        ramp_steps=ramp_steps,
         train_file=files.get("train_file", ""),
         held_out_file=files.get("held_out_file", ""),
         held_out_sequences=_HELD_OUT_SEQUENCES,
@@ -271,9 +266,3 @@ def _write_corpus(corpus: Corpus, work: Path, *, tune: bool) -> dict[str, str]:
         path.write_bytes(content)
         files[f"{name}_file"] = str(path.resolve())
     return files
-
-
-def _evaluations(settings: Settings) -> int:
-    if settings.seconds is None:
-        return min(settings.evaluations, settings.steps or 1)
-    return min(settings.evaluations, max(_FEWEST_EVALUATIONS, int(settings.seconds / 2)))

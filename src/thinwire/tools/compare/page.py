@@ -44,7 +44,7 @@ _FIRST_LINE = "# Written by thinwire compare: "
 def render(results: Results) -> str:
     """Return the report as one HTML page."""
     runs = results.strategies
-    unit = results.settings.loss_unit
+    unit = results.settings["loss_unit"]
     return page(
         "compare.html",
         results=results,
@@ -57,20 +57,19 @@ def render(results: Results) -> str:
         ],
         loss_name=f"held-out loss, {unit}" if unit else "held-out loss",
         use=to_use(results, results.winner),
-        strategies={run.strategy: _strategy_text(run) for run in runs},
+        strategies={
+            run.strategy: f"{run.summary}. {value_text(run.settings)}. Bytes counted by: "
+            f"{run.library_bytes_counted_by}."
+            for run in runs
+        },
         about={
-            "settings": results.settings.to_dict(),
+            "settings": results.settings,
             "model": results.model,
             "text": results.text,
             "link": vars(results.link),
             "machine": results.machine,
         },
     )
-
-
-def _strategy_text(run: Run) -> str:
-    settings = ", ".join(f"{key} {value_text(value)}" for key, value in run.settings.items())
-    return f"{run.summary}. {settings}. Bytes counted by: {run.library_bytes_counted_by}."
 
 
 def loss_plots(runs: Sequence[Run], axis: str) -> list[tuple[Any, ...]]:
@@ -130,7 +129,7 @@ def to_use(results: Results, winner: str | None) -> ToUse | None:
     run = results.run_of(winner)
     if run is None:
         return None
-    optimizer = run.settings.get("optimizer", results.settings.optimizer.split(";")[0])
+    optimizer = run.settings.get("optimizer", results.settings["optimizer"].split(";")[0])
     name = run.strategy
     rate = f"{optimizer} and a peak learning rate of {run.settings['lr']:g}"
     if run.document is not None:

@@ -128,17 +128,21 @@ class Run:
         points = self.evaluations
         losses = [point.loss for point in points]
         finals = [seed.evaluations[-1].loss for seed in self.seeds]
-        by_time = [(point.seconds, point.loss) for point in points]
-        by_bytes = [(point.library_bytes, point.loss) for point in points]
+        reached: dict[str, Any] = {
+            f"{unit}_to_{which}_loss": first_reached(zip(costs, losses, strict=True), loss)
+            for unit, costs in (
+                ("seconds", [point.seconds for point in points]),
+                ("bytes", [point.library_bytes for point in points]),
+            )
+            for which, loss in (("common", common), ("dense", dense))
+            if loss is not None
+        }
         return replace(
             self,
             final_loss=losses[-1],
             final_loss_range=max(finals) - min(finals) if len(finals) > 1 else None,
             best_loss=min(losses),
-            seconds_to_common_loss=first_reached(by_time, common),
-            bytes_to_common_loss=first_reached(by_bytes, common),
-            seconds_to_dense_loss=None if dense is None else first_reached(by_time, dense),
-            bytes_to_dense_loss=None if dense is None else first_reached(by_bytes, dense),
+            **reached,
         )
 
 
@@ -180,31 +184,6 @@ class Asked:
     joined: bool
 
 
-@dataclass
-class SettingsRecord:
-    """Arguments of the command, and settings that all strategies share."""
-
-    workers: int
-    steps: int | None
-    seconds: float | None
-    batch_per_worker: int | None
-    seed: int
-    seeds: int
-    shard: int
-    loss_of: str
-    optimizer: str
-    task: str | None
-    loss_unit: str | None
-    device: str
-    more: Mapping[str, Any]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the settings as JSON data."""
-        whole = {**vars(self), **self.more}
-        del whole["more"]
-        return whole
-
-
 @dataclass(kw_only=True)
 class Results:
     """One comparison; `KEYS` describes each field."""
@@ -217,7 +196,8 @@ class Results:
     winner: str | None = None
     command: str
     link: Asked
-    settings: SettingsRecord
+    settings: Mapping[str, Any]
+    """Arguments of the command, and settings that all strategies share."""
     model: Mapping[str, Any]
     text: Mapping[str, Any]
     machine: Mapping[str, Any]
@@ -234,7 +214,7 @@ class Results:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of `results.json`."""
-        whole = asdict(self) | {"settings": self.settings.to_dict(), "keys": KEYS}
+        whole = asdict(self) | {"keys": KEYS}
         for run in whole["strategies"]:
             if run["seconds_on_asked_link"] is None:
                 del run["seconds_on_asked_link"]

@@ -18,7 +18,6 @@ from thinwire.tools.compare.record import (
     Interruption,
     Results,
     Run,
-    SettingsRecord,
     common_loss,
 )
 from thinwire.tools.compare.settings import Settings
@@ -27,6 +26,8 @@ from thinwire.tools.run.config import OPTIMIZERS
 from thinwire.tools.run.launch import cores
 from thinwire.tools.run.text import Corpus
 
+_AS_GIVEN = ("workers", "steps", "seconds", "seed", "seeds", "shard", "task", "device")
+"""Settings that the record has as they were given."""
 _LOSS_UNITS = {"transformer": "nats per byte", "convolution": "nats"}
 _SCHEDULE = "rate: linear warm-up over a tenth, cosine to a tenth"
 
@@ -97,21 +98,14 @@ class Ledger:
                 self.reason,
                 joined,
             ),
-            settings=SettingsRecord(
-                workers=settings.workers,
-                steps=settings.steps,
-                seconds=settings.seconds,
-                batch_per_worker=settings.batch if task is None else None,
-                seed=settings.seed,
-                seeds=settings.seeds,
-                shard=settings.shard,
-                loss_of="the validation part" if settings.tune else "the held-out part",
-                optimizer=f"{optimizer}; {_SCHEDULE}",
-                task=task,
-                loss_unit=_LOSS_UNITS[settings.model.kind] if task is None else None,
-                device=settings.device,
-                more=self.common,
-            ),
+            settings={
+                **{name: getattr(settings, name) for name in _AS_GIVEN},
+                "batch_per_worker": settings.batch if task is None else None,
+                "loss_of": "the validation part" if settings.tune else "the held-out part",
+                "optimizer": f"{optimizer}; {_SCHEDULE}",
+                "loss_unit": _LOSS_UNITS[settings.model.kind] if task is None else None,
+                **self.common,
+            },
             model={
                 **(asdict(settings.model) if task is None else {"task": task}),
                 "parameters": runs[0].parameters,
@@ -132,10 +126,9 @@ class Ledger:
         missing = self.missing
         if not missing:
             return None
-        not_begun = [name for name in missing if name != self.current]
-        if self.current not in missing:
-            return Interruption(by, None, None, not_begun)
-        return Interruption(by, self.current, self.progress, not_begun)
+        during = self.current if self.current in missing else None
+        progress = None if during is None else self.progress
+        return Interruption(by, during, progress, [one for one in missing if one != during])
 
     def _derived(self, run: Run) -> Run:
         settings = self.settings

@@ -2,14 +2,18 @@
 
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from inspect import signature
 from math import inf
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
+
+from cyclopts import Parameter
 
 from thinwire._launched import launched_rank
+from thinwire.tools.app import Count, Names, Seconds
 from thinwire.tools.compare.strategies import USUAL, choose
 from thinwire.tools.network.netns import Link
 from thinwire.tools.run.config import (
@@ -28,6 +32,9 @@ from thinwire.tools.run.config import (
 )
 from thinwire.tools.run.text import require_digits
 
+_UNTYPED = ("out", "every", "quiet")
+"""Arguments that are no part of a comparison."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Training):
@@ -42,6 +49,8 @@ class Settings(Training):
     seeds: int
     tune: bool
     typed: list[str]
+    every: bool
+    quiet: bool
     joined_rank: int | None = None
     timeout: float | None = None
 
@@ -49,32 +58,36 @@ class Settings(Training):
     def check(
         cls,
         *,
-        workers: int | None,
-        link: str | None,
+        workers: Count | None = None,
+        link: str | None = None,
         latency: str = "0ms",
         up: str | None = None,
         down: str | None = None,
         loss: str = "0%",
         congestion: str | None = None,
-        strategies: Sequence[str] | None,
-        steps: int | None,
-        seconds: float | None,
-        size: str | None,
-        text: Path | None,
-        out: Path,
-        batch: int | None,
-        seed: int = 0,
-        seeds: int = 1,
-        lr: float | None,
+        strategies: Names | None = None,
+        steps: Count | None = None,
+        seconds: Seconds | None = None,
+        model: str = "transformer",
+        size: str | None = None,
+        text: Path | None = None,
+        out: Path | None = None,
+        batch: Count | None = None,
+        seed: Count = 0,
+        seeds: Count = 1,
+        lr: float | None = None,
         optimizer: str = "adamw",
         task: str | None = None,
         device: str = "auto",
-        tune: bool,
-        model: str = "transformer",
+        tune: Annotated[bool, Parameter(negative="")] = False,
         timeout: float | None = None,
-        shard: int = 1,
+        shard: Count = 1,
+        every: Annotated[bool, Parameter(name="--all", negative="")] = False,
+        quiet: Annotated[bool, Parameter(negative="")] = False,
     ) -> Self:
         """Return settings from the arguments; raise ValueError for the first invalid one."""
+        if out is None:
+            out = Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
         typed = _typed(cls.check, {**locals()})
         launched = launched_rank(os.environ)
         if launched is not None:
@@ -146,7 +159,7 @@ def _typed(check: Callable[..., Any], given: Mapping[str, Any]) -> list[str]:
     words = []
     defaults = {name: one.default for name, one in signature(check).parameters.items()}
     for name, value in given.items():
-        if name in defaults and name != "out" and value not in (None, False, defaults[name]):
+        if name in defaults and name not in _UNTYPED and value not in (None, False, defaults[name]):
             values = value if isinstance(value, list | tuple) else [value]
             texts = [f"{one:g}" if isinstance(one, float) else str(one) for one in values]
             words += [f"--{name}", *(() if value is True else texts)]

@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from thinwire._wording import near
+from thinwire._wording import closest
 from thinwire.tools.run.config import Recipe
 
 if TYPE_CHECKING:
@@ -43,12 +43,9 @@ def choose(words: Iterable[str]) -> tuple[Recipe, ...]:
 def _by_name(word: str) -> Recipe:
     if word in STRATEGIES:
         return STRATEGIES[word]
-    *others, last = [name for name in STRATEGIES if name in near(word, STRATEGIES)] or [""]
-    meant = f"{', '.join(others)} or {last}" if others else last
-    hint = f"did you mean {meant}? " if meant else ""
     raise ValueError(
-        f"strategies={word!r} is unknown; {hint}choose from {', '.join(STRATEGIES)}, or name a "
-        "strategy file (.yaml)"
+        f"strategies={word!r} is unknown{closest(word, STRATEGIES)}; choose from "
+        f"{', '.join(STRATEGIES)}, or name a strategy file (.yaml)"
     )
 
 

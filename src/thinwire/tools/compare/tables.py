@@ -36,11 +36,11 @@ def tables(results: Results) -> list[tuple[str, list[Column]]]:
     """Return titles and columns of all figures; a measure without any value is left out."""
     runs, shared = results.strategies, results.settings
     dense, common = results.dense_loss, results.common_loss
-    sender = "worker" if shared.shard == 1 else "site"
-    held_out = shared.loss_of == "the held-out part"
-    part = "held-out loss" if held_out else f"loss on {shared.loss_of}"
+    sender = "worker" if shared["shard"] == 1 else "site"
+    held_out = shared["loss_of"] == "the held-out part"
+    part = "held-out loss" if held_out else f"loss on {shared['loss_of']}"
     digits = _digits(runs)
-    fastest = min if shared.seconds is None else None
+    fastest = min if shared["seconds"] is None else None
     # the loss that all reached says no more where all reached dense's, and nothing where there is
     # one strategy
     all_reached = dense is not None and all(run.seconds_to_dense_loss is not None for run in runs)
@@ -53,8 +53,8 @@ def tables(results: Results) -> list[tuple[str, list[Column]]]:
         _fixed(
             "training time on the requested link", "s", runs, "seconds_on_asked_link", 1, fastest
         ),
-        _fixed(f"{part} at the end", shared.loss_unit or "", runs, "final_loss", digits, min),
-        _fixed(f"its range over {shared.seeds} seeds", "", runs, "final_loss_range", digits),
+        _fixed(f"{part} at the end", shared["loss_unit"] or "", runs, "final_loss", digits, min),
+        _fixed(f"its range over {shared['seeds']} seeds", "", runs, "final_loss_range", digits),
         *(
             column
             for which, loss in targets
@@ -122,19 +122,20 @@ def print_table(results: Results, *, every: bool = False) -> None:
     names = [run.strategy for run in results.strategies]
     columns = summary(results)
     rows = zip(names, *map(_cells, columns), strict=True)
-    console.print(_drawn([column.whole_label for column in columns], rows))
+    console.print(drawn([column.whole_label for column in columns], rows))
     for title, measures in tables(results) if every else ():
         for begin in range(0, len(names), _AT_ONCE):
             some = slice(begin, begin + _AT_ONCE)
             lines = [[column.whole_label, *_cells(column)[some]] for column in measures]
-            console.print(_drawn(names[some], lines, title))
+            console.print(drawn(names[some], lines, title))
     more = "" if every else " All figures: --all."
     console.print(f"* best. waits: of a step. set-up: before the training.{more}")
     for failure in results.failures:
         console.print(f"{failure.strategy} failed: {failure.error}")
 
 
-def _drawn(heads: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> "Table":
+def drawn(heads: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> "Table":
+    """Return a table for a terminal; the first entry of a row is its name."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text

@@ -26,7 +26,12 @@ def verdict(results: Results) -> Verdict:
     dense = results.run_of("dense")
     clock = _Clock(results.link)
     if len(runs) == 1:
-        main = _single(runs[0], clock)
+        run = runs[0]
+        main = Verdict(
+            f"{clock.where} {run.strategy} reached a held-out loss of {loss_text(run.final_loss)} "
+            f"after {run.steps} steps in {_seconds(run.seconds)}; no other strategy was compared.",
+            None,
+        )
     elif dense is not None:
         main = _against_dense(results, dense, clock)
     else:
@@ -80,14 +85,6 @@ def _until(run: Run, which: str) -> list[float | None]:
 
 def _begins(run: Run) -> float:
     return run.evaluations[0].loss
-
-
-def _single(run: Run, clock: _Clock) -> Verdict:
-    text = (
-        f"{clock.where} {run.strategy} reached a held-out loss of {loss_text(run.final_loss)} "
-        f"after {run.steps} steps in {_seconds(run.seconds)}; no other strategy was compared."
-    )
-    return Verdict(text, None)
 
 
 def _against_dense(results: Results, dense: Run, clock: _Clock) -> Verdict:
@@ -162,7 +159,7 @@ def _began_apart(runs: Sequence[Run]) -> bool:
 
 def _nobody(results: Results, dense: Run, others: Sequence[Run], clock: _Clock) -> Verdict:
     nearest = min(others, key=lambda run: run.best_loss)
-    budget = results.settings.seconds
+    budget = results.settings["seconds"]
     within = f"{dense.steps} steps" if budget is None else f"{budget:g} s"
     text = (
         f"{clock.where} no other strategy reached dense's loss ({loss_text(dense.final_loss)}) "

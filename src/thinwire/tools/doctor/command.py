@@ -15,6 +15,8 @@ from thinwire.tools.doctor.local_checks import (
     Finding,
     as_text,
     document,
+    has_remote_ranks,
+    machine_findings,
     meeting_point,
     one_wait_s,
     status_of,
@@ -90,7 +92,6 @@ def _without_gloo() -> TextIO:
 
 
 def _alone(timeout: float, report: Callable[[str, tuple[Finding, ...]], None]) -> int:
-    from thinwire.tools.doctor.local_checks import has_remote_ranks, machine_findings
     from thinwire.tools.doctor.machine import Machine
 
     machine = Machine.look()

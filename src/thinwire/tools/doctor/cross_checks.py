@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, groupby
 
 from thinwire.tools.doctor.interfaces import is_loopback
-from thinwire.tools.doctor.local_checks import Finding, machine_findings, note, ok, wrong
+from thinwire.tools.doctor.local_checks import Finding, judged, machine_findings, note, ok, wrong
 from thinwire.tools.doctor.machine import Machine
 from thinwire.tools.doctor.pairs import Line, Reach
 
@@ -166,8 +166,7 @@ def _connections(reports: Reports) -> Iterator[Finding]:
 def _lines(reports: Reports) -> Iterator[Finding]:
     if reports.lines:
         rank, to, line = min(reports.lines, key=lambda one: one[2].bytes_s)
-        level = note if line.advice else ok
-        yield level("line", f"rank {rank} to {to}: {line}", line.advice)
+        yield judged(not line.advice, "line", f"rank {rank} to {to}: {line}", line.advice)
 
 
 def _failed(reports: Reports, error: str, pairs: list[tuple[int, int]]) -> Finding:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import errno
 import ipaddress
 import socket
@@ -13,6 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from thinwire._wording import closest
 from thinwire.tools.doctor.interfaces import is_loopback, resolved
 
 if TYPE_CHECKING:
@@ -35,6 +35,11 @@ class Finding:
 ok, note = partial(Finding, "ok"), partial(Finding, "note")
 wrong = partial(Finding, "wrong")
 """Constructors of findings by level: correct, harmless, and to be fixed."""
+
+
+def judged(good: bool, check: str, found: str, advice: str) -> Finding:
+    """Return a finding that is correct, or harmless with an advice."""
+    return ok(check, found) if good else note(check, found, advice)
 
 
 def status_of(findings: Iterable[Finding]) -> int:
@@ -155,11 +160,9 @@ def _cure(machine: Machine) -> str:
         return f"set {name} {_BY_TORCHRUN}: this interface leads to the others"
     up = [one for one in machine.interfaces if one.up and one.addresses]
     usable = [one.name for one in up or machine.interfaces]
-    close = difflib.get_close_matches(named, usable, 1)
-    meant = f"did you mean {close[0]}? " if close else ""
     return (
-        f"{meant}set GLOO_SOCKET_IFNAME {_BY_TORCHRUN} to the interface that leads to the others, "
-        f"one of {', '.join(usable)}"
+        f"set GLOO_SOCKET_IFNAME {_BY_TORCHRUN} to the interface that leads to the others, one of "
+        f"{', '.join(usable)}{closest(named, usable)}"
     )
 
 
@@ -196,19 +199,11 @@ def _limits(machine: Machine, ranks: int) -> Iterator[Finding]:
     if last:
         free = last - first + 1 - machine.ports_used
         ports = f"gloo takes ports {first} to {last} (net.ipv4.ip_local_port_range), {free} free"
-        if free < _FEWEST_PORTS:
-            yield note("ports", ports, "widen the range: sysctl net.ipv4.ip_local_port_range")
-        else:
-            yield ok("ports", ports)
+        widen = "widen the range: sysctl net.ipv4.ip_local_port_range"
+        yield judged(free >= _FEWEST_PORTS, "ports", ports, widen)
     needed = max(_FEWEST_FILES, _FILES_PER_RANK * ranks)
-    if machine.open_files < needed:
-        yield note(
-            "open files",
-            f"a process may have {machine.open_files} files and sockets open",
-            f"ulimit -n {needed}",
-        )
-    else:
-        yield ok("open files", f"a process may have {machine.open_files} open")
+    files = f"a process may have {machine.open_files} files and sockets open"
+    yield judged(machine.open_files >= needed, "open files", files, f"ulimit -n {needed}")
 
 
 def _threads(machine: Machine, ranks_here: int) -> Finding:

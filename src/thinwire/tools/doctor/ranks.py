@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Set
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, final
 
@@ -97,46 +97,40 @@ Report = Callable[[str, tuple[Finding, ...]], None]
 
 
 @final
+@dataclass
 class Examination:
     """One rank's part; ranks other than 0 print only what they cannot send to rank 0."""
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        begun: float,
-        limit_s: float,
-        show: Callable[[str], None],
-        report: Report,
-    ) -> None:
-        self._rank = rank
-        self._size = size
-        self._begun = begun
-        self._limit_s = limit_s
-        self._wait_s = one_wait_s(limit_s)
-        self._show = show
-        self._report = report
-        self._machine = Machine.look()
+    rank: int
+    size: int
+    begun: float
+    limit_s: float
+    show: Callable[[str], None]
+    report: Report
+
+    def __post_init__(self) -> None:
+        self.wait_s = one_wait_s(self.limit_s)
+        self.machine = Machine.look()
 
     def run(self) -> int:
         """Run all phases and return the exit status; a thread may stay blocked in torch."""
-        self._show("meeting the other ranks")
+        self.show("meeting the other ranks")
         limit_s = self._left_s(_MET)
-        rank_and_size = (self._rank, self._size)
+        rank_and_size = (self.rank, self.size)
         limit = timedelta(seconds=limit_s)
         try:
-            self._store, *_ = within(
+            self.store, *_ = within(
                 limit_s,
                 lambda: next(iter(rendezvous("env://", *rank_and_size, timeout=limit))),
                 name=THREAD,
             )
         except (Late, RuntimeError, ValueError) as error:
             alone = "waited for all ranks without success"
-            problem = "did not reach the store" if self._rank else alone
+            problem = "did not reach the store" if self.rank else alone
             reason = str(error).partition("\n")[0] or "time-out"
             return self._ended_alone(f"{problem}: {reason}")
-        view = StoreView(self._store, *rank_and_size)
-        if self._rank == 0:
+        view = StoreView(self.store, *rank_and_size)
+        if self.rank == 0:
             view.write("token", secrets.token_hex(TOKEN_BYTES))
         token = view.read("token", 0, self._by(_MET))
         if token is None:
@@ -147,69 +141,69 @@ class Examination:
 
     def _examined(self, view: StoreView, token: bytes, stack: contextlib.ExitStack) -> Reports:
         port = 0
-        address = self._machine.address
+        address = self.machine.address
         no_socket = "" if address else "this machine has no address that leads to others"
         try:
             if address:
-                answering = Answering(address, self._rank, token, self._limit_s)
+                answering = Answering(address, self.rank, token, self.limit_s)
                 port = stack.enter_context(answering).port
         except OSError as error:
             no_socket = error.strerror or str(error)
-        view.write("facts", [asdict(self._machine), port, no_socket])
+        view.write("facts", [asdict(self.machine), port, no_socket])
         rows = view.read_all("facts", self._by(_MET))
         seen, strangers = _read(rows)
-        self._show("comparing clocks")
+        self.show("comparing clocks")
         skew = view.clock_skew(sorted(seen), self._by(_CLOCKS))
-        self._show("connecting all pairs")
+        self.show("connecting all pairs")
         peers = {
-            rank: Peer(rank, row.machine.address, rows[rank][1], token, self._wait_s)
+            rank: Peer(rank, row.machine.address, rows[rank][1], token, self.wait_s)
             for rank, row in seen.items()
-            if rank != self._rank and rows[rank][1]
+            if rank != self.rank and rows[rank][1]
         }
         # one rank of each machine stands for it: a thin line would be full of messages otherwise
-        first = {min(ranks) for ranks in Reports(self._size, seen, strangers).machines}
-        large = first if self._rank in first else set()
+        first = {min(ranks) for ranks in Reports(self.size, seen, strangers).machines}
+        large = first if self.rank in first else set()
         reaches = reach_all(peers.values(), large)
         view.write("pairs", [skew, [asdict(reach) for reach in reaches]])
         pairs = view.read_all("pairs", self._by(_PAIRS))
         lines = self._lines(view, _farthest(pairs, first), peers)
-        self._show("forming a gloo group")
-        if self._rank == 0:
+        self.show("forming a gloo group")
+        if self.rank == 0:
             able = [rank for rank, row in seen.items() if not row.machine.gloo_error]
-            view.write("plan", len(able) == self._size)
+            view.write("plan", len(able) == self.size)
         plan = bool(view.read("plan", 0, self._by(_GLOO)))
         if plan:
             view.write("gloo", self._group_error())
-        outcomes = view.read_all("gloo", self._by(_GLOO)) if plan and self._rank == 0 else {}
+        outcomes = view.read_all("gloo", self._by(_GLOO)) if plan and self.rank == 0 else {}
         for rank in pairs.keys() & seen.keys():
             skew, answers = pairs[rank]
             reached = tuple(Reach(**row) for row in answers)
             seen[rank] = replace(seen[rank], skew=skew and tuple(skew), reaches=reached)
         reports = {rank: replace(row, gloo=outcomes.get(rank)) for rank, row in seen.items()}
-        return Reports(self._size, reports, strangers, plan, lines)
+        return Reports(self.size, reports, strangers, plan, lines)
 
     def _lines(
         self, view: StoreView, ends: tuple[int, ...], peers: Mapping[int, Peer]
     ) -> tuple[tuple[int, int, Line], ...]:
         """Measure between two ranks, in both directions at once; rank 0 returns the results."""
-        self._show("measuring the longest line")
-        to = sum(ends) - self._rank
-        if self._rank in ends and to in peers:
+        self.show("measuring the longest line")
+        to = sum(ends) - self.rank
+        if self.rank in ends and to in peers:
             row = None
             with contextlib.suppress(OSError):
-                line, _ = peers[to].line(streams_between(self._size), _LINE_BYTES, _LINE_S)
-                row = [self._rank, to, asdict(line)]
+                line, _ = peers[to].line(streams_between(self.size), _LINE_BYTES, _LINE_S)
+                row = [self.rank, to, asdict(line)]
             view.write("line", row)
-        rows = [view.read("line", rank, self._by(_LINE)) for rank in ends if self._rank == 0]
+        rows = [view.read("line", rank, self._by(_LINE)) for rank in ends if self.rank == 0]
         return tuple((rank, to, Line(**row)) for rank, to, row in filter(None, rows))
 
     def _concluded(self, view: StoreView, reports: Reports) -> int:
-        if self._rank == 0:
+        if self.rank == 0:
             findings = tuple(cross_findings(reports))
             status = status_of(findings)
             machines = len(reports.machines)
-            self._report(
-                f"{self._size} rank{'s' * (self._size != 1)} on {machines} "
+            self.report(
+                f"{self.size} rank{'s' * (self.size != 1)} on {machines} "
                 f"machine{'s' * (machines != 1)}",
                 findings,
             )
@@ -226,19 +220,19 @@ class Examination:
         return int(answer)
 
     def _group_error(self) -> str:
-        slack_s = _SLACK * self._wait_s
-        limit_s = min(self._wait_s, self._left_s(_GLOO))
+        slack_s = _SLACK * self.wait_s
+        limit_s = min(self.wait_s, self._left_s(_GLOO))
         timeout = timedelta(seconds=limit_s)
 
         def form() -> str:
             # a connection of its own, since it may block
-            store = PrefixStore("gloo", self._store.clone())
+            store = PrefixStore("gloo", self.store.clone())
             dist.init_process_group(
-                "gloo", store=store, rank=self._rank, world_size=self._size, timeout=timeout
+                "gloo", store=store, rank=self.rank, world_size=self.size, timeout=timeout
             )
-            numbers = torch.full((_NUMBERS,), float(self._rank + 1), device="cpu")
+            numbers = torch.full((_NUMBERS,), float(self.rank + 1), device="cpu")
             dist.all_reduce(numbers)
-            expected = self._size * (self._size + 1) / 2
+            expected = self.size * (self.size + 1) / 2
             right = bool((numbers == expected).all())
             dist.destroy_process_group()
             return "" if right else f"a sum over all ranks is not {expected:g}"
@@ -252,18 +246,18 @@ class Examination:
 
     def _ended_alone(self, problem: str) -> int:
         """Print on this rank, since it cannot reach rank 0."""
-        own = tuple(a for one in self._machine.interfaces for a in one.addresses)
-        store = meeting_point(os.environ, own, self._wait_s, started=True)
-        rest = [f for f in machine_findings(self._machine) if f.level != "ok"]
+        own = tuple(a for one in self.machine.interfaces for a in one.addresses)
+        store = meeting_point(os.environ, own, self.wait_s, started=True)
+        rest = [f for f in machine_findings(self.machine) if f.level != "ok"]
         cure = "fix the problems below, or those that the other ranks print"
         if any(finding.check == "name server" for finding in rest):
             cure = "fix the name server first: torch waits for it before the ranks meet"
-        lost = wrong("ranks", f"rank {self._rank} {problem}", cure)
-        self._report(f"rank {self._rank}", (lost, store, *rest))
+        lost = wrong("ranks", f"rank {self.rank} {problem}", cure)
+        self.report(f"rank {self.rank}", (lost, store, *rest))
         return 1
 
     def _by(self, part: float) -> float:
-        return self._begun + part * self._limit_s
+        return self.begun + part * self.limit_s
 
     def _left_s(self, part: float) -> float:
         return max(self._by(part) - time.monotonic(), _FAREWELL_S)

@@ -18,6 +18,7 @@ from thinwire._version import __version__
 from thinwire.errors import ThinwireError
 from thinwire.tools.app import Count, Names, Seconds
 from thinwire.tools.compare.strategies import strategy_text
+from thinwire.tools.compare.tables import drawn
 from thinwire.tools.doctor.pairs import Line, mbit_s
 from thinwire.tools.network.netns import parse_loss
 from thinwire.tools.planning.plan import (
@@ -220,21 +221,14 @@ plan.__doc__ = (plan.__doc__ or "").replace("    Args:\n", f"    Args:\n{_shared
 
 
 def _print(made: Plan, rows: Sequence[Row]) -> None:
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
 
-    titles = ("s a step", "sent", "waits", "peak", "loss", "sooner")
-    table = Table("", *titles, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for column in table.columns[1:]:
-        column.justify = "right"
-        column.no_wrap = True
     best = made[made.recommended]
     optimizer = f"  # optimizer: {best.optimizer.partition(' for ')[0]}" if best.optimizer else ""
     print(f"{best.python}{optimizer}")
-    for row in rows:
-        short = (text.replace(" to ", "-") for text in cells(row))
-        table.add_row(f"{row.name}{'' if row.measured else ' *'}", *short)
+    lines = [[row.name + " *" * (not row.measured), *cells(row)] for row in rows]
+    short = [[text.replace(" to ", "-") for text in line] for line in lines]
+    table = drawn(("s a step", "sent", "waits", "peak", "loss", "sooner"), short)
     hidden = len(made.strategies) - len(rows)
     beside = {RELAY: made.link["down_bit_s"] != made.link["rate_bit_s"], "gather, split": False}
     beside[GROUPS] = beside["m"] = bool(made.link["groups"]) or made.link["node_size"] > 1
@@ -331,15 +325,14 @@ def probe(
     stated = 0.0 if loss is None else parse_loss(loss)
     shared = {"task": task, "size": size, "batch": batch, "device": device, "loss": stated}
     from thinwire.tools.run.probe import probe as measured
-    from thinwire.tools.run.task import TaskError
 
     display = display_for(quiet=quiet or launched[0] != 0)
     try:
         with joined(shared, _TIMEOUT_S), display.strategy("probe") as bar:
             by_first(lambda: _require_writable("out", out))  # which writes it
             found = measured(task, shape, batch, device, bar.note)
-    except TaskError as error:
-        raise ValueError(str(error)) from error
+    except ValueError:  # of a task, and alike on all ranks
+        raise
     except RuntimeError as error:
         raise ThinwireError(
             f"rank {launched[0]}: another rank has left or did not answer for {_TIMEOUT_S:.0f} "

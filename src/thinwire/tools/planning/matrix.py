@@ -15,17 +15,11 @@ _AT_HOME_S, _AT_HOME_BIT_S = 1e-4, 1e10
 
 
 @dataclass(frozen=True)
-class _Line:
-    latency_s: float
-    bit_s: float
-
-
-@dataclass(frozen=True)
 class Matrix:
     """Lines between the sites of a file of `_COLUMNS`: round trips in ms, rates in Mbit/s."""
 
     sites: tuple[str, ...]
-    lines: Mapping[frozenset[str], _Line]
+    lines: Mapping[frozenset[str], Network]
 
     @classmethod
     def read(cls, path: Path) -> "Matrix":
@@ -41,7 +35,7 @@ class Matrix:
                 f"{named} must begin with {','.join(_COLUMNS)} (two sites, their round trip in ms, "
                 f"their rate in Mbit/s), got {rows.fieldnames}"
             )
-        lines = dict[frozenset[str], _Line]()
+        lines = dict[frozenset[str], Network]()
         for row in rows:
             try:
                 ms, mbit = float(row["ms"]), float(row["mbit"])
@@ -49,10 +43,10 @@ class Matrix:
                 ms = mbit = -1.0
             if not (row["from"] and row["to"] and 0 <= ms < inf and 0 < mbit < inf):
                 raise ValueError(f"{named}, line {rows.line_num}: no line between two sites: {row}")
-            lines[frozenset((row["from"], row["to"]))] = _Line(ms / 2000, 1e6 * mbit)
+            lines[frozenset((row["from"], row["to"]))] = Network(1e6 * mbit, ms / 2000, 2)
         sites = tuple(dict.fromkeys(site for pair in lines for site in sorted(pair)))
         for site in sites:
-            lines.setdefault(frozenset((site,)), _Line(_AT_HOME_S, _AT_HOME_BIT_S))
+            lines.setdefault(frozenset((site,)), Network(_AT_HOME_BIT_S, _AT_HOME_S, 2))
         for pair in itertools.combinations(sites, 2):
             if frozenset(pair) not in lines:
                 raise ValueError(f"{named} has no line between {' and '.join(sorted(pair))}")

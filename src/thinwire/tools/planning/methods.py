@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import ceil, log2, prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from thinwire.layout.message import HEADER_BYTES, factor_numels
 from thinwire.layout.traffic import AGREEING_DELAY, ring_bytes, travels_checksummed
@@ -37,8 +37,7 @@ _MOST_OWNERS = 64
 """Largest number of ranks whose shares are counted one by one; beyond it they are extrapolated."""
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Mean cost of a step over a round: seconds, bytes sent by a rank, and memory in bytes: what
     the method keeps, and what an exchange needs for a while.
     """
@@ -49,8 +48,7 @@ class Cost:
     exchange_bytes: int
 
 
-@dataclass(frozen=True)
-class _Bucket:
+class _Bucket(NamedTuple):
     """Ready time, encoding time and wire time of one bucket."""
 
     ready_s: float
@@ -117,13 +115,19 @@ def _reduced(work: Workload, network: Network, *, width: float, passes: float) -
     """Return the cost under DDP: one all-reduce per bucket, at the better bucket size."""
     sent = ring_bytes(network.ranks, width * work.numel)
     costs = []
+
+    @cache  # of layers that are alike
+    def taken(numel: int) -> tuple[float, float, float, float]:
+        nbytes = width * numel
+        wire_s = network.all_reduce_s(nbytes)
+        taken_s = network.transfer_s(ring_bytes(network.ranks, nbytes))
+        return _passes(work, numel, passes), wire_s, taken_s, 0.0
+
     for bucket_bytes in DDP_BUCKETS:
-        buckets = []
-        for ready_s, shapes in work.buckets(2**20, bucket_bytes):
-            numel = sum(map(prod, shapes))
-            wire_s = network.all_reduce_s(width * numel)
-            taken_s = network.transfer_s(ring_bytes(network.ranks, width * numel))
-            buckets.append(_Bucket(ready_s, _passes(work, numel, passes), wire_s, taken_s, 0.0))
+        buckets = [
+            _Bucket(ready_s, *taken(sum(map(prod, shapes))))
+            for ready_s, shapes in work.buckets(2**20, bucket_bytes)
+        ]
         copies = 0 if width == work.width else _AT_ONCE * bucket_bytes
         costs.append(_overlapped(work, buckets, 0.0, (0, copies), sent))
     return min(costs, key=lambda cost: cost.step_s)
@@ -182,34 +186,31 @@ class _Sent:
 
 
 @lru_cache(maxsize=4096)  # strategies share messages
-def _sent(config: Any, shapes: Sequence[Shape], ranks: int) -> _Sent:
-    """Return what a rank sends of compressed tensors once the messages have their final length."""
+def _sent(config: Any, shapes: Sequence[Shape], ranks: int) -> tuple[_Sent, int, int]:
+    """Return what a rank sends of the tensors that are compressed, once the messages have their
+    final length; then the numbers of these tensors, and of all others.
+    """
     import torch
 
+    kinds = {s for s in {*shapes} if config.compresses(torch.empty(s, device="meta"))}
+    taken = [torch.Size(s) for s in shapes if s in kinds]
+    numel = sum(map(prod, taken))
+    others = sum(map(prod, shapes)) - numel
+    if not taken:
+        return _Sent(), numel, others
     few = min(ranks, _MOST_OWNERS)
     step = config.settled_step
-    first, row_bytes, sums = config.messages(step, [*map(torch.Size, shapes)], few)
+    first, row_bytes, sums = config.messages(step, taken, few)
     if not first:
-        return _Sent(0, row_bytes, sums)
+        return _Sent(0, row_bytes, sums), numel, others
     # entries count for the source that moves most, whole tensors for the first one
     busiest = max(first) if few > 2 and config.unsent_share(step) else first[0]
     dealt = sum(first) - busiest
-    if few == ranks:
-        return _Sent(dealt, row_bytes)
-    # for more ranks equal shares of what a few owners have, each message with its header
-    share = HEADER_BYTES + (row_bytes - HEADER_BYTES) * few / ranks
-    return _Sent(dealt + (ranks - few) * HEADER_BYTES, share)
-
-
-@lru_cache(maxsize=4096)
-def _split(config: Any, shapes: Sequence[Shape]) -> tuple[tuple[Shape, ...], int, int]:
-    """Return the tensors that are compressed, their numbers, and those of all others."""
-    import torch
-
-    found = {s: config.compresses(torch.empty(s, device="meta")) for s in {*shapes}}
-    taken = tuple(s for s in shapes if found[s])
-    numel = sum(map(prod, taken))
-    return taken, numel, sum(map(prod, shapes)) - numel
+    if few < ranks:
+        # for more ranks equal shares of what a few owners have, each message with its header
+        row_bytes = HEADER_BYTES + (row_bytes - HEADER_BYTES) * few / ranks
+        dealt += (ranks - few) * HEADER_BYTES
+    return _Sent(dealt, row_bytes), numel, others
 
 
 def _compressed(config: Any, work: Workload, network: Network) -> Cost:
@@ -219,16 +220,19 @@ def _compressed(config: Any, work: Workload, network: Network) -> Cost:
     kept = 0
     rest = 0
     later = 0.0
-    for ready_s, shapes in work.buckets(*config.buckets):
-        taken, numel, others = _split(config, tuple(shapes))
-        kept, rest = kept + numel, rest + others
-        if not taken:
-            continue
-        sent = _sent(config, taken, sources.ranks)
-        later += sum(sent.sums[1:])
-        encode_s = _passes(work, numel, config.passes)
+
+    @cache  # of layers that are alike
+    def found(shapes: tuple[Shape, ...]) -> tuple[int, int, float, _Bucket]:
+        sent, numel, others = _sent(config, shapes, sources.ranks)
         inside = _inside(node, 4 * numel, sent.received(sources.ranks))
-        buckets.append(_bucket(ready_s, encode_s, sent, inside, sources))
+        encode_s = _passes(work, numel, config.passes)
+        return numel, others, sum(sent.sums[1:]), _bucket(0.0, encode_s, sent, inside, sources)
+
+    for ready_s, shapes in work.buckets(*config.buckets):
+        numel, others, sums, bucket = found(shapes)
+        kept, rest, later = kept + numel, rest + others, later + sums
+        if numel:
+            buckets.append(bucket._replace(ready_s=ready_s))
     if rest:  # after the backward pass
         dense = _Sent().with_dense(4 * rest, sources.ranks)
         inside = _inside(node, 4 * rest, 4 * rest)
@@ -291,8 +295,7 @@ def _local(own: "LocalSGD", config: Any, work: Workload, network: Network) -> Co
     kept = 1
     brief = 0
     if config is not None:
-        taken, _, rest = _split(config, work.shapes)
-        sent = _sent(config, taken, sources.ranks) if taken else _Sent()
+        sent, _, rest = _sent(config, work.shapes, sources.ranks)
         sent = sent.with_dense(4 * rest, sources.ranks) if rest else sent
         passes = config.passes
         kept = 2
@@ -306,10 +309,11 @@ def _local(own: "LocalSGD", config: Any, work: Workload, network: Network) -> Co
         whole = 4 * work.numel / fragments
         wire_s += node.all_reduce_s(whole) + node.broadcast_s(nbytes / fragments)
         nbytes += ring_bytes(node.ranks, 4 * work.numel) + nbytes * ceil(log2(node.ranks))
-    between = 0.0  # means in a node, a step
+    in_node_s = 0.0
     if node is not None and own.node_steps:
-        between = 1 / own.node_steps - 1 / k
+        between = 1 / own.node_steps - 1 / k  # means in a node, a step
         nbytes += k * between * ring_bytes(node.ranks, 4 * work.numel)
+        in_node_s = between * node.all_reduce_s(4 * work.numel)
     agreeing = 1 if delay >= AGREEING_DELAY else 0
     exposed_s = max(0.0, wire_s - (delay - 2 * agreeing) * work.step_s)
     exposed_s += 2 * max(0.0, _vote_s(network) - agreeing * work.step_s)
@@ -317,6 +321,5 @@ def _local(own: "LocalSGD", config: Any, work: Workload, network: Network) -> Co
     voted = nbytes + fragments * _vote_bytes(network)
     kept += 1 if own.outer_momentum else 0
     held += 4 * work.numel if delay else 0  # steps go on beside what was measured
-    in_node_s = between * node.all_reduce_s(4 * work.numel) if node is not None else 0.0
     step_s = work.step_s + round_s / k + in_node_s
     return Cost(step_s, voted / k, 4 * kept * work.numel, round(held / fragments))

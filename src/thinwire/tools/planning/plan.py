@@ -1,6 +1,5 @@
 """Predict the strategy that reaches a loss soonest, with the reason."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from math import isfinite, isqrt
@@ -19,10 +18,12 @@ from thinwire.tools.planning.work import Probe, Workload, work_of
 from thinwire.tools.run.config import (
     OPTIMIZERS,
     Recipe,
-    muon_seconds,
+    parse_count,
     require_one_of,
     require_sites,
     require_task,
+    require_whole,
+    require_within,
 )
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ _FAST_STEP_S = 2e-8
 _WORTH = 1.05
 """Smallest speed-up over dense at which a strategy is recommended, at the pessimistic end."""
 Interval = tuple[float, float, float]
+_Groups = dict[tuple[str, ...], Network]
+"""Networks with groups of near sites, by the order of these."""
 _POSITIONAL = ("LocalSGD", "Quantized")
 """Configs whose first value is written without its name."""
 
@@ -162,12 +165,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON data."""
-        return {
-            **vars(self),
-            "strategies": [row.to_dict() for row in self.strategies],
-            "link": {**self.link},
-            "model": {**self.model},
-        }
+        return {**vars(self), "strategies": [row.to_dict() for row in self.strategies]}
 
 
 def plan(
@@ -242,12 +240,10 @@ def plan(
     if step_seconds is not None:
         _require_seconds(step_seconds)
     recipes = _chosen(strategies)
-    grouped: dict[tuple[str, ...], Network] = {}
+    grouped: _Groups = {}
+    given = {"link": link, "up": up, "down": down, "latency": latency, "loss": loss}
     if probe is not None:
-        lines = {"params": params, "link": link, "latency": latency, "up": up, "down": down}
-        _require_unmeasured(probe, **lines, loss=loss, matrix=matrix)
-        if task is None:
-            _require_unmeasured(probe, step_seconds=step_seconds, device=device)
+        _require_alone("probe", probe, params=params, matrix=matrix, **given)
         measured = Probe.read(Path(probe))
         network, work, lost = measured.network, measured.work, measured.loss
         if workers not in (None, network.ranks):
@@ -257,14 +253,11 @@ def plan(
             )
         if task is not None and (task != measured.task or step_seconds is not None):
             work = _of_task(task, step_seconds, device, network.ranks)
-        elif task is not None:
-            _require_unmeasured(probe, device=device)
+        else:
+            _require_alone("probe", probe, step_seconds=step_seconds, device=device)
         task = task or measured.task
     else:
-        given = {"link": link, "up": up, "down": down, "latency": latency, "loss": loss}
-        network, lost = _assumed_network(2 if workers is None else workers, given)
-        if matrix is not None:
-            network, grouped = _between_regions(matrix, workers, shard, given)
+        network, lost, grouped = _assumed_network(workers, given, matrix, shard)
         if task is None:
             work = _assumed_work(params, step_seconds, device, trainable)
         else:
@@ -347,12 +340,11 @@ def _offered(
         ):
             continue
         yield one, network
-        # the host passes on whole messages, and sums are gathered
-        whole = getattr(compression_of(strategy), "exchange", GATHER) == GATHER
-        if home and whole and strategy.localsgd is not None:
-            yield replace(one, name=f"{one.name} {RELAY}"), relay
         if strategy.localsgd is None:
             continue
+        # the host passes on whole messages, and sums are gathered
+        if home and getattr(compression_of(strategy), "exchange", GATHER) == GATHER:
+            yield replace(one, name=f"{one.name} {RELAY}"), relay
         for way in nodes:
             for words, local in in_groups(strategy.localsgd, way.node_size):
                 name = f"{one.name} {GROUPS}{way.node_size}{words}"
@@ -361,8 +353,7 @@ def _offered(
 
 def _between_sites(network: Network, shard: int, *, shared: bool) -> Network:
     """Return the network between ranks of different sites that hold the same shard."""
-    if isinstance(shard, bool) or not isinstance(shard, int):
-        raise TypeError(f"shard must be a whole number, got {shard!r}")
+    require_whole("shard", shard)
     require_sites(network.ranks, shard)
     if shard == 1:
         return network
@@ -376,11 +367,7 @@ def _between_sites(network: Network, shard: int, *, shared: bool) -> Network:
     )
 
 
-def _require_unmeasured(probe: str | Path, **given: object) -> None:
-    _require_alone("probe", probe, **given)
-
-
-def _require_alone(source: str, file: str | Path, **given: object) -> None:
+def _require_alone(source: str, file: str | Path | None, **given: object) -> None:
     for name, value in given.items():
         if value is not None:
             raise ValueError(
@@ -389,35 +376,31 @@ def _require_alone(source: str, file: str | Path, **given: object) -> None:
             )
 
 
-def _assumed_network(workers: int, given: Mapping[str, str | None]) -> tuple[Network, float]:
-    """Return the network as if it lost nothing, and the share that it loses."""
-    if isinstance(workers, bool) or not isinstance(workers, int):
-        raise TypeError(f"workers must be a whole number, got {workers!r}")
-    if not 2 <= workers <= _MOST_WORKERS:
-        raise ValueError(f"workers={workers} is out of range; 2 to {_MOST_WORKERS} is allowed")
-    samples = {**dict.fromkeys(given, "100mbit"), "latency": "20ms", "loss": "0.2%"}
+def _assumed_network(
+    workers: int | None, given: Mapping[str, str | None], matrix: str | Path | None, shard: int
+) -> tuple[Network, float, _Groups]:
+    """Return the network as if it lost nothing, the share that it loses, and networks with groups
+    of near sites.
+    """
+    if workers is not None:
+        require_within("workers", workers, 2, _MOST_WORKERS)
     for name, value in given.items():
         if value is not None and not isinstance(value, str):
-            raise TypeError(f"{name} must be a text such as {samples[name]!r}, got {value!r}")
+            raise TypeError(f"{name} must be a text such as 100mbit, 20ms or 0.2%, got {value!r}")
     link, up, down, latency, loss = given.values()
     delay = "0ms" if latency is None else latency
     share = "0%" if loss is None else loss
     line = Link.of(link, up, down, delay, loss=share, at_most=_FASTEST_BIT_S)
-    bit_s = line.rate_bit_s or _UNLIMITED_BIT_S
-    found = Network(bit_s, line.latency_s, workers, down_bit_s=line.down_bit_s or bit_s)
-    return found, line.loss
-
-
-def _between_regions(
-    matrix: str | Path, workers: int | None, shard: int, given: Mapping[str, str | None]
-) -> tuple[Network, dict[tuple[str, ...], Network]]:
-    """Return the network between sites, and those with groups of near sites by their order."""
+    if matrix is None:
+        bit_s = line.rate_bit_s or _UNLIMITED_BIT_S
+        network = Network(bit_s, line.latency_s, workers or 2, down_bit_s=line.down_bit_s)
+        return network, line.loss, {}
     _require_alone("matrix", matrix, **{**given, "loss": None})
     if shard > 1:
         raise ValueError(f"matrix={str(matrix)!r} is between whole models: omit shard")
     found = Matrix.read(Path(matrix))
-    network = found.network(len(found.sites) if workers is None else workers)
-    return network, dict(found.groups(network.ranks))
+    network = found.network(workers or len(found.sites))
+    return network, line.loss, dict(found.groups(network.ranks))
 
 
 def _assumed_work(
@@ -447,28 +430,9 @@ def _of_task(task: str, step_seconds: float | None, device: str | None, workers:
     require_task(task)
     if device is not None:
         require_one_of("device", device, ("cpu", "cuda"))
-    from thinwire.tools.run.compute import model_of, step_of_task_here
-    from thinwire.tools.run.task import TaskError
+    from thinwire.tools.run.compute import step_of_task_here
 
-    try:
-        if step_seconds is None:
-            return work_of(step_of_task_here(task, device or "auto", workers))
-        found = model_of(task)
-    except TaskError as error:
-        raise ValueError(str(error)) from error
-    cuda, muon_numel = device == "cuda", found["muon_parameters"]
-    shapes = tuple(map(tuple, found["shapes"]))
-    side = max((min(shape) for shape in shapes if len(shape) > 1), default=0)
-    return Workload(
-        found["parameters"],
-        shapes,
-        float(step_seconds),
-        cuda,
-        muon_s=muon_seconds(found["muon_flops"], muon_numel, cuda=cuda, side=side),
-        muon_numel=muon_numel,
-        muon_largest=found["muon_largest"],
-        width=found["gradient_bytes"] / found["parameters"],
-    )
+    return work_of(step_of_task_here(task, step_seconds, device, workers))
 
 
 def _require_seconds(seconds: float) -> None:
@@ -480,16 +444,8 @@ def _require_seconds(seconds: float) -> None:
 
 def _parsed_params(name: str, params: int | str) -> int:
     if isinstance(params, str):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmb]?)", params.strip().lower())
-        if match is None:
-            raise ValueError(
-                f"{name}={params!r} is not a number of parameters; write one such as 124M"
-            )
-        params = round(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]])
-    if isinstance(params, bool) or not isinstance(params, int):
-        raise TypeError(f"{name} must be a whole number or text such as 124M, got {params!r}")
-    if not 1 <= params <= _MOST_PARAMS:
-        raise ValueError(f"{name}={params} is out of range; 1 to {_MOST_PARAMS:,} is allowed")
+        params = parse_count(name, params, "write one such as 124M")
+    require_within(name, params, 1, _MOST_PARAMS)
     return params
 
 

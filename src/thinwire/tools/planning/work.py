@@ -1,7 +1,7 @@
 """Model and step as an exchange sees them: assumed, or measured by a probe."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -56,7 +56,7 @@ class Workload:
     step_s: float
     cuda: bool = False
     forward: float | None = None
-    ready_s: tuple[float, ...] | None = None
+    ready_s: Sequence[float] | None = None
     muon_s: float | None = None
     muon_numel: int | None = None
     muon_largest: int | None = None
@@ -138,7 +138,9 @@ class Workload:
         """Seconds until the backward pass begins."""
         return self.step_s * _FORWARD_SHARE if self.forward is None else self.forward
 
-    def buckets(self, first_bytes: int, bucket_bytes: int) -> Iterator[tuple[float, list[Shape]]]:
+    def buckets(
+        self, first_bytes: int, bucket_bytes: int
+    ) -> Iterator[tuple[float, tuple[Shape, ...]]]:
         """Yield ready time and shapes of each bucket, last tensors first."""
         limit = first_bytes
         bucket = list[Shape]()
@@ -150,12 +152,12 @@ class Workload:
             nbytes += 4 * numel
             latest = max(latest, ready_s)
             if nbytes >= limit:
-                yield latest, bucket
+                yield latest, tuple(bucket)
                 limit = bucket_bytes
                 bucket = []
                 nbytes = 0
         if bucket:
-            yield latest, bucket
+            yield latest, tuple(bucket)
 
     def _ready(self) -> Iterable[float]:
         """Return when each gradient is ready, last tensors first."""
@@ -186,12 +188,9 @@ class Probe:
         named = f"probe={str(path)!r}"
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ValueError(f"{named} cannot be read: {error.strerror or error}") from error
-        except ValueError as error:
-            raise ValueError(
-                f"{named} is not JSON: {error}; give a file of thinwire probe"
-            ) from error
+        except (OSError, ValueError) as error:
+            problem = f"cannot be read as JSON: {error}; give a file of thinwire probe"
+            raise ValueError(f"{named} {problem}") from error
         if not isinstance(found, dict) or "format" not in found:
             raise ValueError(f"{named} is not a probe; give a file of thinwire probe")
         if found["format"] != FORMAT:
@@ -207,8 +206,7 @@ class Probe:
             )
         try:
             work = work_of(found["compute"])
-            lost = found.get("loss", 0.0)
-            return cls(_network(found), work, found["task"], lost)
+            return cls(_network(found), work, found["task"], found.get("loss", 0.0))
         except (LookupError, TypeError, ValueError) as error:
             problem = f"is incomplete, it lacks {error}; run thinwire probe again"
             raise ValueError(f"{named} {problem}") from error
@@ -240,14 +238,13 @@ def _node(found: Mapping[str, Any]) -> Network | None:
 
 def work_of(found: Mapping[str, Any]) -> Workload:
     """Return the work of a rank from a measured step; see `thinwire.tools.run.compute`."""
-    shapes = tuple(tuple(shape) for shape in found["shapes"])
     return Workload(
         found["parameters"],
-        shapes,
+        tuple(map(tuple, found["shapes"])),
         found["step_s"],
         found["device"] == "cuda",
         found["forward_s"],
-        tuple(found["ready_s"]),
+        found["ready_s"],
         found["muon_s"],
         found["muon_parameters"],
         found.get("muon_largest"),

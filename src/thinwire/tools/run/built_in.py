@@ -138,7 +138,15 @@ class _BuiltIn:
 
     def evaluate(self, model: nn.Module) -> float:
         """Return the mean held-out loss per byte or digit, in nats, equal on all ranks."""
-        return _mean_loss(model, self.held_out_batches)
+        total = torch.zeros(2, dtype=torch.float64)
+        model.eval()
+        with torch.no_grad():
+            for inputs, targets in self.held_out_batches:
+                loss = loss_of(model(inputs), targets)
+                total += torch.tensor([loss.item() * targets.numel(), targets.numel()])
+        model.train()
+        dist.all_reduce(total)
+        return float(total[0] / total[1])
 
 
 @final
@@ -205,18 +213,6 @@ class Digits(_BuiltIn):
         images = torch.rand(self.batch, 1, SIDE, SIDE, generator=random)
         classes = torch.randint(CLASSES, (self.batch,), generator=random)
         return images.to(self.device), classes.to(self.device)
-
-
-def _mean_loss(model: nn.Module, batches: Sequence[Pair]) -> float:
-    total = torch.zeros(2, dtype=torch.float64)
-    model.eval()
-    with torch.no_grad():
-        for inputs, targets in batches:
-            loss = loss_of(model(inputs), targets)
-            total += torch.tensor([loss.item() * targets.numel(), targets.numel()])
-    model.train()
-    dist.all_reduce(total)
-    return float(total[0] / total[1])
 
 
 def seed_of(seed: int, rank: int) -> int:

@@ -5,6 +5,7 @@ ready.
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -45,19 +46,30 @@ def step_of_task(task: str, device: str, workers: int, most_s: float = STEPS_S) 
     return _timed(task, clock, lambda: make(list(work.model.parameters())), most_s)
 
 
-def step_of_task_here(task: str, device: str, workers: int) -> dict[str, Any]:
-    """Measure a step of a user's task in this process, as rank 0 of `workers`."""
+def step_of_task_here(
+    task: str, step_s: float | None, device: str | None, workers: int
+) -> dict[str, Any]:
+    """Describe a step of a user's task, of rank 0 of `workers`; without its seconds measure it in
+    this process.
+    """
     with _single_rank():
-        return step_of_task(task, device, workers)
-
-
-def model_of(task: str) -> dict[str, Any]:
-    """Describe the model of a user's task without running a step."""
-    with _single_rank():
+        if step_s is None:
+            return step_of_task(task, device or "auto", workers)
         model = made(task, 0).model
     if not _trained(model):
         raise TaskError(f"task={task!r}: its model has no parameter with requires_grad=True")
-    return _described(model)
+    found = _described(model)
+    cuda = device == "cuda"
+    side = max((min(shape) for shape in found["shapes"] if len(shape) > 1), default=0)
+    numel, flops = found["muon_parameters"], found["muon_flops"]
+    return {
+        **found,
+        "device": device,
+        "forward_s": None,
+        "step_s": float(step_s),
+        "ready_s": None,
+        "muon_s": muon_seconds(flops, numel, cuda=cuda, side=side),
+    }
 
 
 @contextlib.contextmanager
@@ -170,22 +182,19 @@ def _steps(
     return runs
 
 
+@dataclass
 class _Clock:
     """Times of the events of a step; on a GPU, as its stream sees them."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFunction,
-        batch: Pair,
-        device: torch.device,
-    ) -> None:
-        self.model = model
-        self.loss_fn = loss_fn
-        self.batch = batch
-        self.device = device
-        self.cuda = device.type == "cuda"
-        self.marks: dict[Any, Any] = {}
+    model: nn.Module
+    loss_fn: LossFunction
+    batch: Pair
+    device: torch.device
+    marks: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
 
     def mark(self, key: Any) -> None:
         """Record an event of the step, such as a tensor whose gradient is ready."""

@@ -38,10 +38,17 @@ def require_nothing_beside(task: str, **options: object) -> None:
             )
 
 
+def require_whole(name: str, value: object) -> None:
+    """Refuse what is no whole number."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, got {value!r}")
+
+
 def require_within(name: str, value: int, least: int, most: int) -> None:
-    """Refuse a number that is out of range."""
+    """Refuse what is no whole number, and one that is out of range."""
+    require_whole(name, value)
     if not least <= value <= most:
-        raise ValueError(f"{name}={value} is out of range; {least} to {most} is allowed")
+        raise ValueError(f"{name}={value} is out of range; {least:,} to {most:,} is allowed")
 
 
 def require_sites(workers: int, shard: int) -> None:
@@ -119,16 +126,18 @@ def parse_size(text: str) -> ModelSize:
 
 
 def _parameters(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", text.strip().lower())
-    if match is None:
-        raise ValueError(
-            f"size={text!r} is not a size; use {', '.join(_NAMED_SIZES)}, or a number of "
-            "parameters such as 3M"
-        )
-    count = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6}[match[2]]
+    count = parse_count("size", text, f"use {', '.join(_NAMED_SIZES)}, or a number such as 3M")
     if not _SMALLEST <= count <= _LARGEST:
         raise ValueError(f"size={text!r} is out of range; 20k to 200M parameters are allowed")
     return count
+
+
+def parse_count(name: str, text: str, advice: str) -> int:
+    """Return the number of parameters in a text such as "124M"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmb]?)", text.strip().lower())
+    if match is None:
+        raise ValueError(f"{name}={text!r} is not a number of parameters; {advice}")
+    return round(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9}[match[2]])
 
 
 OPTIMIZERS = {

@@ -26,7 +26,7 @@ from thinwire.tools.run.config import ConvolutionSize, RunConfig
 R = TypeVar("R")
 
 
-class TaskError(ThinwireError):
+class TaskError(ThinwireError, ValueError):
     """A user's task cannot be trained; the message says what to change."""
 
 
@@ -169,12 +169,14 @@ class OwnTask:
     def _drawn(self) -> Pair:
         call = f"batches({self.rank}, {self.world})"
         try:
-            inputs, targets = self._own(call, lambda: next(self.iterator))
+            pair = self._own(call, lambda: next(self.iterator))
         except StopIteration:
             raise self._error(
                 f"{call} ended after {self.taken} batches; it must never end, so start over at "
                 "the end of the data"
             ) from None
+        try:
+            inputs, targets = pair
         except (TypeError, ValueError) as error:
             raise self._error(
                 f"{call} must yield pairs (inputs, targets): {type(error).__name__}: {error}"

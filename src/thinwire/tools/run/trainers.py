@@ -43,9 +43,8 @@ class Setup:
     def of(cls, config: RunConfig, work: Workload) -> Self:
         """Return the setup of a run; the strategy's optimizer takes precedence over the task's."""
         own = config.recipe.optimizer
-        if own is not None:
-            return cls(own, work.loss_fn, shard=config.shard)
-        return cls(config.optimizer, work.loss_fn, work.make_optimizer, config.shard)
+        make = None if own else work.make_optimizer
+        return cls(own or config.optimizer, work.loss_fn, make, config.shard)
 
     def optimizer_of(self, model: nn.Module, lr: float = 0.0) -> torch.optim.Optimizer:
         """Make the common optimizer; its learning rate is set before each step."""

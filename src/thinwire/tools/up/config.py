@@ -14,7 +14,7 @@ import yaml
 
 from thinwire._files import read_regular
 from thinwire._version import __version__
-from thinwire._wording import host_port, near, shown
+from thinwire._wording import closest_or_all, host_port, shown
 
 _MOST_BYTES = 1 << 18
 _KINDS = {"machines": (list, int), "processes": (int,), "port": (int,), "env": (dict,)}
@@ -213,9 +213,8 @@ def _checked(kind: type[Any], where: str, document: object) -> dict[str, Any]:
     known = [item.name for item in fields(kind) if item.name != "file"]
     for name, value in document.items():
         if name not in known:
-            close = near(str(name), known)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
-            raise ValueError(f"{where} has an unknown key {shown(name)}; {hint}")
+            hint = closest_or_all(name, known)
+            raise ValueError(f"{where} has an unknown key {shown(name)}{hint}")
         kinds = _KINDS.get(name, (str,))
         if not isinstance(value, kinds) or isinstance(value, bool):
             names = " or ".join(allowed.__name__ for allowed in kinds)
