@@ -17,7 +17,7 @@ from tests.ranks import Pool
 
 ROOT = Path(__file__).parent.parent
 API = ROOT / "docs" / "site" / "api"
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "research" / "scale" / "README.md"]
 LINKED = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
     ROOT / "benchmarks" / "README.md",

@@ -87,7 +87,7 @@ def host(
 
     It listens on the given address only, prints a line when the members of a run change, and ends
     on Ctrl-C; members train on meanwhile. Started again at the same address with the same token,
-    it goes on with its runs. Traffic is not encrypted: docs/security.md describes the protection.
+    it goes on with its runs. Without --run traffic is not encrypted: see docs/security.md.
 
     Args:
         bind: ADDRESS:PORT of this machine; IPv6 addresses in brackets; port 0 takes a free one.

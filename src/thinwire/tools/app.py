@@ -16,6 +16,8 @@ app = App(
     "muon-local --steps 200",
     help_format="markdown",
     suppress_keyboard_interrupt=False,  # the command ends its workers and says so
+    # a flag that is off by default needs no word
+    default_parameter=Parameter(show_default=lambda value: str(value) if value else None),
 )
 
 
