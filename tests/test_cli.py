@@ -147,8 +147,8 @@ def test_folder_without_text_is_refused(capsys: pytest.CaptureFixture[str], tmp_
 @pytest.mark.parametrize(
     ("arguments", "example"),
     [
-        ([], "compare --workers 2 --link 100mbit --strategies dense"),
-        (["compare"], "compare --workers 2 --link 100mbit --strategies dense"),
+        ([], "compare --workers 2 --link 100mbit --steps 200"),
+        (["compare"], "compare --workers 2 --link 20mbit --strategies dense mine.yaml"),
         (["explain"], "explain examples/strategies/one_bit_local.yaml"),
         (["host"], "host --bind 10.0.0.1:29400 --token-file token"),
     ],
@@ -159,7 +159,19 @@ def test_help_has_an_example(
     assert f"thinwire {example}" in answer(capsys, *arguments, "--help")[0]
 
 
-COMMANDS = ("compare", "doctor", "explain", "export", "host", "plan", "probe", "run")
+COMMANDS = ("compare", "doctor", "explain", "export", "host", "join", "plan", "probe", "run", "up")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_example_is_one_line_and_no_flag_has_a_default(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    printed = answer(capsys, command, "--help")[0]
+    examples = re.split(r"\nExamples?: ?", printed)[1].split("\n")
+    assert all(re.match(r"( *$|thinwire |torchrun |\()", line) for line in examples), examples
+    assert "default: False" not in printed
+    assert "default: ]" not in printed
 
 
 @pytest.mark.parametrize("arguments", [[], *([name] for name in COMMANDS)])

@@ -61,6 +61,7 @@ def test_an_interface_that_is_not_there_names_the_closest() -> None:
         ("clock", {"clock_kept": False}, "no time service", "chrony"),
         ("gloo", {"environment": {"TP_SOCKET_IFNAME": "eth0"}}, "torch's RPC", "GLOO_SOCKET"),
         ("environment", {"environment": DEBUG}, "DETAIL", "unset it"),
+        ("proxy", {"environment": {"https_proxy": "set"}}, "user space", "thinwire join"),
     ],
 )
 def test_surprising_setup_is_a_note(

@@ -44,9 +44,9 @@ thinwire host --new-token token
 
 thinwire host --bind 10.0.0.1:29400 --token-file token --page 8080
 
-thinwire host --bind 203.0.113.7:29400 --token-file token --relay --cert cert.pem --key key.pem
+thinwire host --bind 10.0.0.1:443 --token-file token --relay --cert cert.pem
 
-thinwire host --bind 198.51.100.9:29400 --token-file token --relay --store tcp://203.0.113.7:29400
+thinwire host --bind 10.0.0.2:443 --relay --store tcp://10.0.0.1:29400
 """
 JOIN_EXAMPLES = """Examples:
 

@@ -17,7 +17,7 @@ EXAMPLES = """Examples:
 
 thinwire follow s3://bucket/model --to model.safetensors
 
-thinwire follow http://10.0.0.1:8000/model --to model.safetensors --once --token-file token
+thinwire follow http://10.0.0.1:8000/model --to model.safetensors --once
 """
 
 

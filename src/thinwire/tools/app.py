@@ -12,8 +12,7 @@ app = App(
     name="thinwire",
     version=__version__,
     help="Train neural networks over ordinary networks.",
-    help_epilogue="Example: thinwire compare --workers 2 --link 100mbit --strategies dense "
-    "muon-local --steps 200",
+    help_epilogue="Example: thinwire compare --workers 2 --link 100mbit --steps 200",
     help_format="markdown",
     suppress_keyboard_interrupt=False,  # the command ends its workers and says so
     # a flag that is off by default needs no word

@@ -14,18 +14,17 @@ from thinwire.tools.compare.tables import print_table
 
 EXAMPLES = """Examples:
 
-thinwire compare --workers 2 --link 100mbit --strategies dense muon-local --steps 200 --out runs/a
+thinwire compare --workers 2 --link 100mbit --steps 200 --out runs/a
 
-thinwire compare --workers 2 --link 20mbit --strategies dense sparse-local mine.yaml --seconds 300
+thinwire compare --workers 2 --link 20mbit --strategies dense mine.yaml
 
-thinwire compare --workers 4 --link 20mbit --latency 10ms --seconds 300 --text ~/notes
+thinwire compare --workers 4 --link 20mbit --latency 10ms --text ~/notes
 
 thinwire compare --workers 2 --link 20mbit --task my_task.py:task --seconds 300
 
-thinwire compare --workers 4 --shard 2 --link 20mbit --strategies dense dense-muon muon-local
+thinwire compare --workers 4 --shard 2 --link 20mbit --strategies muon-local
 
-torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr 10.0.0.1 --master-port 29500
-    -m thinwire compare --strategies dense sparse-local --seconds 300
+torchrun --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 -m thinwire compare
 
 (and the same with --node-rank 1 on the other machine)
 """

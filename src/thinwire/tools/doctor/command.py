@@ -26,8 +26,7 @@ EXAMPLES = """Examples:
 
 thinwire doctor
 
-torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr 10.0.0.1 --master-port 29500
-    -m thinwire doctor
+torchrun --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 -m thinwire doctor
 
 (and the same with --node-rank 1 on the other machine)
 """

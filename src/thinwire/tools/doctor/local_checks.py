@@ -231,6 +231,12 @@ def _environment(machine: Machine) -> Iterator[Finding]:
             "TORCH_DISTRIBUTED_DEBUG=DETAIL: with torch 2.13, DDP crashes under it on CPUs",
             "unset it; thinwire has checks of its own",
         )
+    if PROXIES & {name.upper() for name in machine.environment}:
+        yield note(
+            "proxy",
+            "a proxy is set, such as of a tunnel in user space: torch and gloo do not use it",
+            "train with members: `thinwire join` passes the proxy of HTTPS_PROXY",
+        )
     if machine.clock_kept is False:
         yield note(
             "clock",

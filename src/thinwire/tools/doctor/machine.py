@@ -32,6 +32,7 @@ from thinwire.tools.doctor.interfaces import (
 )
 from thinwire.wire.message import WIRE_VERSION
 
+PROXIES = {"HTTPS_PROXY", "ALL_PROXY"}
 _LOOKED_AT = re.compile(
     r"(GLOO|TP|NCCL)_SOCKET_IFNAME|GLOO_DEVICE_TRANSPORT|TORCH_GLOO_LAZY_INIT"
     r"|TORCH_DISTRIBUTED_DEBUG|TORCH_DISABLE_SHARE_RDZV_TCP_STORE|OMP_NUM_THREADS"
@@ -96,7 +97,9 @@ class Machine:
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             ports=[*map(int, setting("ip_local_port_range").split() or (0, 0))],
             ports_used=ports_in_use(),
-            environment={k: v for k, v in sorted(os.environ.items()) if _LOOKED_AT.fullmatch(k)},
+            # a proxy's value may hold a password
+            environment={k: v for k, v in sorted(os.environ.items()) if _LOOKED_AT.fullmatch(k)}
+            | {k: "set" for k in sorted(os.environ) if k.upper() in PROXIES},
             versions=_versions(),
             clock_kept=follows_a_time_server(),
             listeners=everywhere,

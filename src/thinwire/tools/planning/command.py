@@ -138,14 +138,14 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-EXAMPLE = (
-    "Example: thinwire plan --params 124M --step-seconds 0.35 --workers 8 --link 100mbit "
-    "--latency 20ms --out best.yaml"
-)
-PROBE_EXAMPLE = (
-    "Example: torchrun --nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr 10.0.0.1 "
-    "--master-port 29500 -m thinwire probe --out probe.json"
-)
+EXAMPLE = """Example:
+
+thinwire plan --params 124M --step-seconds 0.35 --workers 8 --link 100mbit
+"""
+PROBE_EXAMPLE = """Example:
+
+torchrun --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 -m thinwire probe
+"""
 _TIMEOUT_S = 60.0
 _OF_OUTPUT = ("out", "html", "all_rows", "as_json", "quiet")
 """Arguments of `plan` that say where the result goes."""
