@@ -16,6 +16,8 @@ import psutil
 from thinwire._watchdog import addresses_of
 from thinwire._wording import host_port
 
+PROXIES = {"HTTPS_PROXY", "ALL_PROXY"}
+"""Variables of programs that pass a proxy, in either case."""
 LOOK_UP_S = 4.0
 """Time limit for one name. By default, resolvers try the next server after 5 s."""
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from thinwire._wording import closest
-from thinwire.tools.doctor.interfaces import is_loopback, resolved
+from thinwire.tools.doctor.interfaces import PROXIES, is_loopback, resolved
 
 if TYPE_CHECKING:
     from thinwire.tools.doctor.machine import Machine

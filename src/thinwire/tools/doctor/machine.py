@@ -22,6 +22,7 @@ from thinwire._watchdog import Late, within
 from thinwire.comm.sockets import listeners
 from thinwire.tools.doctor.interfaces import (
     LOOK_UP_S,
+    PROXIES,
     Interface,
     interfaces,
     is_loopback,
@@ -32,7 +33,6 @@ from thinwire.tools.doctor.interfaces import (
 )
 from thinwire.wire.message import WIRE_VERSION
 
-PROXIES = {"HTTPS_PROXY", "ALL_PROXY"}
 _LOOKED_AT = re.compile(
     r"(GLOO|TP|NCCL)_SOCKET_IFNAME|GLOO_DEVICE_TRANSPORT|TORCH_GLOO_LAZY_INIT"
     r"|TORCH_DISTRIBUTED_DEBUG|TORCH_DISABLE_SHARE_RDZV_TCP_STORE|OMP_NUM_THREADS"
