@@ -70,7 +70,7 @@ class LossGap(NamedTuple):
     mid: float
     high: float
     source: str
-    unmeasured: str = ""
+    unmeasured: str
     """What is outside of what was measured."""
 
 
@@ -111,18 +111,19 @@ def loss_gap(
 
 
 def _of_dense(numel: int, workers: int) -> LossGap:
-    """Return what the batch of more workers than were measured may lose at equal tokens."""
+    """Return how far the batch of more workers than were measured may be off at equal tokens."""
     # Source: McCandlish et al., 2018, arXiv 1812.06162: a batch of B takes 1 + B / B_crit times the
     # tokens of a small one. Zhang et al., 2024, arXiv 2410.21676: 22.91 D^0.47 sequences of 512
     # tokens take 1.2 times, with D in millions; five times as many take twice.
     critical = 5 * 22.91 * (20e-6 * numel) ** 0.47 / _SEQUENCES
-    more = max(0, workers - _MOST_WORKERS) / (critical + _MOST_WORKERS)
+    tokens = 1 + max(0, workers - _MOST_WORKERS) / (critical + _MOST_WORKERS)
+    off = tokens ** elasticity(numel) - 1
     return LossGap(
+        0.0 - off,
         0.0,
-        0.0,
-        (1 + more) ** elasticity(numel) - 1,
-        f"by definition; high: the batch, {_SEQUENCES} sequences of 512 tokens a worker assumed, "
-        f"over that of {_MOST_WORKERS} workers (arXiv 1812.06162, 2410.21676)",
+        off,
+        f"by definition; its batch beyond that of {_MOST_WORKERS} workers by arXiv 1812.06162 and "
+        f"2410.21676, {_SEQUENCES} sequences of 512 tokens a worker assumed",
         _too_many(workers),
     )
 
@@ -185,15 +186,14 @@ def _unmeasured(
     factor by which it widens the interval.
     """
     (share, bits), key, kind = density, (optimizer, *density), type(change).__name__
-    k_steps = local.k_steps
     way = getattr(change, "exchange", "auto")
     shortest, longest = MEASURED.get(key, _INTERVALS)
     never_run = kind not in _CHANGES
     text = f"{bits} bits" + f" of {share:.0%}" * (share < 1)
-    off = max(shortest / k_steps, k_steps / longest)
+    off = max(shortest / local.k_steps, local.k_steps / longest)
     found = [
         (_too_many(workers), workers > _MOST_WORKERS, _beyond(workers)),
-        (f"an interval of {k_steps} steps", off > 1, off**_BEYOND_STEPS),
+        (f"an interval of {local.k_steps} steps", off > 1, off**_BEYOND_STEPS),
         (kind if never_run else text, never_run or key not in MEASURED, _DOUBT),
         (f"a delay of {local.delay}", local.delay > 0, _DOUBT),
         (f"{local.fragments} fragments", local.fragments > 1, _DOUBT),
