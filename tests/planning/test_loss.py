@@ -1,5 +1,6 @@
 """What a plan says of the loss: the law by hand, what was measured, and a line's two directions."""
 
+import itertools
 import json
 from dataclasses import replace
 from typing import Any
@@ -131,6 +132,24 @@ def test_intervals_grow_with_the_distance_to_measured_settings() -> None:
         assert wider[1] > 1.3 * wider[0]
     assert doubts[0] == doubts[1] == doubts[2] < doubts[3] < 1.05 * doubts[2]
     assert doubts == sorted(doubts)
+
+
+def test_dense_is_off_by_its_batch_alone_beyond_measured_workers() -> None:
+    # 124 million parameters: B_crit = 5 x 22.91 x 2480^0.47 / 16 = 282 workers of 16 sequences
+    dense = tw.DistributedStrategy()
+    assert loss_gap("dense", dense, None, 124_000_000, 96).high == pytest.approx(
+        (1 + 48 / (282 + 48)) ** 0.0799 - 1, rel=2e-3
+    )
+    counts = (2, 16, 48, 49, 64, 96, 512, 100_000)
+    for numel in (45_216, 124_000_000, 8_000_000_000):
+        gaps = [loss_gap("dense", dense, None, numel, workers) for workers in counts]
+        highs = [gap.high for gap in gaps]
+        assert highs[:3] == [0, 0, 0]
+        assert all(less < more for less, more in itertools.pairwise(highs[2:]))
+        assert all((gap.low, gap.mid) == (-gap.high, 0) for gap in gaps)
+        assert [bool(gap.unmeasured) for gap in gaps] == [workers > 48 for workers in counts]
+        larger = loss_gap("dense", dense, None, 10 * numel, 64)
+        assert larger.high < gaps[4].high
 
 
 def test_steps_to_close_a_gap_by_hand() -> None:
