@@ -41,7 +41,7 @@ _GRADIENTS = {
 _NEVER_RUN = 0.0, 0.25, 1.5
 """Gap of a compression of gradients without runs: none, low-rank's, and twice DGC's."""
 _CHANCE = 0.01
-_MOST_WORKERS, _INTERVALS = 48, (4, 32)
+_MOST_WORKERS, _INTERVALS = 96, (4, 32)
 MEASURED = {
     ("muon", 1.0, 1): (4, 16),
     ("adamw", 1.0, 4): (16, 16),
@@ -158,7 +158,7 @@ def _of_local(local: "LocalSGD", change: Any, optimizer: str, numel: int, worker
         mid * doubt,
         f"{workers}^beta - 1, beta = {coefficient:g} N^{power:g} (fitted to arXiv 2505.23725), "
         f"times {factor:.2g} for interval and bits (benchmarks/results/evidence.jsonl, 2 and 4 "
-        "workers; law_wide.jsonl, 24 and 48); for 90 averagings and more; low is mid / "
+        "workers; law_wide.jsonl, 24 to 96); for 90 averagings and more; low is mid / "
         f"{doubt:.3g}, high mid x {doubt:.3g}",
         ", ".join(outside),
     )
