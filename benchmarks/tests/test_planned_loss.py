@@ -2,13 +2,15 @@
 
 from collections import Counter
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 
 import thinwire as tw
 from benchmarks.choosing import Scope, evidence, rows
-from benchmarks.gaps import measured
-from thinwire.tools.planning.loss import MEASURED
+from benchmarks.common import json_lines
+from benchmarks.gaps import RESULTS, measured
+from thinwire.tools.planning.loss import MEASURED, loss_gap
 
 SMALL, SMALLEST = 869_504, 100_000
 
@@ -38,6 +40,22 @@ def test_measured_settings_equal_the_data_of_the_fit() -> None:
         if count >= 3:
             found.setdefault((cell.optimizer, cell.bits), set()).add(cell.interval)
     of_all = Counter(replace(gap.cell, lr=0.0, seed=0) for gap in measured())
-    assert max(cell.workers for cell, count in of_all.items() if count >= 3) == 48
+    assert max(cell.workers for cell, count in of_all.items() if count >= 3) == 96
     whole = {(kind, bits): span for (kind, share, bits), span in MEASURED.items() if share == 1}
     assert whole == {key: (min(steps), max(steps)) for key, steps in found.items()}
+
+
+def test_dense_training_with_other_batches_of_equal_tokens_lies_inside() -> None:
+    """A worker has a sequence; beyond 96 of them the interval is over 96."""
+    found: dict[int, dict[int, float]] = {}
+    for line in json_lines(RESULTS.with_name("law_batch.jsonl")):
+        cell = line["cell"]
+        assert cell["steps"] * cell["batch"] == 46_080
+        if cell["part"] == "held_out":
+            found.setdefault(cell["batch"], {})[cell["seed"]] = line["loss"]
+    assert found.keys() >= {12, 48, 96, 192}
+    for batch, losses in found.items():
+        seeds = losses.keys() & found[96].keys()
+        gap = fmean(losses[s] for s in seeds) / fmean(found[96][s] for s in seeds) - 1
+        low, _, high, *_ = loss_gap("dense", tw.DistributedStrategy(), None, 45_216, batch)
+        assert batch <= 96 or low < gap < high, batch

@@ -1,5 +1,6 @@
 """What a plan says of the loss: the law by hand, what was measured, and a line's two directions."""
 
+import itertools
 import json
 from dataclasses import replace
 from typing import Any
@@ -87,7 +88,7 @@ def test_the_best_at_its_pessimistic_end_is_recommended(params: str, workers: in
         best, dense = plan[plan.recommended], plan["dense"]
         reaching = [row for row in plan.strategies if row.reaches_dense_loss]
         assert dense.loss_gap[1] == 0
-        assert dense.measured == (dense.loss_gap == (0, 0, 0)) == (workers <= 48)
+        assert dense.measured == (dense.loss_gap == (0, 0, 0)) == (workers <= 96)
         assert best.time_at_worst <= 1.05 * min(row.time_at_worst for row in reaching)
         # 64 workers lose much of what they save with a model as small as that
         assert best is not dense or dense.waiting_share < (0.7 if params == "1M" else 0.55)
@@ -101,7 +102,7 @@ def test_the_best_at_its_pessimistic_end_is_recommended(params: str, workers: in
                 late_s = row.step_seconds[2] * steps
                 assert row.time_at_worst == pytest.approx(late_s / dense.step_seconds[1]), row.name
             if own is not None and row.measured:
-                assert workers <= 48
+                assert workers <= 96
                 assert 4 <= own["k_steps"] <= 32
                 assert (own["delay"], own["fragments"]) == (0, 1)
             assert row.measured or "; not measured: " in row.loss_gap_source
@@ -120,7 +121,7 @@ def test_an_unmeasured_setting_has_a_wider_interval(workers: int) -> None:
 
 def test_intervals_grow_with_the_distance_to_measured_settings() -> None:
     doubts = []
-    for workers in (16, 17, 48, 49, 64, 256, 1000):
+    for workers in (16, 17, 96, 97, 128, 256, 1000):
         plan = tw.plan(**NUMBERS, workers=workers, link="50mbit")
         low, mid, high = plan["muon-local"].loss_gap
         assert high / mid == pytest.approx(mid / low)
@@ -131,6 +132,24 @@ def test_intervals_grow_with_the_distance_to_measured_settings() -> None:
         assert wider[1] > 1.3 * wider[0]
     assert doubts[0] == doubts[1] == doubts[2] < doubts[3] < 1.05 * doubts[2]
     assert doubts == sorted(doubts)
+
+
+def test_dense_is_off_by_its_batch_alone_beyond_measured_workers() -> None:
+    # 124 million parameters: B_crit = 5 x 22.91 x 2480^0.47 / 16 = 282 workers of 16 sequences
+    dense = tw.DistributedStrategy()
+    assert loss_gap("dense", dense, None, 124_000_000, 192).high == pytest.approx(
+        (1 + 96 / (282 + 96)) ** 0.0799 - 1, rel=2e-3
+    )
+    counts = (2, 16, 96, 97, 128, 192, 512, 100_000)
+    for numel in (45_216, 124_000_000, 8_000_000_000):
+        gaps = [loss_gap("dense", dense, None, numel, workers) for workers in counts]
+        highs = [gap.high for gap in gaps]
+        assert highs[:3] == [0, 0, 0]
+        assert all(less < more for less, more in itertools.pairwise(highs[2:]))
+        assert all((gap.low, gap.mid) == (-gap.high, 0) for gap in gaps)
+        assert [bool(gap.unmeasured) for gap in gaps] == [workers > 96 for workers in counts]
+        larger = loss_gap("dense", dense, None, 10 * numel, 128)
+        assert larger.high < gaps[4].high
 
 
 def test_steps_to_close_a_gap_by_hand() -> None:

@@ -1,6 +1,5 @@
 """Loss of a method above dense training (docs/law.md), and the cost of closing the gap."""
 
-from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +19,6 @@ _ADAPTED = 0.0069
 """Exponent for LoRA's adapters inside AdamW, at 16 steps and full precision: two workers, 0.48 %
 (research/fine_tuning); for a model of any size.
 """
-_TWO_HOMES = 2
 _STEPS, _BY_STEPS = 16, 0.6
 """The gap grows as steps^0.6: local AdamW from 16 to 32 steps, local Muon from 8 to 16."""
 _BY_BITS = {1: 1.25, 2: 1.1}
@@ -43,8 +41,8 @@ _GRADIENTS = {
 _NEVER_RUN = 0.0, 0.25, 1.5
 """Gap of a compression of gradients without runs: none, low-rank's, and twice DGC's."""
 _CHANCE = 0.01
-_MOST_WORKERS, _INTERVALS, _FEW = 48, (4, 32), 4
-MEASURED: Mapping[tuple[str, float, int], tuple[int, int]] = {
+_MOST_WORKERS, _INTERVALS = 96, (4, 32)
+MEASURED = {
     ("muon", 1.0, 1): (4, 16),
     ("adamw", 1.0, 4): (16, 16),
     ("adamw", 1.0, 32): (16, 32),
@@ -59,6 +57,8 @@ _DOUBT, _BEYOND_STEPS, _BEYOND_WORKERS = 2.5, 0.5, 0.25
 once more for a setting without runs. Outside of measured intervals and workers it grows as these
 powers of the distance, a ratio: at three times as many workers the law was 1.26 times off.
 """
+_SEQUENCES = 16
+"""Of 512 tokens, of a worker and step, which a plan does not know."""
 MOST_STEPS = 4.0
 """Multiple of dense's steps beyond which a strategy is said never to reach dense's loss."""
 
@@ -70,7 +70,7 @@ class LossGap(NamedTuple):
     mid: float
     high: float
     source: str
-    unmeasured: str = ""
+    unmeasured: str
     """What is outside of what was measured."""
 
 
@@ -106,19 +106,35 @@ def loss_gap(
     if method in _GRADIENTS:
         return _of_gradients(method, workers)
     if strategy.gradient_compression is None:
-        # no run had so large a batch: as far off as the law goes on between them
-        off = law("adamw", numel, max(workers, _MOST_WORKERS)) - law("adamw", numel, _MOST_WORKERS)
-        return LossGap(0.0 - off, 0.0, off, "by definition", _too_many(workers, _MOST_WORKERS))
+        return _of_dense(numel, workers)
     return LossGap(*_NEVER_RUN, "no run with these settings", "this compression of gradients")
 
 
-def _too_many(workers: int, most: int) -> str:
+def _of_dense(numel: int, workers: int) -> LossGap:
+    """Return how far the batch of more workers than were measured may be off at equal tokens."""
+    # Source: McCandlish et al., 2018, arXiv 1812.06162: a batch of B takes 1 + B / B_crit times the
+    # tokens of a small one. Zhang et al., 2024, arXiv 2410.21676: 22.91 D^0.47 sequences of 512
+    # tokens take 1.2 times, with D in millions; five times as many take twice.
+    critical = 5 * 22.91 * (20e-6 * numel) ** 0.47 / _SEQUENCES
+    tokens = 1 + max(0, workers - _MOST_WORKERS) / (critical + _MOST_WORKERS)
+    off = tokens ** elasticity(numel) - 1
+    return LossGap(
+        0.0 - off,
+        0.0,
+        off,
+        f"by definition; its batch beyond that of {_MOST_WORKERS} workers by arXiv 1812.06162 and "
+        f"2410.21676, {_SEQUENCES} sequences of 512 tokens a worker assumed",
+        _too_many(workers),
+    )
+
+
+def _too_many(workers: int, most: int = _MOST_WORKERS) -> str:
     return f"{workers} workers, more than {most}" if workers > most else ""
 
 
 def _beyond(workers: int, most: int = _MOST_WORKERS) -> float:
     """Return the factor by which more workers than were measured widen an interval."""
-    return max(1.0, float((workers / most) ** _BEYOND_WORKERS))
+    return float(max(1.0, workers / most) ** _BEYOND_WORKERS)
 
 
 def _of_local(local: "LocalSGD", change: Any, optimizer: str, numel: int, workers: int) -> LossGap:
@@ -126,12 +142,13 @@ def _of_local(local: "LocalSGD", change: Any, optimizer: str, numel: int, worker
     unsent = change.unsent_share(change.settled_step) if change else 0.0
     density = round(1 - unsent, 6), getattr(change, "value_bits", 32)
     factor = _factor(local, change, density, optimizer)
-    mid = law(optimizer, numel, workers) * factor
+    whole = law(optimizer, numel, workers)
+    mid = whole * factor
     if local.node_steps:
         # all workers part as if all averaged so often, and groups of them for the whole interval
         groups = law(optimizer, numel, workers // (local.node_size or 1))
         inside = factor * (local.node_steps / local.k_steps) ** _BY_STEPS
-        mid = law(optimizer, numel, workers) * inside + groups * (factor - inside)
+        mid = whole * inside + groups * (factor - inside)
     coefficient, power = _LAW[optimizer]
     outside = _unmeasured(local, change, density, optimizer, workers)
     doubt = _DOUBT * prod(outside.values())
@@ -141,7 +158,7 @@ def _of_local(local: "LocalSGD", change: Any, optimizer: str, numel: int, worker
         mid * doubt,
         f"{workers}^beta - 1, beta = {coefficient:g} N^{power:g} (fitted to arXiv 2505.23725), "
         f"times {factor:.2g} for interval and bits (benchmarks/results/evidence.jsonl, 2 and 4 "
-        "workers; law_wide.jsonl, 24 and 48); for 90 averagings and more; low is mid / "
+        "workers; law_wide.jsonl, 24 to 96); for 90 averagings and more; low is mid / "
         f"{doubt:.3g}, high mid x {doubt:.3g}",
         ", ".join(outside),
     )
@@ -150,7 +167,7 @@ def _of_local(local: "LocalSGD", change: Any, optimizer: str, numel: int, worker
 def _of_adapters(whole: LossGap, optimizer: str, numel: int, workers: int, change: Any) -> LossGap:
     """Return the gap with LoRA, by the factors of a model that trains whole."""
     own = (workers**_ADAPTED - 1) / (law(optimizer, numel, workers) * _OWN[optimizer])
-    seen = workers <= _TWO_HOMES and change is None
+    seen = workers <= 2 and change is None
     doubt = 1.0 if seen else _DOUBT
     beyond = "" if seen else "adapters with more than two workers or compressed"
     return LossGap(
@@ -169,15 +186,14 @@ def _unmeasured(
     factor by which it widens the interval.
     """
     (share, bits), key, kind = density, (optimizer, *density), type(change).__name__
-    k_steps = local.k_steps
     way = getattr(change, "exchange", "auto")
     shortest, longest = MEASURED.get(key, _INTERVALS)
     never_run = kind not in _CHANGES
     text = f"{bits} bits" + f" of {share:.0%}" * (share < 1)
-    off = max(shortest / k_steps, k_steps / longest)
+    off = max(shortest / local.k_steps, local.k_steps / longest)
     found = [
-        (_too_many(workers, _MOST_WORKERS), workers > _MOST_WORKERS, _beyond(workers)),
-        (f"an interval of {k_steps} steps", off > 1, off**_BEYOND_STEPS),
+        (_too_many(workers), workers > _MOST_WORKERS, _beyond(workers)),
+        (f"an interval of {local.k_steps} steps", off > 1, off**_BEYOND_STEPS),
         (kind if never_run else text, never_run or key not in MEASURED, _DOUBT),
         (f"a delay of {local.delay}", local.delay > 0, _DOUBT),
         (f"{local.fragments} fragments", local.fragments > 1, _DOUBT),
@@ -211,17 +227,18 @@ def rate_factor(
     if strategy.localsgd is None or optimizer != "muon":
         return None
     many = strategy.localsgd.k_steps >= _INTERVALS[1] and workers > 2
-    return 2.0 if many or workers > _FEW else 1.0
+    return 2.0 if many or workers > 4 else 1.0
 
 
 def _of_gradients(method: str, workers: int) -> LossGap:
-    known = min(_GRADIENTS[method], key=lambda count: abs(count - workers))
-    gap = _GRADIENTS[method][known]
+    gaps = _GRADIENTS[method]
+    known = min(gaps, key=lambda count: abs(count - workers))
+    gap = gaps[known]
     source = (
         f"benchmarks/results/evidence.jsonl: {gap:+.1%} with {known} workers, 0.87 million "
         "parameters, 1,500 steps, inside AdamW"
     )
-    most = max(_GRADIENTS[method])
+    most = max(gaps)
     many = _too_many(workers, most)
     beyond = _beyond(workers, most)
     if abs(gap) < _CHANCE:
