@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from thinwire._names import named_parameters
 from thinwire.checkpoint import on_all_ranks
 from thinwire.comm import Group
 from thinwire.core.checksum import checksum
@@ -283,7 +284,7 @@ def _require_arguments(args: TrainingArguments, state: TrainerState, wrapper: An
 
 
 def _checksum(model: nn.Module) -> int:
-    return checksum(list(model.parameters()))
+    return checksum([p for _, p in named_parameters(model)])
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:
