@@ -111,7 +111,9 @@ def held_out(model: nn.Module) -> float:
     losses = []
     for home in HOMES:
         source = batches(text_of(home)[1], 0)
-        losses += [float(model(input_ids=x, labels=x).loss) for x, _ in zip(source, range(8), strict=False)]
+        losses += [
+            float(model(input_ids=x, labels=x).loss) for x, _ in zip(source, range(8), strict=False)
+        ]
     return mean(losses)
 
 
@@ -152,11 +154,9 @@ def table(results: Results[Run]) -> list[str]:
         for base in TYPES:
             found = [results.of(Run(base, homes, seed, STEPS)) for seed in SEEDS]
             losses = [one["loss"] for one in found]
-            first = found[0]
-            rows.append(
-                [base, homes, f"{first['before']:.3f}", f"{mean(losses):.3f}"]
-                + [f"{stdev(losses):.3f}", first["bytes_per_step"], first["base_bytes"]]
-            )
+            means = (mean(one["before"] for one in found), mean(losses), stdev(losses))
+            sizes = (found[0]["bytes_per_step"], found[0]["base_bytes"])
+            rows.append([base, homes, *(f"{value:.3f}" for value in means), *sizes])
     titles = ["base model", "homes", "before", "loss", "std", "bytes a step", "base bytes"]
     return markdown(titles, rows)
 

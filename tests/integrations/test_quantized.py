@@ -232,9 +232,7 @@ def test_a_joiner_gets_the_adapters_and_needs_the_same_quantized_weights(
 ) -> None:
     flags = [tmp_path / "go", tmp_path / "joined"]
     with meeting_place(None) as address:
-        first, second, third = ranks.run(
-            member, address, bases, others, flags, size=3, group=False
-        )
+        first, second, third = ranks.run(member, address, bases, others, flags, size=3, group=False)
     assert all(map(torch.equal, first[3], second[3]))
     if others:
         assert "q_proj" in third

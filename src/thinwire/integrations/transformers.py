@@ -99,9 +99,10 @@ class ThinwireCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Keep DDP from sending frozen parameters when it is made; the engine compares them."""
-        model = kwargs["model"]
+        model: Any = kwargs["model"]
         frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
+        ddp: Any = DistributedDataParallel
+        ddp._set_params_and_buffers_to_ignore_for_model(model, frozen)
         self._undo.callback(delattr, model, "_ddp_params_and_buffers_to_ignore")
 
     def on_train_begin(

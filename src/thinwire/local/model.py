@@ -386,7 +386,7 @@ def _quantized(module: nn.Module) -> Iterator[Tensor]:
             yield from _inner(value)
 
 
-def _inner(tensor: Tensor) -> Iterator[Tensor]:
+def _inner(tensor: Any) -> Iterator[Tensor]:
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
