@@ -43,6 +43,8 @@ $(EXTRA_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(EXTRA_VENV)
 	$(EXTRA_VENV)/bin/python -m pip install --quiet -c constraints.txt pip
 	$(EXTRA_VENV)/bin/python -m pip install --quiet --no-compile -c constraints.txt torch numpy
+	# compiled here, since its sources warn of themselves then, which is an error in a test
+	$(EXTRA_VENV)/bin/python -m pip install --quiet -c constraints.txt torchao
 	$(EXTRA_VENV)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[stream]' --group integrations
 	touch $@
 

@@ -21,9 +21,12 @@ OPTIONAL = {
     "lora.py": "peft",
     "members_resume.py": "torchdata",
     "transformers_trainer.py": "transformers",
+    "trl_qlora.py": "trl",
 }
-TESTED_ELSEWHERE = {"tasks", "recipes", "pretrain"}
-"""By tests/lab/test_task.py, tests/test_recipes.py and tests/integrations/test_pretrain.py."""
+TESTED_ELSEWHERE = {"tasks", "recipes", "pretrain", "fine_tuning"}
+"""By tests/lab/test_task.py, tests/test_recipes.py and tests/integrations/test_pretrain.py; for the
+last one packages are missing here.
+"""
 EXAMPLES = sorted(
     p for p in (ROOT / "examples").rglob("*.py") if p.parent.name not in TESTED_ELSEWHERE
 )

@@ -39,9 +39,15 @@ def require_shapes(model: nn.Module) -> None:
             )
 
 
+def is_quantized(param: Tensor) -> bool:
+    """Return True for a frozen parameter of a class of its own: only its module can read it."""
+    plain = param.requires_grad or type(param) in (Tensor, Parameter)
+    return not (plain or hasattr(param, "to_local") or is_lazy(param))
+
+
 def named_parameters(model: nn.Module) -> list[tuple[str, Parameter]]:
-    """Return `model.named_parameters()` as a list, with plain names."""
-    named = dict(model.named_parameters())
+    """Return `model.named_parameters()` with plain names, without those that are quantized."""
+    named = {name: p for name, p in model.named_parameters() if not is_quantized(p)}
     return list(zip(plain_names(named), named.values(), strict=True))
 
 

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from thinwire._names import named_parameters
 from thinwire.checkpoint import on_all_ranks
 from thinwire.comm import Group
 from thinwire.core.checksum import checksum
@@ -94,11 +95,21 @@ class ThinwireCallback(TrainerCallback):
         self._by_items = False
         self._undo = ExitStack()
 
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Keep DDP from sending frozen parameters when it is made; the engine compares them."""
+        model: Any = kwargs["model"]
+        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        ddp: Any = DistributedDataParallel
+        ddp._set_params_and_buffers_to_ignore_for_model(model, frozen)
+        self._undo.callback(delattr, model, "_ddp_params_and_buffers_to_ignore")
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Prepare the engine without DDP's averaging, and resume from the loaded checkpoint."""
-        self._undo.close()  # left by a training that failed
+        self._undo.close()  # left by `on_init_end`, or by a training that failed
         model, wrapper = kwargs["model"], kwargs["optimizer"]
         _require_arguments(args, state, wrapper)
         self._undo.callback(setattr, args, "max_grad_norm", args.max_grad_norm)
@@ -283,7 +294,7 @@ def _require_arguments(args: TrainingArguments, state: TrainerState, wrapper: An
 
 
 def _checksum(model: nn.Module) -> int:
-    return checksum(list(model.parameters()))
+    return checksum([p for _, p in named_parameters(model)])
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:

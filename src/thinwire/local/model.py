@@ -15,13 +15,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from thinwire import _validate as check
-from thinwire._names import named_buffers, named_parameters, require_shapes
+from thinwire._names import (
+    is_quantized,
+    named_buffers,
+    named_parameters,
+    plain_name,
+    require_shapes,
+)
 from thinwire._wording import warn_user
 from thinwire.comm import Group
 from thinwire.comm.replicate import make_models_equal_, overwrite_
-from thinwire.core.checksum import flat_bytes
+from thinwire.core.checksum import checksum, flat_bytes
 from thinwire.core.several import SeveralOptimizers, all_of, combined, kinds_of, params_in
 from thinwire.core.sharded import Shards, require_elementwise, require_shards, reshard_, shard_of
 from thinwire.core.tensors import living
@@ -80,6 +87,7 @@ class LocalModel:
         return {
             "optimizer": kinds_of(self.optimizer),
             "layout": [f"{n}: {t}" for n, t in _layout(self.model, every=True)],
+            "quantized weights": quantized_weights(self.model),
         }
 
     def difference(self) -> str | None:
@@ -352,6 +360,40 @@ def differs(now: Tensor, before: Tensor | None) -> Tensor:
         return torch.zeros((), dtype=torch.bool, device="cpu")
     # a value that stays NaN has not changed
     return ((now != before) & ~(now.isnan() & before.isnan())).any()
+
+
+def quantized_weights(model: nn.Module) -> dict[str, str]:
+    """Return a digest of the quantized weights of modules, with scales and settings.
+
+    They are neither sent nor saved: every rank loads the base model.
+    """
+    return {
+        plain_name(name): f"{checksum(list(_quantized(module))):016x}"
+        for name, module in model.named_modules()
+        if any(not p.requires_grad and _has_scales(p) for p in module.parameters(recurse=False))
+    }
+
+
+def _has_scales(param: Tensor) -> bool:
+    return is_quantized(param) or not (param.is_floating_point() or param.is_complex())
+
+
+def _quantized(module: nn.Module) -> Iterator[Tensor]:
+    """Yield all that a module saves, but for what `named_parameters` and `named_buffers` have."""
+    known = {id(t) for _, t in [*named_parameters(module), *named_buffers(module)]}
+    for value in module.state_dict(keep_vars=True).values():
+        if isinstance(value, Tensor) and id(value) not in known:
+            yield from _inner(value)
+
+
+def _inner(tensor: Any) -> Iterator[Tensor]:
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    names, settings = tensor.__tensor_flatten__()
+    yield torch.frombuffer(bytearray(repr(settings).encode()), dtype=torch.uint8)
+    for name in names:
+        yield from _inner(getattr(tensor, name))
 
 
 def shape_text(tensor: Tensor) -> str:

@@ -12,7 +12,7 @@ from thinwire._names import named_buffers, named_parameters, plain_names
 from thinwire.compress import COMPRESSIONS
 from thinwire.core.several import all_of, kinds_of
 from thinwire.exchange.provenance import checksum_of
-from thinwire.local.model import shape_text
+from thinwire.local.model import quantized_weights, shape_text
 from thinwire.optim.common import CommonOptimizer
 from thinwire.strategy.documents import from_dict, to_dict
 from thinwire.strategy.fields import Fields
@@ -130,6 +130,7 @@ def checkpoint_facts(
         "strategy": compared_settings(strategy),
         "optimizer": kinds_of(optimizer),
         "parameters": [f"{name} {shape_text(p)}" for name, p in params],
+        "quantized weights": quantized_weights(model),
         # keys with their parameters and buffers; other keys with None
         "state_dict": {
             key: names.get(id(value))
@@ -152,6 +153,7 @@ def model_facts(
             f"{name} {shape_text(p)} requires_grad={p.requires_grad}" for p, name in names.items()
         ],
         "buffer": [f"{name} {shape_text(b)}" for name, b in named_buffers(model)],
+        "quantized weights": quantized_weights(model),
         "optimizer": kinds_of(optimizer),
         "group": [
             {k: repr(v) for k, v in group.items() if k not in ("params", "param_names")}

@@ -47,7 +47,9 @@ _NON_PERSISTENT = "non_persistent_buffers"
 """Key of the names of buffers with persistent=False, if there are any."""
 _FROZEN = "frozen"
 """Key of the digests of frozen parameters that were left out, if some were."""
-_MAY_LACK = {_OF_MODULES, _NON_PERSISTENT, _FROZEN}
+_QUANTIZED = "quantized weights"
+"""Key of the digests of quantized weights, which are always left out, and of those in the facts."""
+_MAY_LACK = {_OF_MODULES, _NON_PERSISTENT, _FROZEN, _QUANTIZED}
 OF_USER = ("extra", _OF_MODULES)
 """Keys of the user's state, whose contents thinwire does not interpret."""
 OF_OTHER_RANKS: dict[str, Rule] = {
@@ -55,6 +57,7 @@ OF_OTHER_RANKS: dict[str, Rule] = {
     _OF_MODULES: "first",
     _NON_PERSISTENT: "first",
     _FROZEN: "first",
+    _QUANTIZED: "first",
     "loss_scale/scale": "min",
     "merge/overflowed": "max",
     "merge/sums/*": "mean_zero",
@@ -85,11 +88,13 @@ def saved_model(
     names = sorted(non_persistent_buffers(steps.model))
     params = _parameters(steps)
     left = {} if frozen else {n: p for n, p in params.items() if n not in steps.params}
+    quantized = steps.facts[_QUANTIZED]
     return {
         "parameters": _held({n: p for n, p in params.items() if n not in left}, to_save),
         "buffers": _held(dict(named_buffers(steps.model)), to_save),
         **({_NON_PERSISTENT: names} if names else {}),
         **({_FROZEN: _digests(left, steps.part)} if left else {}),
+        **({_QUANTIZED: quantized} if quantized else {}),
     }
 
 
@@ -272,6 +277,13 @@ def require_shapes(state: Mapping[str, Any], steps: Steps, advice: str) -> froze
             raise ValueError(
                 f"the state was saved without frozen parameters (frozen=False), but {name} has "
                 "different values now: first load the base weights of the training into the model"
+            )
+    theirs, ours = state.get(_QUANTIZED, {}), steps.facts[_QUANTIZED]
+    for name in {**theirs, **ours}:
+        if theirs.get(name) != ours.get(name):
+            raise ValueError(
+                f"the quantized weights of {name} are others than those of the training, and are "
+                "not saved with it: load the same base model, quantized with the same settings"
             )
     here = {name: param for name, param in params.items() if name not in frozen["digests"]}
     check.same_shapes("parameters", state["parameters"], here, advice=advice)
