@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _WRAPPED = "_orig_mod"
 """Attribute of a compiled module that holds the original module."""
@@ -40,9 +41,12 @@ def require_shapes(model: nn.Module) -> None:
 
 
 def is_quantized(param: Tensor) -> bool:
-    """Return True for a frozen parameter of a class of its own: only its module can read it."""
+    """Return True for a frozen parameter that only its module can read: packed, or a wrapper."""
     plain = param.requires_grad or type(param) in (Tensor, Parameter)
-    return not (plain or hasattr(param, "to_local") or is_lazy(param))
+    if plain or hasattr(param, "to_local") or is_lazy(param):
+        return False
+    packed = not (param.is_floating_point() or param.is_complex())
+    return packed or is_traceable_wrapper_subclass(param)
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, Parameter]]:
