@@ -90,9 +90,11 @@ class ShardedSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Begin this epoch, unless it is the current one. For loops that call
-        `DistributedSampler.set_epoch`.
+        `DistributedSampler.set_epoch`. With members it does nothing: they count together.
         """
         epoch = check.integer("epoch", epoch, at_least=0)
+        if self._member is not None:
+            return
         if self._start == self._epoch and self._taken == 0:
             self._start = epoch
         self._begin(epoch)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire.comm import busy
 from thinwire.core.gradients import ClipByGlobalNorm, ClipByValue
 from thinwire.errors import CheckpointMissing
 from thinwire.integrations.per_rank import (
@@ -23,12 +25,15 @@ from thinwire.integrations.per_rank import (
 )
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, LocalSGD
 from thinwire.local.updates import LocalUpdates, local_sgd
+from thinwire.members.members import Members
 from thinwire.optim import DGCMomentum
 from thinwire.strategy.distributed_strategy import DistributedStrategy
 from thinwire.strategy.engine import Engine
 
 __all__ = ["CompressedExchange", "LocalAveraging", "ThinwireCallback", "UnwrappedDDP"]
 
+_LONGEST = timedelta(days=1)
+"""Time for which the other members wait while one validates and saves."""
 _INSTEAD = {
     "amp": 'precision="bf16-mixed" of the Trainer',
     "gradient_merge": "accumulate_grad_batches of the Trainer: it sends once per update",
@@ -46,7 +51,10 @@ class _PerRankCallback(Callback):
     # Lightning reads the state of callbacks before the path is known: the path is taken from the
     # trainer's strategy, whose `save_checkpoint` and `remove_checkpoint` run on all ranks
 
-    def __init__(self) -> None:
+    def __init__(self, members: Members | None = None) -> None:
+        self._members = members
+        self._alone = ExitStack()
+        """Announces that other members wait for this one."""
         self._states: list[PerRankState | EngineState] = []
         self._saved: list[dict[str, Any]] | None = None
         self._undo = ExitStack()
@@ -79,6 +87,7 @@ class _PerRankCallback(Callback):
         trainer: Trainer,
         *states: PerRankState | EngineState,
         flush: Callable[[], None] = lambda: None,
+        sync: LocalUpdates | None = None,
     ) -> None:
         resumes = self._resumes(trainer)
         self._states = list(states)
@@ -96,8 +105,12 @@ class _PerRankCallback(Callback):
         save, remove = strategy.save_checkpoint, strategy.remove_checkpoint
 
         def save_equal(*args: Any, **kwargs: Any) -> None:
-            self._flush()
-            save_all(*args, **kwargs)
+            if self._members is None:
+                self._flush()
+                save_all(*args, **kwargs)
+            elif self._members.rank == 0:
+                with busy(_LONGEST):
+                    save_all(*args, **kwargs)
 
         def save_checkpoint(
             checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **kwargs: Any
@@ -107,6 +120,8 @@ class _PerRankCallback(Callback):
             save(checkpoint, filepath, *args, **kwargs)
 
         def remove_checkpoint(filepath: str | Path) -> None:
+            if self._members is not None and self._members.rank:
+                return
             remove(filepath)
             for i, state in enumerate(self._states):
                 state.remove(Path(filepath).parent, _name(filepath, i))
@@ -117,6 +132,49 @@ class _PerRankCallback(Callback):
         self._undo.callback(vars(strategy).pop, "save_checkpoint")
         self._undo.callback(vars(strategy).pop, "remove_checkpoint")
         self._undo.callback(vars(trainer).pop, "save_checkpoint")
+        if self._members is not None and sync is not None:
+            self._begin_with_members(trainer, self._members, sync)
+
+    def _begin_with_members(self, trainer: Trainer, members: Members, sync: LocalUpdates) -> None:
+        """Count the run's steps from now on, and let its first member alone validate."""
+        if trainer.max_steps < 1 or trainer.max_epochs != -1 or trainer.world_size > 1:
+            raise ValueError(
+                f"members need max_steps, the steps of the run, without max_epochs, and devices=1; "
+                f"got max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs} and "
+                f"{trainer.world_size} processes"
+            )
+        if trainer.early_stopping_callbacks:
+            raise ValueError(
+                "EarlyStopping would end one member, since one alone validates: leave it out"
+            )
+        self._sync = sync
+        self._due = False
+        self._batches = trainer.limit_val_batches
+        self._every = max(int(trainer.val_check_batch) // trainer.accumulate_grad_batches, 1)
+        trainer.val_check_batch = 1
+        self._continue(trainer, members)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Continue at the step of the run."""
+        if self._members is not None:
+            self._continue(trainer, self._members)
+
+    def _continue(self, trainer: Trainer, members: Members) -> None:
+        loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        counted = loop.optim_progress.optimizer.step.total
+        before = counted.completed
+        counted.completed = step = members.step
+        for config in trainer.lr_scheduler_configs:
+            while config.interval == "step" and config.scheduler.last_epoch < step:
+                config.scheduler.step()
+        ends = members.left or step >= trainer.max_steps
+        if ends:
+            self._flush()
+            trainer.should_stop = True
+        self._due = self._due or ends or step // self._every > before // self._every
+        now = self._due and (ends or self._sync.synced)
+        self._due = self._due and not now
+        trainer.limit_val_batches = self._batches if now and members.rank == 0 else 0
 
     def _written(self, filepath: str | Path) -> list[dict[str, Any]]:
         if "://" in str(filepath):
@@ -140,12 +198,26 @@ class _PerRankCallback(Callback):
     def _release(self, trainer: Trainer) -> None:
         """Release the objects of a fit."""
 
+    def _end(self, trainer: Trainer) -> None:
+        self._flush = lambda: None
+        if self._members is not None:
+            trainer.limit_val_batches = self._batches
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Average first, so that all ranks validate the same model."""
-        self._flush()
+        if self._members is None:
+            self._flush()
+        else:
+            self._alone.enter_context(busy(_LONGEST))
 
-    # so that an average over epochs, of another callback, is equal on all ranks
-    on_train_epoch_end = on_validation_start
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Announce the end of a validation by one member."""
+        self._alone.close()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Average, so that an average over epochs, of another callback, is equal on all ranks."""
+        if self._members is None:
+            self._flush()
 
 
 def _name(filepath: str | Path, i: int) -> str:
@@ -213,6 +285,7 @@ class LocalAveraging(_PerRankCallback):
     Args:
         config: `LocalSGD` or `AdaptiveLocalSGD`.
         process_group: The ranks that average; None for all of them.
+        members: As of `ThinwireCallback`.
 
     Raises:
         TypeError: At the start of the fit: the optimizer exchanges gradients itself.
@@ -222,8 +295,14 @@ class LocalAveraging(_PerRankCallback):
 
     sync: LocalUpdates
 
-    def __init__(self, config: LocalConfig, process_group: dist.ProcessGroup | None = None) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        config: LocalConfig,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        members: Members | None = None,
+    ) -> None:
+        super().__init__(members)
         check.instance("config", config, (LocalSGD, AdaptiveLocalSGD))
         self._config = config
         self._process_group = process_group
@@ -233,10 +312,12 @@ class LocalAveraging(_PerRankCallback):
         _require_unwrapped(trainer, pl_module)
         optimizer = _only_optimizer(trainer)
         self.sync = local_sgd(
-            pl_module, optimizer, self._config, process_group=self._process_group
+            *(pl_module, optimizer, self._config),
+            process_group=self._process_group,
+            members=self._members,
         ).__enter__()
         states = PerRankState(self.sync), PerRankState(optimizer)
-        self._attach_states(trainer, *states, flush=self.sync.flush)
+        self._attach_states(trainer, *states, flush=self.sync.flush, sync=self.sync)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Observe the loss of a batch, which Lightning has divided by the accumulated batches."""
@@ -244,7 +325,7 @@ class LocalAveraging(_PerRankCallback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Average once more and end. Saving stays in place, for a checkpoint after the fit."""
-        self._flush = lambda: None
+        self._end(trainer)
         self.sync.__exit__(None, None, None)
 
     def _release(self, trainer: Trainer) -> None:
@@ -270,6 +351,9 @@ class ThinwireCallback(_PerRankCallback):
     Args:
         strategy: A `DistributedStrategy` with any fields but `amp`, `gradient_merge` and
             `pipeline`, or without one.
+        members: Result of `thinwire.join`, for local updates without torchrun, with `max_steps` of
+            the run and without `max_epochs`. The first member validates and saves, while the others
+            wait; it validates after the averaging at or after the step that asks for it.
 
     Raises:
         StrategyError: At construction: the Trainer has its own argument for a field; the text names
@@ -280,8 +364,8 @@ class ThinwireCallback(_PerRankCallback):
     engine: Engine
     """The engine, from the start of the fit on. `engine.stats()` works after the fit too."""
 
-    def __init__(self, strategy: DistributedStrategy) -> None:
-        super().__init__()
+    def __init__(self, strategy: DistributedStrategy, *, members: Members | None = None) -> None:
+        super().__init__(members)
         require_fields(strategy, _INSTEAD)
         self._strategy_of_engine = strategy
         self._limit: float | None = None
@@ -298,11 +382,14 @@ class ThinwireCallback(_PerRankCallback):
         if self._limit:
             by_value = trainer.gradient_clip_algorithm == "value"
             clip = ClipByValue(self._limit) if by_value else ClipByGlobalNorm(self._limit)
-        self.engine = self._strategy_of_engine.prepare(pl_module, optimizer, grad_clip=clip)
+        self.engine = self._strategy_of_engine.prepare(
+            pl_module, optimizer, grad_clip=clip, members=self._members
+        )
         trainer.gradient_clip_val = None  # the engine clips, after the exchange
         self._losses.clear()
         self.engine.follow_steps(self._loss)
-        self._attach_states(trainer, EngineState(self.engine), flush=self.engine.flush)
+        engine = self.engine
+        self._attach_states(trainer, EngineState(engine), flush=engine.flush, sync=engine.sync)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Observe the loss of a batch, which Lightning has divided by the accumulated batches."""
@@ -310,7 +397,7 @@ class ThinwireCallback(_PerRankCallback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Average once more and end. Saving stays in place, for a checkpoint after the fit."""
-        self._flush = lambda: None
+        self._end(trainer)
         self.engine.flush()
         self._release(trainer)
 

@@ -1,7 +1,9 @@
 """A callback that trains under a strategy in the Trainer of the package `transformers`."""
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from thinwire.checkpoint import on_all_ranks
-from thinwire.comm import Group
+from thinwire.comm import Group, busy
 from thinwire.core.checksum import checksum
 from thinwire.core.gradients import ClipByGlobalNorm
 from thinwire.core.tensors import living
@@ -21,11 +24,15 @@ from thinwire.errors import CheckpointMismatch, CheckpointMissing, StrategyError
 from thinwire.integrations.per_rank import require_fields, reset_optimizer_
 from thinwire.local.model import bare_optimizer
 from thinwire.logs import PREFIX, log_stats
+from thinwire.members.members import Members, member_of
+from thinwire.sampler import ShardedSampler
 from thinwire.strategy.distributed_strategy import DistributedStrategy
 from thinwire.strategy.engine import Engine
 
 __all__ = ["ThinwireCallback"]
 
+_LONGEST = timedelta(days=1)
+"""Time for which the other members wait while one evaluates and saves."""
 _SHARDED = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 """Distributed types of Accelerate, by name, that exchange gradients in their own way."""
 _INSTEAD = {
@@ -64,6 +71,11 @@ class ThinwireCallback(TrainerCallback):
     the last step; the next averaging is `k_steps` later. Weights that another callback puts into
     the model at the end are averaged too.
 
+    With `members` there is no torchrun. `max_steps` and `global_step` are those of the run, and
+    `epoch` counts the passes of all members over the data, of which `ShardedSampler` gives this
+    one a part. The first member is process 0: it evaluates and saves, after the averaging at or
+    after the step that asks for it, while the others wait. If it is lost the next one does.
+
     Example::
 
         callback = ThinwireCallback(DistributedStrategy(dgc=DGC()))
@@ -72,7 +84,9 @@ class ThinwireCallback(TrainerCallback):
     Args:
         strategy: A `DistributedStrategy` with any fields but `amp`, `recompute`,
             `gradient_merge` and `pipeline`, or without one.
-        publish: Folder or address where `Engine.publish` publishes the model; None for none.
+        members: Result of `thinwire.join`, for local updates by members that come and go.
+        publish: Folder or address where `Engine.publish` publishes the model, or a dict of its
+            arguments; None for none.
 
     Raises:
         StrategyError: At construction: the Trainer has its own argument for a field; the text names
@@ -85,14 +99,33 @@ class ThinwireCallback(TrainerCallback):
     engine: Engine
     """The engine, from the start of a training on. `engine.stats()` works after it too."""
 
-    def __init__(self, strategy: DistributedStrategy, *, publish: str | None = None) -> None:
+    def __init__(
+        self,
+        strategy: DistributedStrategy,
+        *,
+        members: Members | None = None,
+        publish: str | Mapping[str, Any] | None = None,
+    ) -> None:
         require_fields(strategy, _INSTEAD)
         self._strategy = strategy
-        self._publish = publish
+        self._members = members
+        self._member = member_of(members)
+        self._publish = {"where": publish} if isinstance(publish, str) else publish
+        self._sampler: ShardedSampler | None = None
+        self._due = set[str]()
+        """Evaluation and saving that wait for the next averaging of members."""
+        self._alone = ExitStack()
+        """Announces that the others wait for this member."""
+        self._ended = False
         self._max_grad_norm = 0.0
         self._losses: list[Tensor] = []
         self._by_items = False
         self._undo = ExitStack()
+
+    def on_init_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+        """Make the first member process 0, for what the Trainer and other callbacks write."""
+        if self._members is not None and not isinstance(args.distributed_state, _MemberState):
+            args.distributed_state = _MemberState(args.distributed_state, self._members)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -101,6 +134,11 @@ class ThinwireCallback(TrainerCallback):
         self._undo.close()  # left by a training that failed
         model, wrapper = kwargs["model"], kwargs["optimizer"]
         _require_arguments(args, state, wrapper)
+        if self._member is not None:
+            self.on_init_end(args)
+            _require_members_work(args, self._strategy, self._member.terms.keep_batch)
+            self._member.require_same_setup("trainer", {"max_steps": args.max_steps})
+            self._share_samples(args, state, kwargs["train_dataloader"])
         self._undo.callback(setattr, args, "max_grad_norm", args.max_grad_norm)
         optimizer: Any = bare_optimizer(wrapper)
         resumed = state.global_step > 0
@@ -110,7 +148,7 @@ class ThinwireCallback(TrainerCallback):
         self.engine = self._prepared(args, model, optimizer)
         self._undo.callback(self.engine.close)
         if self._publish is not None:
-            self.engine.publish(self._publish)
+            self.engine.publish(**self._publish)
         for ddp in living(DistributedDataParallel):
             if ddp.module is model:
                 self._undo.enter_context(ddp.no_sync())
@@ -125,8 +163,13 @@ class ThinwireCallback(TrainerCallback):
                 self._log_numbers_in(trainer)
                 # after those that ask for evaluations, or put other weights into the model
                 handler.callbacks = sorted(handler.callbacks, key=lambda callback: callback is self)
-        if resumed:
+                self._trainer = trainer
+                self._undo.callback(delattr, self, "_trainer")
+        self._ended = False
+        if resumed and not (self._members is not None and self._members.step):
             self._resume(_folder(args, state), state, loaded)
+        if self._members is not None:
+            self._continue(self._members.step, state, kwargs["lr_scheduler"])
 
     def _log_numbers_in(self, trainer: Trainer) -> None:
         """Add the numbers of the engine to the Trainer's logs of the training loss."""
@@ -146,6 +189,7 @@ class ThinwireCallback(TrainerCallback):
 
     def on_step_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """Keep the Trainer from clipping before the exchange; the engine clips after it."""
+        self._alone.close()
         self._max_grad_norm = args.max_grad_norm
         args.max_grad_norm = 0.0
 
@@ -157,7 +201,9 @@ class ThinwireCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Apply pending work before an evaluation, before a checkpoint, and after the last step."""
-        if control.should_evaluate or control.should_save or control.should_training_stop:
+        if self._members is not None:
+            self._follow_members(self._members, state, control, kwargs["lr_scheduler"])
+        elif control.should_evaluate or control.should_save or control.should_training_stop:
             self.engine.flush()
 
     on_epoch_end = on_step_end  # also if another callback has ended the training
@@ -166,15 +212,67 @@ class ThinwireCallback(TrainerCallback):
         """Write the state of all ranks into the checkpoint."""
         if not args.save_only_model:
             extra = {"step": state.global_step, "parameters": _checksum(kwargs["model"])}
+            if self._sampler is not None:
+                extra["sampler"] = self._sampler
             self.engine.save(_folder(args, state), extra=extra, keep=1)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
     ) -> None:
         """Close the engine."""
-        if not (args.load_best_model_at_end and state.best_model_checkpoint):
+        self._alone.close()
+        if not (self._ended or (args.load_best_model_at_end and state.best_model_checkpoint)):
             self.engine.flush()
         self._undo.close()
+
+    def _share_samples(self, args: TrainingArguments, state: TrainerState, loader: Any) -> None:
+        """Let this member take its part of the samples, where the Trainer's sampler takes all."""
+        batches = getattr(loader, "batch_sampler", None)
+        given = getattr(batches, "sampler", None)
+        self._sampler = given if isinstance(given, ShardedSampler) else None
+        if isinstance(given, RandomSampler | SequentialSampler):
+            seed = args.seed if args.data_seed is None else args.data_seed
+            shuffle = isinstance(given, RandomSampler)
+            self._sampler = ShardedSampler(
+                loader.dataset, seed=seed, shuffle=shuffle, members=self._members
+            )
+        if self._sampler is not None:
+            self._undo.callback(setattr, batches, "sampler", given)
+            batches.sampler = _Passes(self._sampler, state)
+
+    def _continue(self, step: int, state: TrainerState, scheduler: Any) -> None:
+        """Continue at this step of the run: later than the Trainer's for one that was away."""
+        jump = step - state.global_step
+        state.global_step = step
+        # the Trainer divides sums of losses by steps since these
+        self._trainer._globalstep_last_logged += jump
+        self._trainer._initial_global_step += jump
+        scheduler.optimizer._opt_called = True  # else it warns, since this process made no step
+        while scheduler.last_epoch < step:
+            scheduler.step()
+
+    def _follow_members(
+        self, members: Members, state: TrainerState, control: TrainerControl, scheduler: Any
+    ) -> None:
+        """End with the run; evaluate and save on its first member, right after an averaging."""
+        self._alone.close()
+        self._continue(members.step, state, scheduler)
+        control.should_training_stop |= members.left or state.global_step >= state.max_steps
+        now = control.should_training_stop or self.engine.sync.synced
+        if control.should_training_stop and not self._ended:
+            self.engine.flush()
+            self._ended = True
+        state.is_world_process_zero = first = members.rank == 0
+        if self._sampler is not None:
+            state.epoch = float(self._sampler.epoch)
+        for name in ("should_evaluate", "should_save"):
+            if getattr(control, name):
+                self._due.add(name)
+            setattr(control, name, first and now and name in self._due)
+        if now:
+            self._due.clear()
+        if control.should_evaluate or control.should_save:
+            self._alone.enter_context(busy(_LONGEST))
 
     def _prepared(
         self, args: TrainingArguments, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -183,7 +281,10 @@ class ThinwireCallback(TrainerCallback):
         unused = bool(args.ddp_find_unused_parameters)
         try:
             return self._strategy.prepare(
-                model, optimizer, grad_clip=clip, find_unused_parameters=unused
+                *(model, optimizer),
+                grad_clip=clip,
+                find_unused_parameters=unused,
+                members=self._members,
             )
         except StrategyError as error:
             if clip is None:
@@ -204,11 +305,15 @@ class ThinwireCallback(TrainerCallback):
                 "you pass to the Trainer"
             ) from error.__cause__
         group = Group(None)
+        extra = dict(self.engine.extra or {})
+        sampler = extra.pop("sampler", None)
+        if self._sampler is not None and sampler is not None:
+            self._sampler.load_state_dict(sampler)
 
         def is_the_same() -> None:
             expected = {"step": state.global_step, "parameters": loaded}
             # the Trainer has loaded rank 0's state on all ranks
-            if group.rank == 0 and self.engine.extra != expected:
+            if group.rank == 0 and extra != expected:
                 raise CheckpointMismatch(
                     f"the Trainer has loaded another checkpoint than {folder.parent}: resume from "
                     "a checkpoint in output_dir, with the folder that this callback wrote"
@@ -240,6 +345,37 @@ class ThinwireCallback(TrainerCallback):
             )
         self._by_items = inputs.get("num_items_in_batch") is not None
         self._losses.append(loss.detach().float().mean())
+
+
+class _MemberState:
+    """Accelerate's state as `TrainingArguments` have it, whose process index is a member's rank."""
+
+    def __init__(self, given: Any, members: Members) -> None:
+        self._given = given
+        self._members = members
+
+    @property
+    def process_index(self) -> int:
+        """Rank of the member: the Trainer writes where it is 0."""
+        return self._members.rank
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._given, name)
+
+    def __reduce__(self) -> Any:  # the Trainer writes its arguments beside the model
+        return copy.copy, (self._given,)
+
+
+class _Passes(Sampler[int]):
+    """Passes over the data until the end of the run, whatever epochs the Trainer counts."""
+
+    def __init__(self, sampler: ShardedSampler, state: TrainerState) -> None:
+        self._sampler = sampler
+        self._state = state
+
+    def __iter__(self) -> Iterator[int]:
+        while self._state.global_step < self._state.max_steps:
+            yield from self._sampler
 
 
 def _print_some(on_log: Callable[..., None], *args: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -280,6 +416,35 @@ def _require_arguments(args: TrainingArguments, state: TrainerState, wrapper: An
         raise StrategyError(
             "a strategy does not work with these settings of the Trainer: " + "; ".join(problems)
         )
+
+
+def _require_members_work(
+    args: TrainingArguments, strategy: DistributedStrategy, keep_batch: bool
+) -> None:
+    local = strategy.localsgd
+    problems = {
+        "torchrun: start every member by itself": args.world_size > 1,
+        "num_train_epochs, since members share an epoch: set max_steps, the steps of the run": (
+            args.max_steps <= 0
+        ),
+        "epochs of eval_strategy and save_strategy: set 'steps'": (
+            "epoch" in (args.eval_strategy, args.save_strategy)
+        ),
+        "load_best_model_at_end, metric_for_best_model and EarlyStoppingCallback, since one member "
+        "evaluates and the others do not know the best: turn them off, and choose a checkpoint "
+        "afterwards": args.metric_for_best_model is not None,
+        "eval_on_start: evaluate before the training": args.eval_on_start,
+        "reduce_lr_on_plateau and greedy of lr_scheduler_type, which follow evaluations: take "
+        "another schedule": args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"),
+        "train_sampling_strategy, which gives all members the same batches: set 'random' or "
+        "'sequential'": args.train_sampling_strategy not in ("random", "sequential"),
+        "keep_batch=True, since the Trainer accumulates: train in your own loop": keep_batch,
+        "round_seconds, since members make unequal steps: train in your own loop": (
+            local is not None and local.by_time
+        ),
+    }
+    if found := [text for text, wrong in problems.items() if wrong]:
+        raise StrategyError("with members these do not work in the Trainer: " + "; ".join(found))
 
 
 def _checksum(model: nn.Module) -> int:
