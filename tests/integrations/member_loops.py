@@ -1,5 +1,6 @@
 """Members of a run that train in each framework, with events at given steps."""
 
+import math
 import os
 import signal
 import time
@@ -22,6 +23,8 @@ from tests.members.training import TIMEOUT_S, wait_for
 
 STEPS, EVERY = 60, 12
 """Steps of a run, and how many lie between two evaluations and two checkpoints."""
+START = math.log(4)
+"""Loss of a classifier of `task` that knows nothing."""
 STRATEGY = tw.DistributedStrategy(
     localsgd=tw.LocalSGD(4, begin_step=0, compression=tw.Quantized(4))
 )
@@ -56,7 +59,7 @@ class Events:
                 (self.folder / "go").touch()
                 with tw.busy(60):
                     wait_for(str(self.folder / "coming"))
-            time.sleep(0.05)
+            time.sleep(0.1)
 
     @contextmanager
     def run(self, address: str, founders: int) -> Iterator[Any]:
@@ -76,6 +79,7 @@ class Ended:
     """What came of it on one member."""
 
     parameters: list[Tensor]
+    at_first: float
     held_out: float
     entered: int
     steps: list[int]
@@ -91,12 +95,11 @@ class MemberLoop(Protocol):
     def __call__(self, events: Events, address: str, founders: int) -> Ended: ...
 
 
-def ended(events: Events, model: nn.Module, held_out: float, **more: Any) -> Ended:
+def ended(events: Events, model: nn.Module, at_first: float, held_out: float, **more: Any) -> Ended:
     parameters = [p.detach().clone() for p in model.parameters() if p.requires_grad]
     saved = (events.folder / f"final {events.rank}").exists()
-    return Ended(
-        parameters, held_out, events.steps[0], events.steps, events.evaluated, saved, **more
-    )
+    found = parameters, at_first, held_out, events.steps[0], events.steps, events.evaluated, saved
+    return Ended(*found, **more)
 
 
 def shared(data: Any, members: Any) -> Any:
@@ -142,7 +145,7 @@ def in_accelerate(events: Events, address: str, founders: int) -> Ended:
             (events.folder / f"final {events.rank}").touch()
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    return ended(events, model, held_out_loss(model))
+    return ended(events, model, START, held_out_loss(model))
 
 
 def in_lightning(events: Events, address: str, founders: int) -> Ended:
@@ -176,7 +179,7 @@ def in_lightning(events: Events, address: str, founders: int) -> Ended:
         )
         trainer.fit(student, shared(data, members), DataLoader(data, 2 * BATCH))
         trainer.save_checkpoint(events.folder / f"final {events.rank}")
-    return ended(events, student.net, held_out_loss(student.net), losses=student.losses)
+    return ended(events, student.net, START, held_out_loss(student.net), losses=student.losses)
 
 
 def adapted(rank: int) -> Any:
@@ -240,13 +243,14 @@ def in_transformers(events: Events, address: str, founders: int) -> Ended:
     with events.run(address, founders) as members:
         model = adapted(events.rank)
         trainer = member_trainer(members, events.folder, model, [Watch()])
+        at_first = trainer.evaluate()["eval_loss"]
         trainer.train()
         trainer.save_model(events.folder / f"final {events.rank}")
         rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
-    done = events.evaluated[:]
+    evaluated = [step for step in events.evaluated if step]
     loss = trainer.evaluate()["eval_loss"]
-    events.evaluated[:] = done
-    return ended(events, model, loss, losses=losses_of(trainer), rates=rates)
+    events.evaluated[:] = evaluated
+    return ended(events, model, at_first, loss, losses=losses_of(trainer), rates=rates)
 
 
 LOOPS: dict[str, Callable[[Events, str, int], Ended]] = {

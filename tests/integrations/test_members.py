@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-import thinwire as tw
 from tests.integrations.member_loops import EVERY, LOOPS, STEPS, Ended, Events
 from tests.integrations.packages import needs
 from tests.integrations.task import equal
@@ -46,10 +45,11 @@ def test_one_dies_and_another_joins(ranks: Pool, tmp_path: Path, framework: str)
         assert [bool(one.evaluated) for one in run].count(True) == 1
     assert 26 < joiner.entered < STEPS
     assert joiner.steps == [*range(joiner.entered, joiner.steps[-1] + 1)]
-    assert others[0].held_out == pytest.approx(calm[0].held_out, rel=0.1)
+    fell, undisturbed_fell = (calm[0].at_first - run[0].held_out for run in (others, calm))
+    assert fell > 0.8 * undisturbed_fell
     # the first one evaluates; after its death the next one
     (undisturbed,) = (one.evaluated for one in calm if one.saved)
     (second,) = (one.evaluated for one in others if one.saved)
     assert undisturbed == [*range(EVERY, STEPS + 1, EVERY)]
     assert second == [*range(2 * EVERY, STEPS + 1, EVERY)]
-    print("LOSS", framework, calm[0].held_out, others[0].held_out, joiner.entered)
+    print("LOSS", framework, calm[0].at_first, calm[0].held_out, others[0].held_out, joiner.entered)
