@@ -5,10 +5,20 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.member_loops import EVERY, LOOPS, STEPS, Ended, Events
+from tests.integrations.frameworks import losses_of
+from tests.integrations.member_loops import (
+    EVERY,
+    LOOPS,
+    STEPS,
+    Ended,
+    Events,
+    adapted,
+    member_trainer,
+)
 from tests.integrations.packages import needs
 from tests.integrations.task import equal
 from tests.members.places import meeting_place
+from tests.members.training import TIMEOUT_S
 from tests.ranks import Lost, Pool
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(240)]
@@ -53,3 +63,72 @@ def test_one_dies_and_another_joins(ranks: Pool, tmp_path: Path, framework: str)
     assert undisturbed == [*range(EVERY, STEPS + 1, EVERY)]
     assert second == [*range(2 * EVERY, STEPS + 1, EVERY)]
     print("LOSS", framework, calm[0].at_first, calm[0].held_out, others[0].held_out, joiner.entered)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_one_leaves_and_the_others_train_on(ranks: Pool, tmp_path: Path, framework: str) -> None:
+    found = trained(ranks, framework, tmp_path / "run", 3, leaves=0)
+    assert all(isinstance(one, Ended) for one in found), found
+    [left] = (one for one in found if one.steps[-1] < STEPS - EVERY)
+    first, second = (one for one in found if one is not left)
+    assert equal(first.parameters, second.parameters)
+    assert left.evaluated == [*range(EVERY, 30, EVERY)] and not left.saved
+    assert sorted([first.saved, second.saved]) == [False, True]
+    assert sorted([*first.evaluated, *second.evaluated]) == [*range(3 * EVERY, STEPS + 1, EVERY)]
+
+
+def alone(rank: int, size: int, address: str, arguments: dict[str, Any], folder: Path) -> None:
+    with tw.join(address, run="test", **arguments.pop("join", {})) as members:
+        member_trainer(members, folder, **arguments).train()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        ({"max_steps": -1}, "set max_steps"),
+        ({"eval_strategy": "epoch", "save_strategy": "epoch"}, "set 'steps'"),
+        ({"load_best_model_at_end": True}, "choose among the checkpoints"),
+        ({"metric_for_best_model": "loss"}, "choose among the checkpoints"),
+        ({"eval_on_start": True}, "call evaluate"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "set another lr_scheduler_type"),
+        ({"train_sampling_strategy": "group_by_length"}, "set 'random'"),
+        ({"join": {"keep_batch": True}}, "keep_batch=True"),
+        (
+            {"strategy": tw.DistributedStrategy(localsgd=tw.LocalSGD(4, round_seconds=1.0))},
+            "round_seconds",
+        ),
+        ({"strategy": tw.DistributedStrategy(dgc=tw.DGC())}, "needs localsgd"),
+    ],
+    ids=str,
+)
+@needs("transformers")
+def test_settings_that_do_not_go_with_members_are_refused(
+    tmp_path: Path, arguments: dict[str, Any], advice: str
+) -> None:
+    with meeting_place(None) as address, pytest.raises(tw.StrategyError, match=advice):
+        alone(0, 1, address, dict(arguments), tmp_path)
+
+
+def resumed(rank: int, size: int, address: str, folder: Path, run: str, start: Any) -> Any:
+    with tw.join(address, run=run, start_members=2, timeout=TIMEOUT_S) as members:
+        trainer = member_trainer(members, folder, adapted(rank), lr_scheduler_type="constant")
+        trainer.args.max_steps = STEPS if start else 2 * EVERY
+        trainer.train(resume_from_checkpoint=start)
+        [sampler] = members._member._samplers
+        parameters = [p.detach().clone() for p in trainer.model.parameters() if p.requires_grad]
+        return trainer.state.global_step, losses_of(trainer), parameters, sampler.epoch
+
+
+@needs("transformers")
+@needs("peft")
+def test_a_run_is_started_again_from_a_checkpoint(ranks: Pool, tmp_path: Path) -> None:
+    options = {"size": 2, "group": False, "timeout_s": 150}
+    with meeting_place(None) as address:
+        before = ranks.run(resumed, address, tmp_path, "before", None, **options)
+        start = str(tmp_path / f"checkpoint-{2 * EVERY}")
+        after = ranks.run(resumed, address, tmp_path, "after", start, **options)
+    for step, losses, _, epoch in after:
+        assert step == STEPS
+        assert len(losses) == STEPS  # with those of the checkpoint
+        assert epoch >= before[0][3]
+    assert equal(after[0][2], after[1][2])

@@ -1,8 +1,7 @@
 """Callbacks and a strategy for Lightning's Trainer. Imports the optional package `lightning`."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
-from datetime import timedelta
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,10 @@ from thinwire.comm import busy
 from thinwire.core.gradients import ClipByGlobalNorm, ClipByValue
 from thinwire.errors import CheckpointMissing
 from thinwire.integrations.per_rank import (
+    LONGEST,
     EngineState,
     PerRankState,
+    catch_up_,
     require_fields,
     reset_optimizer_,
 )
@@ -32,8 +33,6 @@ from thinwire.strategy.engine import Engine
 
 __all__ = ["CompressedExchange", "LocalAveraging", "ThinwireCallback", "UnwrappedDDP"]
 
-_LONGEST = timedelta(days=1)
-"""Time for which the other members wait while one validates and saves."""
 _INSTEAD = {
     "amp": 'precision="bf16-mixed" of the Trainer',
     "gradient_merge": "accumulate_grad_batches of the Trainer: it sends once per update",
@@ -53,8 +52,6 @@ class _PerRankCallback(Callback):
 
     def __init__(self, members: Members | None = None) -> None:
         self._members = members
-        self._alone = ExitStack()
-        """Announces that other members wait for this one."""
         self._states: list[PerRankState | EngineState] = []
         self._saved: list[dict[str, Any]] | None = None
         self._undo = ExitStack()
@@ -87,7 +84,6 @@ class _PerRankCallback(Callback):
         trainer: Trainer,
         *states: PerRankState | EngineState,
         flush: Callable[[], None] = lambda: None,
-        sync: LocalUpdates | None = None,
     ) -> None:
         resumes = self._resumes(trainer)
         self._states = list(states)
@@ -105,11 +101,9 @@ class _PerRankCallback(Callback):
         save, remove = strategy.save_checkpoint, strategy.remove_checkpoint
 
         def save_equal(*args: Any, **kwargs: Any) -> None:
-            if self._members is None:
-                self._flush()
-                save_all(*args, **kwargs)
-            elif self._members.rank == 0:
-                with busy(_LONGEST):
+            self._flush()
+            if self._writes:
+                with busy(LONGEST) if self._members else nullcontext():
                     save_all(*args, **kwargs)
 
         def save_checkpoint(
@@ -120,7 +114,7 @@ class _PerRankCallback(Callback):
             save(checkpoint, filepath, *args, **kwargs)
 
         def remove_checkpoint(filepath: str | Path) -> None:
-            if self._members is not None and self._members.rank:
+            if not self._writes:
                 return
             remove(filepath)
             for i, state in enumerate(self._states):
@@ -132,49 +126,10 @@ class _PerRankCallback(Callback):
         self._undo.callback(vars(strategy).pop, "save_checkpoint")
         self._undo.callback(vars(strategy).pop, "remove_checkpoint")
         self._undo.callback(vars(trainer).pop, "save_checkpoint")
-        if self._members is not None and sync is not None:
-            self._begin_with_members(trainer, self._members, sync)
 
-    def _begin_with_members(self, trainer: Trainer, members: Members, sync: LocalUpdates) -> None:
-        """Count the run's steps from now on, and let its first member alone validate."""
-        if trainer.max_steps < 1 or trainer.max_epochs != -1 or trainer.world_size > 1:
-            raise ValueError(
-                f"members need max_steps, the steps of the run, without max_epochs, and devices=1; "
-                f"got max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs} and "
-                f"{trainer.world_size} processes"
-            )
-        if trainer.early_stopping_callbacks:
-            raise ValueError(
-                "EarlyStopping would end one member, since one alone validates: leave it out"
-            )
-        self._sync = sync
-        self._due = False
-        self._batches = trainer.limit_val_batches
-        self._every = max(int(trainer.val_check_batch) // trainer.accumulate_grad_batches, 1)
-        trainer.val_check_batch = 1
-        self._continue(trainer, members)
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Continue at the step of the run."""
-        if self._members is not None:
-            self._continue(trainer, self._members)
-
-    def _continue(self, trainer: Trainer, members: Members) -> None:
-        loop = trainer.fit_loop.epoch_loop.automatic_optimization
-        counted = loop.optim_progress.optimizer.step.total
-        before = counted.completed
-        counted.completed = step = members.step
-        for config in trainer.lr_scheduler_configs:
-            while config.interval == "step" and config.scheduler.last_epoch < step:
-                config.scheduler.step()
-        ends = members.left or step >= trainer.max_steps
-        if ends:
-            self._flush()
-            trainer.should_stop = True
-        self._due = self._due or ends or step // self._every > before // self._every
-        now = self._due and (ends or self._sync.synced)
-        self._due = self._due and not now
-        trainer.limit_val_batches = self._batches if now and members.rank == 0 else 0
+    @property
+    def _writes(self) -> bool:
+        return self._members is None or self._members.rank == 0
 
     def _written(self, filepath: str | Path) -> list[dict[str, Any]]:
         if "://" in str(filepath):
@@ -198,26 +153,12 @@ class _PerRankCallback(Callback):
     def _release(self, trainer: Trainer) -> None:
         """Release the objects of a fit."""
 
-    def _end(self, trainer: Trainer) -> None:
-        self._flush = lambda: None
-        if self._members is not None:
-            trainer.limit_val_batches = self._batches
-
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Average first, so that all ranks validate the same model."""
-        if self._members is None:
-            self._flush()
-        else:
-            self._alone.enter_context(busy(_LONGEST))
+        self._flush()
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Announce the end of a validation by one member."""
-        self._alone.close()
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Average, so that an average over epochs, of another callback, is equal on all ranks."""
-        if self._members is None:
-            self._flush()
+    # so that an average over epochs, of another callback, is equal on all ranks
+    on_train_epoch_end = on_validation_start
 
 
 def _name(filepath: str | Path, i: int) -> str:
@@ -285,7 +226,6 @@ class LocalAveraging(_PerRankCallback):
     Args:
         config: `LocalSGD` or `AdaptiveLocalSGD`.
         process_group: The ranks that average; None for all of them.
-        members: As of `ThinwireCallback`.
 
     Raises:
         TypeError: At the start of the fit: the optimizer exchanges gradients itself.
@@ -295,14 +235,8 @@ class LocalAveraging(_PerRankCallback):
 
     sync: LocalUpdates
 
-    def __init__(
-        self,
-        config: LocalConfig,
-        process_group: dist.ProcessGroup | None = None,
-        *,
-        members: Members | None = None,
-    ) -> None:
-        super().__init__(members)
+    def __init__(self, config: LocalConfig, process_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
         check.instance("config", config, (LocalSGD, AdaptiveLocalSGD))
         self._config = config
         self._process_group = process_group
@@ -312,12 +246,10 @@ class LocalAveraging(_PerRankCallback):
         _require_unwrapped(trainer, pl_module)
         optimizer = _only_optimizer(trainer)
         self.sync = local_sgd(
-            *(pl_module, optimizer, self._config),
-            process_group=self._process_group,
-            members=self._members,
+            pl_module, optimizer, self._config, process_group=self._process_group
         ).__enter__()
         states = PerRankState(self.sync), PerRankState(optimizer)
-        self._attach_states(trainer, *states, flush=self.sync.flush, sync=self.sync)
+        self._attach_states(trainer, *states, flush=self.sync.flush)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Observe the loss of a batch, which Lightning has divided by the accumulated batches."""
@@ -325,7 +257,7 @@ class LocalAveraging(_PerRankCallback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Average once more and end. Saving stays in place, for a checkpoint after the fit."""
-        self._end(trainer)
+        self._flush = lambda: None
         self.sync.__exit__(None, None, None)
 
     def _release(self, trainer: Trainer) -> None:
@@ -368,6 +300,8 @@ class ThinwireCallback(_PerRankCallback):
         super().__init__(members)
         require_fields(strategy, _INSTEAD)
         self._strategy_of_engine = strategy
+        self._alone = ExitStack()
+        """Announces that other members wait for this one."""
         self._limit: float | None = None
         self._losses: list[Tensor] = []
 
@@ -388,8 +322,59 @@ class ThinwireCallback(_PerRankCallback):
         trainer.gradient_clip_val = None  # the engine clips, after the exchange
         self._losses.clear()
         self.engine.follow_steps(self._loss)
-        engine = self.engine
-        self._attach_states(trainer, EngineState(engine), flush=engine.flush, sync=engine.sync)
+        if self._members is None:
+            self._attach_states(trainer, EngineState(self.engine), flush=self.engine.flush)
+        else:
+            self._attach_states(trainer, EngineState(self.engine))
+            self._begin_with_members(trainer, self._members)
+
+    def _begin_with_members(self, trainer: Trainer, members: Members) -> None:
+        """Count the run's steps from now on, and let its first member alone validate."""
+        if trainer.max_steps < 1 or trainer.max_epochs != -1 or trainer.world_size > 1:
+            raise ValueError(
+                "members need max_steps, the steps of the run, without max_epochs, and devices=1; "
+                f"got max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs} and "
+                f"{trainer.world_size} processes"
+            )
+        if trainer.early_stopping_callbacks:
+            raise ValueError("one member validates, and EarlyStopping would end it: leave it out")
+        self._due = False
+        self._batches = trainer.limit_val_batches
+        self._every = max(int(trainer.val_check_batch) // trainer.accumulate_grad_batches, 1)
+        trainer.val_check_batch = 1
+        self._continue(trainer, members)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Continue at the step of the run."""
+        if self._members is not None:
+            self._continue(trainer, self._members)
+
+    def _continue(self, trainer: Trainer, members: Members) -> None:
+        sync: Any = self.engine.sync
+        loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        counted = loop.optim_progress.optimizer.step.total
+        before = counted.completed
+        counted.completed = step = members.step
+        for config in trainer.lr_scheduler_configs:
+            if config.interval == "step":
+                catch_up_(config.scheduler, step)
+        if ends := members.left or step >= trainer.max_steps:
+            self.engine.flush()
+            trainer.should_stop = True
+        self._due = self._due or ends or step // self._every > before // self._every
+        now = self._due and (ends or sync.synced)
+        self._due = self._due and not now
+        trainer.limit_val_batches = self._batches if now and members.rank == 0 else 0
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Average first; with members, announce that the others wait."""
+        self._flush()
+        if self._members is not None:
+            self._alone.enter_context(busy(LONGEST))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Announce the end of the validation."""
+        self._alone.close()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Observe the loss of a batch, which Lightning has divided by the accumulated batches."""
@@ -397,7 +382,9 @@ class ThinwireCallback(_PerRankCallback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Average once more and end. Saving stays in place, for a checkpoint after the fit."""
-        self._end(trainer)
+        self._flush = lambda: None
+        if self._members is not None:
+            trainer.limit_val_batches = self._batches
         self.engine.flush()
         self._release(trainer)
 

@@ -1,17 +1,17 @@
 """A callback that trains under a strategy in the Trainer of the package `transformers`."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from datetime import timedelta
 from functools import partial
+from itertools import chain, repeat, takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import RandomSampler, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
@@ -21,18 +21,16 @@ from thinwire.core.checksum import checksum
 from thinwire.core.gradients import ClipByGlobalNorm
 from thinwire.core.tensors import living
 from thinwire.errors import CheckpointMismatch, CheckpointMissing, StrategyError
-from thinwire.integrations.per_rank import require_fields, reset_optimizer_
+from thinwire.integrations.per_rank import LONGEST, catch_up_, require_fields, reset_optimizer_
 from thinwire.local.model import bare_optimizer
 from thinwire.logs import PREFIX, log_stats
-from thinwire.members.members import Members, member_of
+from thinwire.members.members import Member, Members, member_of
 from thinwire.sampler import ShardedSampler
 from thinwire.strategy.distributed_strategy import DistributedStrategy
 from thinwire.strategy.engine import Engine
 
 __all__ = ["ThinwireCallback"]
 
-_LONGEST = timedelta(days=1)
-"""Time for which the other members wait while one evaluates and saves."""
 _SHARDED = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 """Distributed types of Accelerate, by name, that exchange gradients in their own way."""
 _INSTEAD = {
@@ -109,7 +107,6 @@ class ThinwireCallback(TrainerCallback):
         require_fields(strategy, _INSTEAD)
         self._strategy = strategy
         self._members = members
-        self._member = member_of(members)
         self._publish = {"where": publish} if isinstance(publish, str) else publish
         self._sampler: ShardedSampler | None = None
         self._due = set[str]()
@@ -124,7 +121,7 @@ class ThinwireCallback(TrainerCallback):
 
     def on_init_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """Make the first member process 0, for what the Trainer and other callbacks write."""
-        if self._members is not None and not isinstance(args.distributed_state, _MemberState):
+        if self._members is not None:
             args.distributed_state = _MemberState(args.distributed_state, self._members)
 
     def on_train_begin(
@@ -133,11 +130,11 @@ class ThinwireCallback(TrainerCallback):
         """Prepare the engine without DDP's averaging, and resume from the loaded checkpoint."""
         self._undo.close()  # left by a training that failed
         model, wrapper = kwargs["model"], kwargs["optimizer"]
-        _require_arguments(args, state, wrapper)
-        if self._member is not None:
+        member = member_of(self._members)
+        _require_arguments(args, state, wrapper, member, self._strategy)
+        if member is not None:
             self.on_init_end(args)
-            _require_members_work(args, self._strategy, self._member.terms.keep_batch)
-            self._member.require_same_setup("trainer", {"max_steps": args.max_steps})
+            member.require_same_setup("trainer", {"max_steps": args.max_steps})
             self._share_samples(args, state, kwargs["train_dataloader"])
         self._undo.callback(setattr, args, "max_grad_norm", args.max_grad_norm)
         optimizer: Any = bare_optimizer(wrapper)
@@ -227,18 +224,20 @@ class ThinwireCallback(TrainerCallback):
 
     def _share_samples(self, args: TrainingArguments, state: TrainerState, loader: Any) -> None:
         """Let this member take its part of the samples, where the Trainer's sampler takes all."""
-        batches = getattr(loader, "batch_sampler", None)
+        batches: Any = getattr(loader, "batch_sampler", None)
         given = getattr(batches, "sampler", None)
         self._sampler = given if isinstance(given, ShardedSampler) else None
         if isinstance(given, RandomSampler | SequentialSampler):
-            seed = args.seed if args.data_seed is None else args.data_seed
-            shuffle = isinstance(given, RandomSampler)
             self._sampler = ShardedSampler(
-                loader.dataset, seed=seed, shuffle=shuffle, members=self._members
+                loader.dataset,
+                seed=args.data_seed or args.seed,
+                shuffle=isinstance(given, RandomSampler),
+                members=self._members,
             )
         if self._sampler is not None:
             self._undo.callback(setattr, batches, "sampler", given)
-            batches.sampler = _Passes(self._sampler, state)
+            passes = chain.from_iterable(repeat(self._sampler))  # whatever the Trainer counts
+            batches.sampler = takewhile(lambda _: state.global_step < state.max_steps, passes)
 
     def _continue(self, step: int, state: TrainerState, scheduler: Any) -> None:
         """Continue at this step of the run: later than the Trainer's for one that was away."""
@@ -247,32 +246,32 @@ class ThinwireCallback(TrainerCallback):
         # the Trainer divides sums of losses by steps since these
         self._trainer._globalstep_last_logged += jump
         self._trainer._initial_global_step += jump
-        scheduler.optimizer._opt_called = True  # else it warns, since this process made no step
-        while scheduler.last_epoch < step:
-            scheduler.step()
+        catch_up_(scheduler, step)
 
     def _follow_members(
         self, members: Members, state: TrainerState, control: TrainerControl, scheduler: Any
     ) -> None:
         """End with the run; evaluate and save on its first member, right after an averaging."""
+        sync: Any = self.engine.sync
         self._alone.close()
         self._continue(members.step, state, scheduler)
-        control.should_training_stop |= members.left or state.global_step >= state.max_steps
-        now = control.should_training_stop or self.engine.sync.synced
-        if control.should_training_stop and not self._ended:
+        ends = control.should_training_stop or members.left or members.step >= state.max_steps
+        control.should_training_stop = ends
+        if ends and not self._ended:
             self.engine.flush()
             self._ended = True
         state.is_world_process_zero = first = members.rank == 0
         if self._sampler is not None:
             state.epoch = float(self._sampler.epoch)
+        now = ends or sync.synced
         for name in ("should_evaluate", "should_save"):
             if getattr(control, name):
                 self._due.add(name)
             setattr(control, name, first and now and name in self._due)
         if now:
             self._due.clear()
-        if control.should_evaluate or control.should_save:
-            self._alone.enter_context(busy(_LONGEST))
+        if first and now:
+            self._alone.enter_context(busy(LONGEST))
 
     def _prepared(
         self, args: TrainingArguments, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -366,85 +365,67 @@ class _MemberState:
         return copy.copy, (self._given,)
 
 
-class _Passes(Sampler[int]):
-    """Passes over the data until the end of the run, whatever epochs the Trainer counts."""
-
-    def __init__(self, sampler: ShardedSampler, state: TrainerState) -> None:
-        self._sampler = sampler
-        self._state = state
-
-    def __iter__(self) -> Iterator[int]:
-        while self._state.global_step < self._state.max_steps:
-            yield from self._sampler
-
-
 def _print_some(on_log: Callable[..., None], *args: Any, logs: Any = None, **kwargs: Any) -> None:
     hidden = {name for name in logs if name.startswith(PREFIX)} - _PRINTED
     on_log(*args, logs={name: logs[name] for name in logs if name not in hidden}, **kwargs)
 
 
-def _require_arguments(args: TrainingArguments, state: TrainerState, wrapper: Any) -> None:
-    problems = []
-    if getattr(wrapper, "scaler", None) is not None:
-        problems.append(
-            "fp16=True scales the loss, and single ranks would skip updates: use bf16=True"
-        )
-    kind = str(getattr(wrapper.accelerator_state.distributed_type, "value", ""))
-    if kind == "FSDP":
-        problems.append(
-            "fsdp shards over all ranks and exchanges gradients itself: turn it off and start the "
-            "Trainer with torchrun. A model that needs several devices trains in your own loop: "
-            "fully_shard(model, mesh=mesh['shard']), then prepare(..., mesh=mesh)"
-        )
-    elif kind in _SHARDED:
-        problems.append(
-            f"{kind} exchanges gradients itself: turn it off and start the Trainer with torchrun, "
-            "which then uses DistributedDataParallel"
-        )
-    if args.n_gpu > 1:
-        problems.append(
-            f"{args.n_gpu} GPUs in one process: start one process per GPU with torchrun"
-        )
-    if args.auto_find_batch_size:
-        problems.append(
-            "auto_find_batch_size restarts training on single ranks: set "
-            "per_device_train_batch_size"
-        )
-    if state.is_hyper_param_search:
-        problems.append("hyperparameter_search: train each trial with its own Trainer")
-    if problems:
-        raise StrategyError(
-            "a strategy does not work with these settings of the Trainer: " + "; ".join(problems)
-        )
-
-
-def _require_members_work(
-    args: TrainingArguments, strategy: DistributedStrategy, keep_batch: bool
+def _require_arguments(
+    args: TrainingArguments,
+    state: TrainerState,
+    wrapper: Any,
+    member: Member | None,
+    strategy: DistributedStrategy,
 ) -> None:
-    local = strategy.localsgd
+    kind = str(getattr(wrapper.accelerator_state.distributed_type, "value", ""))
     problems = {
-        "torchrun: start every member by itself": args.world_size > 1,
-        "num_train_epochs, since members share an epoch: set max_steps, the steps of the run": (
-            args.max_steps <= 0
+        "fp16=True scales the loss, and single ranks would skip updates: use bf16=True": (
+            getattr(wrapper, "scaler", None) is not None
         ),
-        "epochs of eval_strategy and save_strategy: set 'steps'": (
-            "epoch" in (args.eval_strategy, args.save_strategy)
+        "fsdp shards over all ranks and exchanges gradients itself: turn it off and start the "
+        "Trainer with torchrun. A model that needs several devices trains in your own loop: "
+        "fully_shard(model, mesh=mesh['shard']), then prepare(..., mesh=mesh)": kind == "FSDP",
+        f"{kind} exchanges gradients itself: turn it off and start the Trainer with torchrun, "
+        "which then uses DistributedDataParallel": kind in _SHARDED,
+        f"{args.n_gpu} GPUs in one process: start one process per GPU with torchrun": (
+            args.n_gpu > 1
         ),
-        "load_best_model_at_end, metric_for_best_model and EarlyStoppingCallback, since one member "
-        "evaluates and the others do not know the best: turn them off, and choose a checkpoint "
-        "afterwards": args.metric_for_best_model is not None,
-        "eval_on_start: evaluate before the training": args.eval_on_start,
-        "reduce_lr_on_plateau and greedy of lr_scheduler_type, which follow evaluations: take "
-        "another schedule": args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"),
-        "train_sampling_strategy, which gives all members the same batches: set 'random' or "
-        "'sequential'": args.train_sampling_strategy not in ("random", "sequential"),
-        "keep_batch=True, since the Trainer accumulates: train in your own loop": keep_batch,
-        "round_seconds, since members make unequal steps: train in your own loop": (
-            local is not None and local.by_time
+        "auto_find_batch_size restarts training on single ranks: set per_device_train_batch_size": (
+            args.auto_find_batch_size
         ),
+        "hyperparameter_search: train each trial with its own Trainer": state.is_hyper_param_search,
     }
+    if member is not None:
+        local = strategy.localsgd
+        problems |= {
+            "members and torchrun: start every member by itself": args.world_size > 1,
+            "num_train_epochs, since members share an epoch: set max_steps, the steps of the run": (
+                args.max_steps <= 0
+            ),
+            "eval_strategy and save_strategy by epochs, which members share: set 'steps'": (
+                "epoch" in (args.eval_strategy, args.save_strategy)
+            ),
+            "load_best_model_at_end, metric_for_best_model and EarlyStoppingCallback: one member "
+            "evaluates, and the others do not know the best. Turn them off, and choose among the "
+            "checkpoints afterwards": args.metric_for_best_model is not None,
+            "eval_on_start: call evaluate() before train()": args.eval_on_start,
+            "reduce_lr_on_plateau and greedy follow evaluations, and one member evaluates: set "
+            "another lr_scheduler_type": (
+                args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
+            ),
+            "train_sampling_strategy would give all members the same batches: set 'random' or "
+            "'sequential'": args.train_sampling_strategy not in ("random", "sequential"),
+            "keep_batch=True, but the Trainer accumulates: train in your own loop": (
+                member.terms.keep_batch
+            ),
+            "round_seconds, where members make unequal steps: train in your own loop": (
+                local is not None and local.by_time
+            ),
+        }
     if found := [text for text, wrong in problems.items() if wrong]:
-        raise StrategyError("with members these do not work in the Trainer: " + "; ".join(found))
+        raise StrategyError(
+            "a strategy does not work with these settings of the Trainer: " + "; ".join(found)
+        )
 
 
 def _checksum(model: nn.Module) -> int:
