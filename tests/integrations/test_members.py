@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+import thinwire as tw
 from tests.integrations.frameworks import losses_of
 from tests.integrations.member_loops import (
     EVERY,
@@ -18,7 +19,6 @@ from tests.integrations.member_loops import (
 from tests.integrations.packages import needs
 from tests.integrations.task import equal
 from tests.members.places import meeting_place
-from tests.members.training import TIMEOUT_S
 from tests.ranks import Lost, Pool
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(240)]
@@ -109,14 +109,14 @@ def test_settings_that_do_not_go_with_members_are_refused(
         alone(0, 1, address, dict(arguments), tmp_path)
 
 
-def resumed(rank: int, size: int, address: str, folder: Path, run: str, start: Any) -> Any:
-    with tw.join(address, run=run, start_members=2, timeout=TIMEOUT_S) as members:
-        trainer = member_trainer(members, folder, adapted(rank), lr_scheduler_type="constant")
-        trainer.args.max_steps = STEPS if start else 2 * EVERY
+def resumed(rank: int, size: int, address: str, folder: Path, start: str | None) -> Any:
+    with Events(folder, rank).run(address, 2) as members:
+        steps = STEPS if start else 2 * EVERY
+        trainer = member_trainer(members, folder, adapted(rank), max_steps=steps)
         trainer.train(resume_from_checkpoint=start)
         [sampler] = members._member._samplers
-        parameters = [p.detach().clone() for p in trainer.model.parameters() if p.requires_grad]
-        return trainer.state.global_step, losses_of(trainer), parameters, sampler.epoch
+    parameters = [p.detach().clone() for p in trainer.model.parameters() if p.requires_grad]
+    return trainer.state.global_step, losses_of(trainer), parameters, sampler.epoch
 
 
 @needs("transformers")
@@ -124,11 +124,11 @@ def resumed(rank: int, size: int, address: str, folder: Path, run: str, start: A
 def test_a_run_is_started_again_from_a_checkpoint(ranks: Pool, tmp_path: Path) -> None:
     options = {"size": 2, "group": False, "timeout_s": 150}
     with meeting_place(None) as address:
-        before = ranks.run(resumed, address, tmp_path, "before", None, **options)
-        start = str(tmp_path / f"checkpoint-{2 * EVERY}")
-        after = ranks.run(resumed, address, tmp_path, "after", start, **options)
+        before = ranks.run(resumed, address, tmp_path, None, **options)
+    start = str(tmp_path / f"checkpoint-{2 * EVERY}")
+    with meeting_place(None) as address:
+        after = ranks.run(resumed, address, tmp_path, start, **options)
     for step, losses, _, epoch in after:
-        assert step == STEPS
-        assert len(losses) == STEPS  # with those of the checkpoint
-        assert epoch >= before[0][3]
+        assert (step, len(losses)) == (STEPS, STEPS)  # with those of the checkpoint
+        assert epoch > before[0][3] > 0
     assert equal(after[0][2], after[1][2])
