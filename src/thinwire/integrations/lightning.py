@@ -338,7 +338,7 @@ class ThinwireCallback(_PerRankCallback):
             )
         if trainer.early_stopping_callbacks:
             raise ValueError("one member validates, and EarlyStopping would end it: leave it out")
-        self._due = False
+        self._validated = members.step
         self._batches = trainer.limit_val_batches
         self._every = max(int(trainer.val_check_batch) // trainer.accumulate_grad_batches, 1)
         trainer.val_check_batch = 1
@@ -352,18 +352,15 @@ class ThinwireCallback(_PerRankCallback):
     def _continue(self, trainer: Trainer, members: Members) -> None:
         sync: Any = self.engine.sync
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
-        counted = loop.optim_progress.optimizer.step.total
-        before = counted.completed
-        counted.completed = step = members.step
+        loop.optim_progress.optimizer.step.total.completed = step = members.step
         for config in trainer.lr_scheduler_configs:
             if config.interval == "step":
                 catch_up_(config.scheduler, step)
         if ends := members.left or step >= trainer.max_steps:
             self.engine.flush()
             trainer.should_stop = True
-        self._due = self._due or ends or step // self._every > before // self._every
-        now = self._due and (ends or sync.synced)
-        self._due = self._due and not now
+        now = ends or (sync.synced and step // self._every > self._validated // self._every)
+        self._validated = step if now else self._validated
         trainer.limit_val_batches = self._batches if now and members.rank == 0 else 0
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
