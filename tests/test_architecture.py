@@ -45,7 +45,8 @@ MAY_IMPORT = {
     "checkpoint": BASE | {"comm", "core"},
     # each rank's state goes into a file of its own; a strategy inside a framework's loop
     "integrations": BASE
-    | {"core", "comm", "exchange", "local", "optim", "checkpoint", "strategy", "logs"},
+    | {"core", "comm", "exchange", "local", "optim", "checkpoint", "strategy", "logs"}
+    | {"members", "sampler"},
     # the only one that knows two methods at once
     "strategy": METHODS
     | {"comm", "exchange", "local", "members", "optim", "amp", "step", "pipeline", "checkpoint"}

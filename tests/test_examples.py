@@ -20,6 +20,7 @@ OPTIONAL = {
     "lightning_loop.py": "lightning",
     "lora.py": "peft",
     "members_resume.py": "torchdata",
+    "members_trainer.py": "peft",
     "transformers_trainer.py": "transformers",
     "trl_qlora.py": "trl",
 }

@@ -90,9 +90,13 @@ class ShardedSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Begin this epoch, unless it is the current one. For loops that call
-        `DistributedSampler.set_epoch`.
+        `DistributedSampler.set_epoch`. Members count epochs together: there the
+        next one begins if this member has taken its part of the current one.
         """
         epoch = check.integer("epoch", epoch, at_least=0)
+        if self._member is not None:
+            left = not self._taken or self._next < len(self._left(self._epoch))
+            epoch = self._epoch if left else self._epoch + 1
         if self._start == self._epoch and self._taken == 0:
             self._start = epoch
         self._begin(epoch)

@@ -1,7 +1,7 @@
 """Callbacks and a strategy for Lightning's Trainer. Imports the optional package `lightning`."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,20 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from thinwire import _validate as check
+from thinwire.comm import busy
 from thinwire.core.gradients import ClipByGlobalNorm, ClipByValue
 from thinwire.errors import CheckpointMissing
 from thinwire.integrations.per_rank import (
+    LONGEST,
     EngineState,
     PerRankState,
+    catch_up_,
     require_fields,
     reset_optimizer_,
 )
 from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, LocalSGD
 from thinwire.local.updates import LocalUpdates, local_sgd
+from thinwire.members.members import Members
 from thinwire.optim import DGCMomentum
 from thinwire.strategy.distributed_strategy import DistributedStrategy
 from thinwire.strategy.engine import Engine
@@ -46,7 +50,8 @@ class _PerRankCallback(Callback):
     # Lightning reads the state of callbacks before the path is known: the path is taken from the
     # trainer's strategy, whose `save_checkpoint` and `remove_checkpoint` run on all ranks
 
-    def __init__(self) -> None:
+    def __init__(self, members: Members | None = None) -> None:
+        self._members = members
         self._states: list[PerRankState | EngineState] = []
         self._saved: list[dict[str, Any]] | None = None
         self._undo = ExitStack()
@@ -97,7 +102,9 @@ class _PerRankCallback(Callback):
 
         def save_equal(*args: Any, **kwargs: Any) -> None:
             self._flush()
-            save_all(*args, **kwargs)
+            if self._writes:
+                with busy(LONGEST) if self._members else nullcontext():
+                    save_all(*args, **kwargs)
 
         def save_checkpoint(
             checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **kwargs: Any
@@ -107,6 +114,8 @@ class _PerRankCallback(Callback):
             save(checkpoint, filepath, *args, **kwargs)
 
         def remove_checkpoint(filepath: str | Path) -> None:
+            if not self._writes:
+                return
             remove(filepath)
             for i, state in enumerate(self._states):
                 state.remove(Path(filepath).parent, _name(filepath, i))
@@ -117,6 +126,10 @@ class _PerRankCallback(Callback):
         self._undo.callback(vars(strategy).pop, "save_checkpoint")
         self._undo.callback(vars(strategy).pop, "remove_checkpoint")
         self._undo.callback(vars(trainer).pop, "save_checkpoint")
+
+    @property
+    def _writes(self) -> bool:
+        return self._members is None or self._members.rank == 0
 
     def _written(self, filepath: str | Path) -> list[dict[str, Any]]:
         if "://" in str(filepath):
@@ -270,6 +283,9 @@ class ThinwireCallback(_PerRankCallback):
     Args:
         strategy: A `DistributedStrategy` with any fields but `amp`, `gradient_merge` and
             `pipeline`, or without one.
+        members: Result of `thinwire.join`, for local updates without torchrun, with `max_steps` of
+            the run and without `max_epochs`. The first member validates and saves, while the others
+            wait; it validates after the averaging at or after the step that asks for it.
 
     Raises:
         StrategyError: At construction: the Trainer has its own argument for a field; the text names
@@ -280,10 +296,12 @@ class ThinwireCallback(_PerRankCallback):
     engine: Engine
     """The engine, from the start of the fit on. `engine.stats()` works after the fit too."""
 
-    def __init__(self, strategy: DistributedStrategy) -> None:
-        super().__init__()
+    def __init__(self, strategy: DistributedStrategy, *, members: Members | None = None) -> None:
+        super().__init__(members)
         require_fields(strategy, _INSTEAD)
         self._strategy_of_engine = strategy
+        self._alone = ExitStack()
+        """Announces that other members wait for this one."""
         self._limit: float | None = None
         self._losses: list[Tensor] = []
 
@@ -298,11 +316,62 @@ class ThinwireCallback(_PerRankCallback):
         if self._limit:
             by_value = trainer.gradient_clip_algorithm == "value"
             clip = ClipByValue(self._limit) if by_value else ClipByGlobalNorm(self._limit)
-        self.engine = self._strategy_of_engine.prepare(pl_module, optimizer, grad_clip=clip)
+        self.engine = self._strategy_of_engine.prepare(
+            pl_module, optimizer, grad_clip=clip, members=self._members
+        )
         trainer.gradient_clip_val = None  # the engine clips, after the exchange
         self._losses.clear()
         self.engine.follow_steps(self._loss)
-        self._attach_states(trainer, EngineState(self.engine), flush=self.engine.flush)
+        if self._members is None:
+            self._attach_states(trainer, EngineState(self.engine), flush=self.engine.flush)
+        else:
+            self._attach_states(trainer, EngineState(self.engine))
+            self._begin_with_members(trainer, self._members)
+
+    def _begin_with_members(self, trainer: Trainer, members: Members) -> None:
+        """Count the run's steps from now on, and let its first member alone validate."""
+        if trainer.max_steps < 1 or trainer.max_epochs != -1 or trainer.world_size > 1:
+            raise ValueError(
+                "members need max_steps, the steps of the run, without max_epochs, and devices=1; "
+                f"got max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs} and "
+                f"{trainer.world_size} processes"
+            )
+        if trainer.early_stopping_callbacks:
+            raise ValueError("one member validates, and EarlyStopping would end it: leave it out")
+        self._validated = members.step
+        self._batches = trainer.limit_val_batches
+        self._every = max(int(trainer.val_check_batch) // trainer.accumulate_grad_batches, 1)
+        trainer.val_check_batch = 1
+        self._continue(trainer, members)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Continue at the step of the run."""
+        if self._members is not None:
+            self._continue(trainer, self._members)
+
+    def _continue(self, trainer: Trainer, members: Members) -> None:
+        sync: Any = self.engine.sync
+        loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        loop.optim_progress.optimizer.step.total.completed = step = members.step
+        for config in trainer.lr_scheduler_configs:
+            if config.interval == "step":
+                catch_up_(config.scheduler, step)
+        if ends := members.left or step >= trainer.max_steps:
+            self.engine.flush()
+            trainer.should_stop = True
+        now = ends or (sync.synced and step // self._every > self._validated // self._every)
+        self._validated = step if now else self._validated
+        trainer.limit_val_batches = self._batches if now and members.rank == 0 else 0
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Average first; with members, announce that the others wait."""
+        self._flush()
+        if self._members is not None:
+            self._alone.enter_context(busy(LONGEST))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Announce the end of the validation."""
+        self._alone.close()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Observe the loss of a batch, which Lightning has divided by the accumulated batches."""
@@ -311,6 +380,8 @@ class ThinwireCallback(_PerRankCallback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Average once more and end. Saving stays in place, for a checkpoint after the fit."""
         self._flush = lambda: None
+        if self._members is not None:
+            trainer.limit_val_batches = self._batches
         self.engine.flush()
         self._release(trainer)
 

@@ -4,6 +4,7 @@ import shutil
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -18,6 +19,9 @@ from thinwire.errors import CheckpointCorrupt, StrategyError
 from thinwire.exchange.provenance import without_provenance
 from thinwire.strategy.distributed_strategy import DistributedStrategy
 from thinwire.strategy.engine import Engine
+
+LONGEST = timedelta(days=1)
+"""Time for which the other members wait while one evaluates and saves."""
 
 
 class Stateful(Protocol):
@@ -290,6 +294,13 @@ def require_fields(strategy: object, instead: Mapping[str, str]) -> None:
         raise StrategyError(
             "the Trainer has its own arguments for fields of this strategy. " + "; ".join(refused)
         )
+
+
+def catch_up_(scheduler: Any, step: int) -> None:
+    """Step a scheduler to the step of the run, of which this process made only some steps."""
+    scheduler.optimizer._opt_called = True  # else it warns before the first of them
+    while scheduler.last_epoch < step:
+        scheduler.step()
 
 
 def reset_optimizer_(optimizer: torch.optim.Optimizer) -> None:

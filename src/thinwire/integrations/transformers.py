@@ -1,27 +1,32 @@
 """A callback that trains under a strategy in the Trainer of the package `transformers`."""
 
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain, repeat, takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import RandomSampler, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from thinwire._names import named_parameters
 from thinwire.checkpoint import on_all_ranks
-from thinwire.comm import Group
+from thinwire.comm import Group, busy
 from thinwire.core.checksum import checksum
 from thinwire.core.gradients import ClipByGlobalNorm
 from thinwire.core.tensors import living
 from thinwire.errors import CheckpointMismatch, CheckpointMissing, StrategyError
-from thinwire.integrations.per_rank import require_fields, reset_optimizer_
+from thinwire.integrations.per_rank import LONGEST, catch_up_, require_fields, reset_optimizer_
 from thinwire.local.model import bare_optimizer
 from thinwire.logs import PREFIX, log_stats
+from thinwire.members.members import Member, Members, member_of
+from thinwire.sampler import ShardedSampler
 from thinwire.strategy.distributed_strategy import DistributedStrategy
 from thinwire.strategy.engine import Engine
 
@@ -65,6 +70,11 @@ class ThinwireCallback(TrainerCallback):
     the last step; the next averaging is `k_steps` later. Weights that another callback puts into
     the model at the end are averaged too.
 
+    With `members` there is no torchrun. `max_steps` and `global_step` are those of the run, and
+    `epoch` counts the passes of all members over the data, of which `ShardedSampler` gives this
+    one a part. The first member is process 0: it evaluates and saves, after the averaging at or
+    after the step that asks for it, while the others wait. If it is lost the next one does.
+
     Example::
 
         callback = ThinwireCallback(DistributedStrategy(dgc=DGC()))
@@ -73,7 +83,9 @@ class ThinwireCallback(TrainerCallback):
     Args:
         strategy: A `DistributedStrategy` with any fields but `amp`, `recompute`,
             `gradient_merge` and `pipeline`, or without one.
-        publish: Folder or address where `Engine.publish` publishes the model; None for none.
+        members: Result of `thinwire.join`, for local updates by members that come and go.
+        publish: Folder or address where `Engine.publish` publishes the model, or a dict of its
+            arguments; None for none.
 
     Raises:
         StrategyError: At construction: the Trainer has its own argument for a field; the text names
@@ -86,10 +98,23 @@ class ThinwireCallback(TrainerCallback):
     engine: Engine
     """The engine, from the start of a training on. `engine.stats()` works after it too."""
 
-    def __init__(self, strategy: DistributedStrategy, *, publish: str | None = None) -> None:
+    def __init__(
+        self,
+        strategy: DistributedStrategy,
+        *,
+        members: Members | None = None,
+        publish: str | Mapping[str, Any] | None = None,
+    ) -> None:
         require_fields(strategy, _INSTEAD)
         self._strategy = strategy
-        self._publish = publish
+        self._members = members
+        self._publish = {"where": publish} if isinstance(publish, str) else publish
+        self._sampler: ShardedSampler | None = None
+        self._due = set[str]()
+        """Evaluation and saving that wait for the next averaging of members."""
+        self._alone = ExitStack()
+        """Announces that the others wait for this member."""
+        self._ended = False
         self._max_grad_norm = 0.0
         self._losses: list[Tensor] = []
         self._by_items = False
@@ -99,11 +124,17 @@ class ThinwireCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Keep DDP from sending frozen parameters when it is made; the engine compares them."""
+        self._number_processes(args)
         model: Any = kwargs["model"]
         frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
         ddp: Any = DistributedDataParallel
         ddp._set_params_and_buffers_to_ignore_for_model(model, frozen)
         self._undo.callback(delattr, model, "_ddp_params_and_buffers_to_ignore")
+
+    def _number_processes(self, args: TrainingArguments) -> None:
+        """Make the first member process 0, for what the Trainer and other callbacks write."""
+        if self._members is not None:
+            args.distributed_state = _MemberState(args.distributed_state, self._members)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -111,7 +142,12 @@ class ThinwireCallback(TrainerCallback):
         """Prepare the engine without DDP's averaging, and resume from the loaded checkpoint."""
         self._undo.close()  # left by `on_init_end`, or by a training that failed
         model, wrapper = kwargs["model"], kwargs["optimizer"]
-        _require_arguments(args, state, wrapper)
+        member = member_of(self._members)
+        _require_arguments(args, state, wrapper, member, self._strategy)
+        if member is not None:
+            self._number_processes(args)
+            member.require_same_setup("trainer", {"max_steps": args.max_steps})
+            self._share_samples(args, state, kwargs["train_dataloader"])
         self._undo.callback(setattr, args, "max_grad_norm", args.max_grad_norm)
         optimizer: Any = bare_optimizer(wrapper)
         resumed = state.global_step > 0
@@ -121,7 +157,7 @@ class ThinwireCallback(TrainerCallback):
         self.engine = self._prepared(args, model, optimizer)
         self._undo.callback(self.engine.close)
         if self._publish is not None:
-            self.engine.publish(self._publish)
+            self.engine.publish(**self._publish)
         for ddp in living(DistributedDataParallel):
             if ddp.module is model:
                 self._undo.enter_context(ddp.no_sync())
@@ -136,8 +172,13 @@ class ThinwireCallback(TrainerCallback):
                 self._log_numbers_in(trainer)
                 # after those that ask for evaluations, or put other weights into the model
                 handler.callbacks = sorted(handler.callbacks, key=lambda callback: callback is self)
-        if resumed:
+                self._trainer = trainer
+                self._undo.callback(delattr, self, "_trainer")
+        self._ended = False
+        if resumed and not (self._members is not None and self._members.step):
             self._resume(_folder(args, state), state, loaded)
+        if self._members is not None:
+            self._continue(self._members.step, state, kwargs["lr_scheduler"])
 
     def _log_numbers_in(self, trainer: Trainer) -> None:
         """Add the numbers of the engine to the Trainer's logs of the training loss."""
@@ -157,6 +198,7 @@ class ThinwireCallback(TrainerCallback):
 
     def on_step_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """Keep the Trainer from clipping before the exchange; the engine clips after it."""
+        self._alone.close()
         self._max_grad_norm = args.max_grad_norm
         args.max_grad_norm = 0.0
 
@@ -168,7 +210,9 @@ class ThinwireCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Apply pending work before an evaluation, before a checkpoint, and after the last step."""
-        if control.should_evaluate or control.should_save or control.should_training_stop:
+        if self._members is not None:
+            self._follow_members(self._members, state, control, kwargs["lr_scheduler"])
+        elif control.should_evaluate or control.should_save or control.should_training_stop:
             self.engine.flush()
 
     on_epoch_end = on_step_end  # also if another callback has ended the training
@@ -177,15 +221,69 @@ class ThinwireCallback(TrainerCallback):
         """Write the state of all ranks into the checkpoint."""
         if not args.save_only_model:
             extra = {"step": state.global_step, "parameters": _checksum(kwargs["model"])}
+            if self._sampler is not None:
+                extra["sampler"] = self._sampler
             self.engine.save(_folder(args, state), extra=extra, keep=1)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
     ) -> None:
         """Close the engine."""
-        if not (args.load_best_model_at_end and state.best_model_checkpoint):
+        self._alone.close()
+        if not (self._ended or (args.load_best_model_at_end and state.best_model_checkpoint)):
             self.engine.flush()
         self._undo.close()
+
+    def _share_samples(self, args: TrainingArguments, state: TrainerState, loader: Any) -> None:
+        """Let this member take its part of the samples, where the Trainer's sampler takes all."""
+        batches: Any = getattr(loader, "batch_sampler", None)
+        given = getattr(batches, "sampler", None)
+        self._sampler = given if isinstance(given, ShardedSampler) else None
+        if isinstance(given, RandomSampler | SequentialSampler):
+            self._sampler = ShardedSampler(
+                loader.dataset,
+                seed=args.data_seed or args.seed,
+                shuffle=isinstance(given, RandomSampler),
+                members=self._members,
+            )
+        if self._sampler is not None:
+            self._undo.callback(setattr, batches, "sampler", given)
+            passes = chain.from_iterable(repeat(self._sampler))  # whatever the Trainer counts
+            batches.sampler = takewhile(lambda _: state.global_step < state.max_steps, passes)
+
+    def _continue(self, step: int, state: TrainerState, scheduler: Any) -> None:
+        """Continue at this step of the run: later than the Trainer's for one that was away."""
+        jump = step - state.global_step
+        state.global_step = step
+        # the Trainer divides sums of losses by steps since these
+        self._trainer._globalstep_last_logged += jump
+        self._trainer._initial_global_step += jump
+        catch_up_(scheduler, step)
+
+    def _follow_members(
+        self, members: Members, state: TrainerState, control: TrainerControl, scheduler: Any
+    ) -> None:
+        """End with the run; evaluate and save on its first member, right after an averaging."""
+        sync: Any = self.engine.sync
+        self._alone.close()
+        self._continue(members.step, state, scheduler)
+        ends = control.should_training_stop or members.left or members.step >= state.max_steps
+        control.should_training_stop = ends
+        if ends and not self._ended:
+            self.engine.flush()
+            self._ended = True
+        state.is_world_process_zero = first = members.rank == 0
+        if self._sampler is not None:
+            state.epoch = float(self._sampler.epoch)
+        now = ends or sync.synced
+        for name in ("should_evaluate", "should_save"):
+            if getattr(control, name):
+                self._due.add(name)
+            setattr(control, name, first and now and name in self._due)
+        if now:
+            self._due.clear()
+        if first and now:
+            self._alone.enter_context(busy(LONGEST))
 
     def _prepared(
         self, args: TrainingArguments, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -194,7 +292,10 @@ class ThinwireCallback(TrainerCallback):
         unused = bool(args.ddp_find_unused_parameters)
         try:
             return self._strategy.prepare(
-                model, optimizer, grad_clip=clip, find_unused_parameters=unused
+                *(model, optimizer),
+                grad_clip=clip,
+                find_unused_parameters=unused,
+                members=self._members,
             )
         except StrategyError as error:
             if clip is None:
@@ -215,11 +316,15 @@ class ThinwireCallback(TrainerCallback):
                 "you pass to the Trainer"
             ) from error.__cause__
         group = Group(None)
+        extra = dict(self.engine.extra or {})
+        sampler = extra.pop("sampler", None)
+        if self._sampler is not None and sampler is not None:
+            self._sampler.load_state_dict(sampler)
 
         def is_the_same() -> None:
             expected = {"step": state.global_step, "parameters": loaded}
             # the Trainer has loaded rank 0's state on all ranks
-            if group.rank == 0 and self.engine.extra != expected:
+            if group.rank == 0 and extra != expected:
                 raise CheckpointMismatch(
                     f"the Trainer has loaded another checkpoint than {folder.parent}: resume from "
                     "a checkpoint in output_dir, with the folder that this callback wrote"
@@ -253,43 +358,85 @@ class ThinwireCallback(TrainerCallback):
         self._losses.append(loss.detach().float().mean())
 
 
+class _MemberState:
+    """Accelerate's state as `TrainingArguments` have it, whose process index is a member's rank."""
+
+    def __init__(self, given: Any, members: Members) -> None:
+        self._given = given
+        self._members = members
+
+    @property
+    def process_index(self) -> int:
+        """Rank of the member: the Trainer writes where it is 0."""
+        return self._members.rank
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._given, name)
+
+    def __reduce__(self) -> Any:  # the Trainer writes its arguments beside the model
+        return copy.copy, (self._given,)
+
+
 def _print_some(on_log: Callable[..., None], *args: Any, logs: Any = None, **kwargs: Any) -> None:
     hidden = {name for name in logs if name.startswith(PREFIX)} - _PRINTED
     on_log(*args, logs={name: logs[name] for name in logs if name not in hidden}, **kwargs)
 
 
-def _require_arguments(args: TrainingArguments, state: TrainerState, wrapper: Any) -> None:
-    problems = []
-    if getattr(wrapper, "scaler", None) is not None:
-        problems.append(
-            "fp16=True scales the loss, and single ranks would skip updates: use bf16=True"
-        )
+def _require_arguments(
+    args: TrainingArguments,
+    state: TrainerState,
+    wrapper: Any,
+    member: Member | None,
+    strategy: DistributedStrategy,
+) -> None:
     kind = str(getattr(wrapper.accelerator_state.distributed_type, "value", ""))
-    if kind == "FSDP":
-        problems.append(
-            "fsdp shards over all ranks and exchanges gradients itself: turn it off and start the "
-            "Trainer with torchrun. A model that needs several devices trains in your own loop: "
-            "fully_shard(model, mesh=mesh['shard']), then prepare(..., mesh=mesh)"
-        )
-    elif kind in _SHARDED:
-        problems.append(
-            f"{kind} exchanges gradients itself: turn it off and start the Trainer with torchrun, "
-            "which then uses DistributedDataParallel"
-        )
-    if args.n_gpu > 1:
-        problems.append(
-            f"{args.n_gpu} GPUs in one process: start one process per GPU with torchrun"
-        )
-    if args.auto_find_batch_size:
-        problems.append(
-            "auto_find_batch_size restarts training on single ranks: set "
-            "per_device_train_batch_size"
-        )
-    if state.is_hyper_param_search:
-        problems.append("hyperparameter_search: train each trial with its own Trainer")
-    if problems:
+    problems = {
+        "fp16=True scales the loss, and single ranks would skip updates: use bf16=True": (
+            getattr(wrapper, "scaler", None) is not None
+        ),
+        "fsdp shards over all ranks and exchanges gradients itself: turn it off and start the "
+        "Trainer with torchrun. A model that needs several devices trains in your own loop: "
+        "fully_shard(model, mesh=mesh['shard']), then prepare(..., mesh=mesh)": kind == "FSDP",
+        f"{kind} exchanges gradients itself: turn it off and start the Trainer with torchrun, "
+        "which then uses DistributedDataParallel": kind in _SHARDED,
+        f"{args.n_gpu} GPUs in one process: start one process per GPU with torchrun": (
+            args.n_gpu > 1
+        ),
+        "auto_find_batch_size restarts training on single ranks: set per_device_train_batch_size": (
+            args.auto_find_batch_size
+        ),
+        "hyperparameter_search: train each trial with its own Trainer": state.is_hyper_param_search,
+    }
+    if member is not None:
+        local = strategy.localsgd
+        problems |= {
+            "members and torchrun: start every member by itself": args.world_size > 1,
+            "num_train_epochs, since members share an epoch: set max_steps, the steps of the run": (
+                args.max_steps <= 0
+            ),
+            "eval_strategy and save_strategy by epochs, which members share: set 'steps'": (
+                "epoch" in (args.eval_strategy, args.save_strategy)
+            ),
+            "load_best_model_at_end, metric_for_best_model and EarlyStoppingCallback: one member "
+            "evaluates, and the others do not know the best. Turn them off, and choose among the "
+            "checkpoints afterwards": args.metric_for_best_model is not None,
+            "eval_on_start: call evaluate() before train()": args.eval_on_start,
+            "reduce_lr_on_plateau and greedy follow evaluations, and one member evaluates: set "
+            "another lr_scheduler_type": (
+                args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
+            ),
+            "train_sampling_strategy would give all members the same batches: set 'random' or "
+            "'sequential'": args.train_sampling_strategy not in ("random", "sequential"),
+            "keep_batch=True, but the Trainer accumulates: train in your own loop": (
+                member.terms.keep_batch
+            ),
+            "round_seconds, where members make unequal steps: train in your own loop": (
+                local is not None and local.by_time
+            ),
+        }
+    if found := [text for text, wrong in problems.items() if wrong]:
         raise StrategyError(
-            "a strategy does not work with these settings of the Trainer: " + "; ".join(problems)
+            "a strategy does not work with these settings of the Trainer: " + "; ".join(found)
         )
 
 
