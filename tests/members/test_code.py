@@ -19,10 +19,10 @@ from tests.api import Address, Code, Link, enter, network, read_code
 from tests.faults.lines import blackhole
 from tests.lab.namespaces import needs_netns
 from tests.members.homes import homes, needs_homes
-from tests.members.places import host_command
+from tests.members.places import TOKEN, host_command, meeting_place, token_in
 from tests.processes import ran, running
 from tests.waiting import PATIENCE_S, until
-from thinwire.errors import Mismatch
+from thinwire.errors import Mismatch, PeerLost
 
 PORT = 29_443
 SCRIPT = """
@@ -210,6 +210,13 @@ def test_another_certificate_or_token_is_refused(
         join_with(monkeypatch, code)
 
 
+def test_a_host_without_tls_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with meeting_place() as address:
+        where = Address("127.0.0.1", int(address.rpartition(":")[2]))
+        with pytest.raises(PeerLost, match="speaks no TLS"):
+            join_with(monkeypatch, Code(where, "llm", TOKEN, bytes(32), False))
+
+
 def test_a_code_lasts_until_a_new_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         bind = f"127.0.0.1:{free.getsockname()[1]}"
@@ -272,6 +279,20 @@ def test_missing_input_is_one_line(folder: Path, words: list[str], said: str) ->
     done = ran(command, stdin=-3, cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr.splitlines()[-1]
+
+
+def test_what_thinwire_up_sets_is_an_address_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with meeting_place() as address:
+        monkeypatch.setenv("THINWIRE_ADDRESS", address)
+        with pytest.raises(ValueError, match="run is missing"):
+            tw.join(timeout=5)
+        with pytest.raises(Mismatch, match="has a token"):
+            tw.join(run="llm", timeout=5)
+        monkeypatch.setenv("THINWIRE_TOKEN_FILE", str(token_in(folder)))
+        with tw.join(run="llm", timeout=5):
+            pass
 
 
 def test_a_script_without_an_address_is_refused(folder: Path) -> None:

@@ -113,11 +113,7 @@ def _connected(host: Address, limit_s: float, tls: ssl.SSLContext | None) -> soc
             return _first_connection(host, until)
         plain = through_proxy(*host, limit_s) or _first_connection(host, until)
         plain.settimeout(max(until - time.monotonic(), _SHORTEST_S))
-        return tls.wrap_socket(plain, server_hostname=host.host)
-    except ssl.SSLCertVerificationError as error:
-        raise refused(f"the host at {host}", error) from None
-    except (ssl.SSLError, ConnectionResetError) as error:
-        raise PeerLost(f"{host} speaks no TLS ({error}): is it `thinwire host --run`?") from None
+        return _encrypted(plain, tls, host)
     except socket.gaierror as error:
         raise PeerLost(
             f"{host.host} does not resolve to an address: {error.strerror or error}"
@@ -133,6 +129,15 @@ def _connected(host: Address, limit_s: float, tls: ssl.SSLContext | None) -> soc
             f"nothing answers at tcp://{host} within {limit_s:g} s{why}: is the machine up, and "
             "does a firewall let the port through?"
         ) from None
+
+
+def _encrypted(plain: socket.socket, tls: ssl.SSLContext, host: Address) -> socket.socket:
+    try:
+        return tls.wrap_socket(plain, server_hostname=host.host)
+    except ssl.SSLCertVerificationError as error:
+        raise refused(f"the host at {host}", error) from None
+    except (ssl.SSLError, ConnectionResetError) as error:
+        raise PeerLost(f"{host} speaks no TLS ({error}): is it `thinwire host --run`?") from None
 
 
 def _first_connection(host: Address, until: float) -> socket.socket:
