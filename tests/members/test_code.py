@@ -281,7 +281,7 @@ def test_missing_input_is_one_line(folder: Path, words: list[str], said: str) ->
     assert said in done.stderr.splitlines()[-1]
 
 
-def test_what_thinwire_up_sets_is_an_address_too(
+def test_variables_of_thinwire_up_stand_for_arguments(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with meeting_place() as address:
