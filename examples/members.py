@@ -1,16 +1,15 @@
 """Members that come and go, without torchrun.
 
-On the machine where they meet:
+Where they meet: thinwire host --run digits --bind 10.0.0.1:29400, which prints a code.
+On every machine, now or later: thinwire join -- python examples/members.py
 
-    thinwire host --new-token token     # and copy the file to all
-    thinwire host --bind 10.0.0.1:29400 --token-file token
-
-and on every machine, now or later: python examples/members.py tcp://10.0.0.1:29400 token
+Or with a token by hand: python examples/members.py tcp://10.0.0.1:29400 token
 
 Kill one, start another one: the rest goes on. Ctrl-C leaves after the running round.
 Needs pip install scikit-learn.
 """
 
+import os
 import signal
 import sys
 from itertools import chain, repeat
@@ -21,7 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import thinwire as tw
 
-STEPS = 400
+STEPS = 2000
+JOINS = {"THINWIRE_CODE", "THINWIRE_ADDRESS"}  # set by `thinwire join` and `thinwire up`
 
 
 def digits() -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
@@ -31,10 +31,10 @@ def digits() -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
 
 
 def main() -> None:
-    if len(sys.argv) < 2:
+    if len(sys.argv) < 2 and not JOINS & os.environ.keys():
         print(__doc__)
         return
-    address, token_file = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
+    address, token_file = [*sys.argv[1:], None, None][:2]
     data, images, labels = digits()
     model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -1,14 +1,14 @@
 """Members that come and go in the Trainer of transformers: LoRA without torchrun.
 
-Where they meet: thinwire host --bind 10.0.0.1:29400 --token-file token
-On every machine, now or later: python examples/members_trainer.py tcp://10.0.0.1:29400 token
+Where they meet: thinwire host --run lora --bind 10.0.0.1:29400, which prints a code.
+On every machine, now or later: thinwire join -- python examples/members_trainer.py
 
 Kill one, start another one: the rest goes on. Ctrl-C leaves after the running round.
 Needs `pip install peft transformers accelerate`. The base model is a small one of random weights.
 """
 
+import os
 import signal
-import sys
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -28,7 +28,7 @@ def adapted() -> torch.nn.Module:
 
 
 def main() -> None:
-    if len(sys.argv) < 3:
+    if "THINWIRE_CODE" not in os.environ:
         print(__doc__)
         return
     text = torch.frombuffer(bytearray(__doc__.encode() * 40), dtype=torch.uint8).long()
@@ -39,7 +39,7 @@ def main() -> None:
         output_dir="members_trainer", max_steps=64, eval_strategy="steps", eval_steps=16,
         save_steps=32, learning_rate=1e-2, use_cpu=True, report_to="none", disable_tqdm=True,
     )  # fmt: skip
-    with tw.join(sys.argv[1], run="lora", token_file=sys.argv[2], timeout=20) as members:
+    with tw.join(timeout=20) as members:
         signal.signal(signal.SIGINT, lambda *_: members.leave())
         callback = ThinwireCallback(STRATEGY, members=members)
         options = {"train_dataset": data, "eval_dataset": data[:8], "callbacks": [callback]}

@@ -321,7 +321,7 @@ def test_members_on_two_machines_train_to_the_end_by_one_command(two: Sites) -> 
     status, text = two.answer("up", two.file(MEMBERS))
     assert status == 0, text
     for at in two.addresses:
-        assert re.search(rf"^\[{at}\] step 400: .* % of the held-out digits$", text, re.M), text
+        assert re.search(rf"^\[{at}\] step 2000: .* % of the held-out digits$", text, re.M), text
     assert marked(two) == []
 
 
