@@ -98,7 +98,7 @@ _NAMES = {
     "thinwire.members.server": "HostedStore Journal serving",
     "thinwire.members.client": "HostStore",
     "thinwire.members.members": "Members",
-    "thinwire.members.code": "certificate Code read_code",
+    "thinwire.members.code": "certificate Code make_certificate read_code",
     "thinwire.members.relay": "relay_key Relay",
     "thinwire.optim": "dgc_momentum owners",
     "thinwire.page": "RunView SHOWN=_SHOWN",

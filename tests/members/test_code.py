@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import thinwire as tw
-from tests.api import Address, Code, Link, enter, network, read_code
+from tests.api import Address, Code, Link, enter, make_certificate, network, read_code
 from tests.faults.lines import blackhole
 from tests.lab.namespaces import needs_netns
 from tests.members.homes import homes, needs_homes
@@ -138,6 +138,20 @@ def test_two_members_join_by_a_code(folder: Path, host: str, options: tuple[str,
         trained(folder, code)
         text = code.read_text()
         assert read_code(text).token.decode() not in text
+
+
+def test_a_further_relay_is_known_by_its_announcement(folder: Path) -> None:
+    (folder / "train.py").write_text(SCRIPT.replace("timeout=30", "relay=True, timeout=30"))
+    with shared(folder, "127.0.0.1:0") as code:
+        address, _, token, *_ = read_code(code.read_text())
+        (folder / "token").write_bytes(token)
+        (folder / "token").chmod(0o600)
+        make_certificate(folder / "pem")
+        options = ["--token-file", str(folder / "token"), "--cert", str(folder / "pem")]
+        with host_command(
+            *("--bind", "127.0.0.2:0", "--relay", "--store", f"tcp://{address}", *options)
+        ):
+            trained(folder, code)
 
 
 @needs_homes

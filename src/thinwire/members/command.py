@@ -145,7 +145,7 @@ def host(
     with _listener(requested, public=public) as listener:
         where = Address(*listener.getsockname()[:2])
         shown = parse_address("announce", announce or str(where), scheme=False)
-        relaying = _relay(token, tls) if relay else None
+        relaying = _relay(token, tls, cert) if relay else None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
 
@@ -188,10 +188,10 @@ def host(
         say("ended: members train on; start it again, so that others can join")
 
 
-def _relay(token: bytes | None, tls: ssl.SSLContext | None) -> "Relay":
+def _relay(token: bytes | None, tls: ssl.SSLContext | None, cert: Path | None) -> "Relay":
     from thinwire.members.relay import Relay, relay_key  # loads torch
 
-    return Relay(relay_key(token), tls)
+    return Relay(relay_key(token), tls, fingerprint_of(cert) if cert else b"")
 
 
 def _require_fitting(

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, final
 from torch.distributed import DistError, DistNetworkError, DistStoreError, Store
 
 from thinwire._watchdog import Late, within
+from thinwire.comm.outgoing import known_certificate
 from thinwire.comm.relay import RelayEndpoint
 from thinwire.errors import PayloadCorrupt, PeerLost, PeerStalled, ThinwireError
 from thinwire.members.credentials import Signer, derived_key
@@ -102,9 +103,10 @@ class AuthenticatedStore(Store):
     def relays(self, endpoint: RelayEndpoint) -> dict[str, RelayEndpoint]:
         """Return the relay of the host, as "", and those that are announced there, by name."""
         found = KeyValueView(self.of_relays(endpoint.key)).entries("")
-        others = {
-            name: endpoint._replace(host=host, port=port) for name, (host, port) in found.items()
-        }
+        others = {}
+        for name, (host, port, known) in found.items():
+            tls = known_certificate(bytes.fromhex(known)) if known else endpoint.tls
+            others[name] = endpoint._replace(host=host, port=port, tls=tls)
         return {"": endpoint, **others}
 
     def drop(self, prefix: str) -> None:

@@ -54,8 +54,10 @@ class _Goodbye(Exception):
 class Relay:
     """Connections of all ranks, by room."""
 
-    def __init__(self, key: bytes, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, key: bytes, tls: ssl.SSLContext | None, fingerprint: bytes = b"") -> None:
         self.tls = tls
+        self.fingerprint = fingerprint
+        """SHA-256 of the certificate of `tls`."""
         self._key = key
         self._stop = asyncio.Event()
         self._rooms: defaultdict[str, _Room] = defaultdict(dict)
@@ -182,7 +184,10 @@ def run_relay(
     ready: Callable[[str], object],
     stop: threading.Event,
 ) -> None:
-    """Relay for the members of a store, at which it announces this address, until `stop` is set."""
+    """Relay for the members of a store, until `stop` is set.
+
+    It announces its address there, and the fingerprint of its certificate, if it has one.
+    """
     reach = partial(connect, store, "relay", token, timedelta(seconds=_STORE_S))
     reached = reach()
     problem = ""
@@ -193,7 +198,7 @@ def run_relay(
                 if problem:  # the store was restarted, or the line to it was cut
                     reached = reach()
                 relays = reached.of_relays(relay_key(token))
-                relays.announce(str(address), json.dumps(address))
+                relays.announce(str(address), json.dumps([*address, relay.fingerprint.hex()]))
                 now = ""
             except RuntimeError as error:
                 now = f": {error}"
