@@ -59,7 +59,7 @@ def clean(**more: str) -> dict[str, str]:
         ("run train.py", TORCHRUN, "TORCHELASTIC_RUN_ID in the environment, and no RANK"),
         ("probe --out p.json", TORCHRUN, "TORCHELASTIC_RUN_ID in the environment, and no RANK"),
         ("probe --out p.json --loss 2", PLACE, "write a percentage, as 0.2%"),
-        ("probe --out p.json --batch 0", PLACE, "batch=0 is out of range; 1 to 4096"),
+        ("probe --out p.json --batch 0", PLACE, "batch=0 is out of range; 1 to 4,096"),
         ("probe --out p.json", PLACE | {"RANK": "0", "WORLD_SIZE": "1"} | TORCHRUN, "only one"),
         ("probe --out p.json", {}, "torchrun"),
         ("doctor", PLACE | {"RANK": "4"}, "RANK='4' and WORLD_SIZE='4' do not name a rank"),

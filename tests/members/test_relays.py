@@ -232,14 +232,14 @@ def test_an_address_of_a_stranger_is_no_relay(token_file: str, tmp_path: Path) -
     ("words", "message"),
     [
         (["--store", "tcp://127.0.0.1:1"], "give --relay too"),
-        (["--store", "tcp://127.0.0.1:1", "--relay", "--journal", "file"], "takes no --journal"),
-        (["--store", "tcp://127.0.0.1:1", "--relay", "--page", "0"], "takes no --journal"),
-        (["--store", "tcp://127.0.0.1:1", "--relay", "--recover"], "takes no --journal"),
-        (["--store", "tcp://127.0.0.1:1", "--relay", "--end", "a"], "takes no --journal"),
-        (["--store", "tcp://127.0.0.1:1", "--relay", "--public"], "needs --announce"),
+        (["--store", "tcp://127.0.0.1:1", "--relay", "--journal", "file"], "takes no --run"),
+        (["--store", "tcp://127.0.0.1:1", "--relay", "--page", "0"], "takes no --run"),
+        (["--store", "tcp://127.0.0.1:1", "--relay", "--recover"], "takes no --run"),
+        (["--store", "tcp://127.0.0.1:1", "--relay", "--end", "a"], "takes no --run"),
+        (["--store", "tcp://127.0.0.1:1", "--relay", "--public"], "--announce is missing"),
         (["--store", "127.0.0.1:1", "--relay"], "is not an address"),
         (["--store", "tcp://127.0.0.1:1", "--relay", "--announce", "a"], "is not an address"),
-        (["--relay", "--announce", "127.0.0.1:1"], "needs --store"),
+        (["--relay", "--announce", "127.0.0.1:1"], "a relay with --store"),
     ],
 )
 def test_a_relay_with_options_that_contradict_is_refused(
