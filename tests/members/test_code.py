@@ -20,6 +20,7 @@ from tests.faults.lines import blackhole
 from tests.lab.namespaces import needs_netns
 from tests.members.homes import homes, needs_homes
 from tests.members.places import TOKEN, host_command, meeting_place, token_in
+from tests.members.relays import listening
 from tests.processes import ran, running
 from tests.waiting import PATIENCE_S, until
 from thinwire.errors import Mismatch, PeerLost
@@ -185,7 +186,7 @@ def test_members_join_through_a_proxy_alone(folder: Path, login: str) -> None:
 
 
 def test_members_join_at_a_mapped_port(folder: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
+    with listening() as free:
         outside = free.getsockname()[1]
     with socket.create_server(("127.0.0.2", 0)) as free:
         inner = free.getsockname()[1]
@@ -232,7 +233,7 @@ def test_a_host_without_tls_is_refused(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_code_lasts_until_a_new_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
+    with listening() as free:
         bind = f"127.0.0.1:{free.getsockname()[1]}"
     token = str(folder / "token")
     codes = []

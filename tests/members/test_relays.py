@@ -201,7 +201,7 @@ def test_a_relay_is_announced_again_at_a_store_that_restarts(token_file: str) ->
     with contextlib.ExitStack() as ends:
         host, store = ends.enter_context(host_command(*words))
         relay, _ = ends.enter_context(relay_command(store, *secret, "--announce", "[fd00::1]:77"))
-        until(lambda: announced(store) == {"[fd00::1]:77": ["fd00::1", 77]}, "its address")
+        until(lambda: announced(store) == {"[fd00::1]:77": ["fd00::1", 77, ""]}, "its address")
         host.send_signal(signal.SIGKILL)
         host.wait()
         ends.enter_context(host_command(*words))
