@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -20,11 +20,13 @@ from thinwire.tools.compare.record import (
     Run,
     common_loss,
 )
-from thinwire.tools.compare.settings import Settings
 from thinwire.tools.compare.verdict import verdict
 from thinwire.tools.run.config import OPTIMIZERS
 from thinwire.tools.run.launch import cores
 from thinwire.tools.run.text import Corpus
+
+if TYPE_CHECKING:  # it needs the extra of the command
+    from thinwire.tools.compare.settings import Settings
 
 _AS_GIVEN = ("workers", "steps", "seconds", "seed", "seeds", "shard", "task", "device")
 """Settings that the record has as they were given."""
@@ -53,7 +55,7 @@ def _processor() -> str:
 class Ledger:
     """Strategies that have finished, that have failed, and the one that is running."""
 
-    settings: Settings
+    settings: "Settings"
     corpus: Corpus | None
     emulated: bool
     reason: str | None
@@ -164,7 +166,7 @@ def _about(corpus: Corpus | None) -> dict[str, Any]:
     }
 
 
-def _headline(settings: Settings, emulated: bool, reason: str | None) -> str:
+def _headline(settings: "Settings", emulated: bool, reason: str | None) -> str:
     workers = f"{settings.workers} worker{'s' if settings.workers > 1 else ''}"
     if settings.shard > 1:
         workers = f"{settings.sites} sites of {settings.shard} ranks that shard the model"
