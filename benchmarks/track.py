@@ -137,8 +137,11 @@ def table(lines: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> list[
             column = [own[workers] for own in losses.values() if len(own.get(workers, ())) > 1]
             own = losses[entry].get(workers, [])
             best = min(column, key=fmean, default=[])
-            star = " *" if own and not _is_worse(own, best) else ""
-            row.append(f"{fmean(own):.3f} ± {stdev(own):.3f}{star}" if len(own) > 1 else "")
+            if len(own) < 2:  # not finished: neither a mean nor a star
+                row.append("")
+                continue
+            star = "" if _is_worse(own, best) else " *"
+            row.append(f"{fmean(own):.3f} ± {stdev(own):.3f}{star}")
         rows.append(row)
     return markdown(["method", "bits", *(f"{workers} workers" for workers in WORKERS)], rows)
 
