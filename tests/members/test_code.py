@@ -248,6 +248,49 @@ def test_a_code_lasts_until_a_new_token(folder: Path, monkeypatch: pytest.Monkey
     assert codes[2] == codes[0]._replace(token=codes[2].token)
 
 
+@pytest.mark.parametrize("other", ["port", "journal"])
+def test_a_host_that_runs_keeps_its_token(folder: Path, other: str) -> None:
+    """Whatever a second host with the same port, or the same file of runs, was to make anew."""
+    kept = ["--new-token", str(folder / "token"), "--journal", str(folder / "runs")]
+    with shared(folder, "127.0.0.1:0", *kept) as file:
+        code = read_code(file.read_text())
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        bind = str(code.address) if other == "port" else "127.0.0.1:0"
+        second = [sys.executable, "-m", "thinwire", "host", "--bind", bind, "--run", "llm", *kept]
+        done = ran(second)
+        assert (done.returncode, "in use" in done.stderr) == (2, True)
+        assert {path: path.read_bytes() for path in before} == before
+        trained(folder, file)
+
+
+def test_a_new_token_replaces_a_token_alone(folder: Path) -> None:
+    """Not any file; and the runs that are kept in a named file end with it."""
+    mine = folder / "mine"
+    mine.write_text("short")
+    mine.chmod(0o600)
+    make = ["--bind", "127.0.0.1:0", "--run", "llm", "--new-token"]
+    done = ran([sys.executable, "-m", "thinwire", "host", *make, str(mine)])
+    assert (done.returncode, mine.read_text()) == (2, "short")
+    kept = ("--journal", str(folder / "runs"), "--new-token", str(folder / "token"))
+    for _ in range(2):
+        with shared(folder, "127.0.0.1:0", *kept) as file:
+            trained(folder, file)
+
+
+def test_a_run_with_a_code_is_ended_at_its_host(folder: Path) -> None:
+    endless = SCRIPT.replace("sync.step < 12", "not members.left")
+    (folder / "train.py").write_text(endless)
+    with listening() as free:
+        bind = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "thinwire"]
+    with shared(folder, bind) as code, contextlib.ExitStack() as ends:
+        member = [*command, "join", "--code-file", str(code), "--", sys.executable, "train.py"]
+        both = [ends.enter_context(running(member, cwd=folder)) for _ in range(2)]
+        end = [*command, "host", "--bind", bind, "--end", "llm"]
+        until(lambda: "these leave" in ran(end).stdout)
+        assert [process.wait(PATIENCE_S) for process in both] == [0, 0]
+
+
 def on_terminal(command: Sequence[str], prompt: bytes, answer: bytes = b"") -> str:
     """What a command shows on a terminal; after the prompt this is typed, or it is ended."""
     ours, theirs = pty.openpty()

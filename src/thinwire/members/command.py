@@ -118,8 +118,10 @@ def host(
             at --bind.
         quiet: Print only the address on which it listens.
     """
+    if new_token is not None and token_file is not None:
+        raise ValueError("--new-token makes the token: leave --token-file out")
     if new_token is not None and run is None:
-        if bind is not None or token_file is not None or relay:
+        if bind is not None or relay:
             raise ValueError("--new-token makes a file and ends: leave the other options out")
         make_token(new_token)
         print(f"{new_token}: mode 600, copy it to every machine, such as with scp -p")
@@ -134,26 +136,32 @@ def host(
     is_host = any((run, journal, recover, end, page is not None))
     _require_fitting(run, store, announce, is_host=is_host, public=public)
     kept_at = _state(requested)
-    if run is not None:
-        token_file, cert = _secrets(run, kept_at, token_file, new_token, cert)
-    token = None if token_file is None else read_token(token_file)
     if end is not None:
-        print(_ended(requested, end, token))
+        of_run = kept_at.with_name(f"{kept_at.name}.token")
+        token_file = token_file or (of_run if of_run.exists() else None)
+        print(_ended(requested, end, None if token_file is None else read_token(token_file)))
         return
-    tls = certificate(cert, key) if cert else None
     stop = threading.Event()
     with _listener(requested, public=public) as listener:
         where = Address(*listener.getsockname()[:2])
         shown = parse_address("announce", announce or str(where), scheme=False)
-        relaying = _relay(token, tls, cert) if relay else None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: stop.set())
 
         def say(line: str) -> None:
             if not quiet:
                 _print(line)
 
-        kept = None if store else _journal(journal, requested, say)
+        # before the secrets: a host that runs has this port or this file, and keeps its token
+        kept = None if store else _journal(journal, requested, kept_at, say)
+        if run is not None:
+            token_file, cert = _secrets(run, kept_at, token_file, new_token, cert)
+        if kept is not None and new_token is not None:
+            kept.values.clear()  # of the old token
+            kept.rewrite(kept.values)
+        token = None if token_file is None else read_token(token_file)
+        tls = certificate(cert, key) if cert else None
+        relaying = _relay(token, tls, cert) if relay else None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: stop.set())
 
         def ready(url: str) -> None:
             _print(f"listening on tcp://{where}")
@@ -262,9 +270,9 @@ def _secrets(
     """Return the files of token and certificate of a host; make those that are not there."""
     require_run_name(run)
     kept_at.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if new_token is not None:
-        new_token.unlink(missing_ok=True)
-        kept_at.unlink(missing_ok=True)  # its runs have the old token
+    if new_token is not None and new_token.exists():
+        read_token(new_token)  # refuses any other file
+        new_token.unlink()
     token = new_token or token_file or kept_at.with_name(f"{kept_at.name}.token")
     if token_file is None and not token.exists():
         make_token(token)
@@ -307,14 +315,16 @@ def _state(bind: Address) -> Path:
     return folder / re.sub(r"[^0-9A-Za-z.]", "-", f"host-{bind.host}-{bind.port}")
 
 
-def _journal(path: Path | None, bind: Address, say: Callable[[str], None]) -> "Journal | None":
+def _journal(
+    path: Path | None, bind: Address, default: Path, say: Callable[[str], None]
+) -> "Journal | None":
     """Open the file of the runs; None if there is none."""
     from thinwire.members.server import Journal
 
     if path is None and bind.port == 0:
         return None
     try:
-        return Journal(path or _state(bind))
+        return Journal(path or default)
     except OSError as error:
         if path is not None:
             raise ValueError(f"--journal {path}: {error.strerror or error}") from None
