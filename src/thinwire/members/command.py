@@ -118,10 +118,8 @@ def host(
             at --bind.
         quiet: Print only the address on which it listens.
     """
-    if new_token is not None and token_file is not None:
-        raise ValueError("--new-token makes the token: leave --token-file out")
     if new_token is not None and run is None:
-        if bind is not None or relay:
+        if bind is not None or token_file is not None or relay:
             raise ValueError("--new-token makes a file and ends: leave the other options out")
         make_token(new_token)
         print(f"{new_token}: mode 600, copy it to every machine, such as with scp -p")
@@ -131,15 +129,12 @@ def host(
     requested = parse_address("bind", bind, scheme=False)
     if (cert or key or store) and not (relay or run):
         raise ValueError("--cert, --key and --store are for the relay: give --relay too")
-    if key and not cert:
-        raise ValueError("--cert is missing: the certificate that belongs to --key")
+    _require_one_source(token_file, new_token, cert, key)
     is_host = any((run, journal, recover, end, page is not None))
     _require_fitting(run, store, announce, is_host=is_host, public=public)
     kept_at = _state(requested)
     if end is not None:
-        of_run = kept_at.with_name(f"{kept_at.name}.token")
-        token_file = token_file or (of_run if of_run.exists() else None)
-        print(_ended(requested, end, None if token_file is None else read_token(token_file)))
+        print(_ended(requested, end, token_file, kept_at))
         return
     stop = threading.Event()
     with _listener(requested, public=public) as listener:
@@ -155,8 +150,7 @@ def host(
         if run is not None:
             token_file, cert = _secrets(run, kept_at, token_file, new_token, cert)
         if kept is not None and new_token is not None:
-            kept.values.clear()  # of the old token
-            kept.rewrite(kept.values)
+            kept.clear()  # of the old token
         token = None if token_file is None else read_token(token_file)
         tls = certificate(cert, key) if cert else None
         relaying = _relay(token, tls, cert) if relay else None
@@ -200,6 +194,15 @@ def _relay(token: bytes | None, tls: ssl.SSLContext | None, cert: Path | None) -
     from thinwire.members.relay import Relay, relay_key  # loads torch
 
     return Relay(relay_key(token), tls, fingerprint_of(cert) if cert else b"")
+
+
+def _require_one_source(
+    token_file: Path | None, new_token: Path | None, cert: Path | None, key: Path | None
+) -> None:
+    if key and not cert:
+        raise ValueError("--cert is missing: the certificate that belongs to --key")
+    if new_token and token_file:
+        raise ValueError("--new-token makes the token of the run: leave --token-file out")
 
 
 def _require_fitting(
@@ -295,12 +298,15 @@ def _share(code: Code, kept_at: Path, say: Callable[[str], None]) -> None:
     say(f"the code, a secret that lets anyone in, is in {file}")
 
 
-def _ended(host: Address, run: str, token: bytes | None) -> str:
+def _ended(host: Address, run: str, token_file: Path | None, kept_at: Path) -> str:
     """Ask the members of a run to leave; return who they are."""
     from thinwire.members.kv import KeyValueView
     from thinwire.members.meeting import connect  # loads torch
     from thinwire.members.watcher import END_KEY
 
+    of_code = kept_at.with_name(f"{kept_at.name}.token")
+    file = token_file or (of_code if of_code.exists() else None)
+    token = None if file is None else read_token(file)
     kv = KeyValueView(connect(f"tcp://{host}", run, token, timedelta(seconds=_END_S)))
     members = kv.get(f"members/{kv.get('gen')}")
     if members is None:

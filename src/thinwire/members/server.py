@@ -130,6 +130,11 @@ class Journal:
         new.replace(self.path)
         os.close(before)
 
+    def clear(self) -> None:
+        """Forget what the file held."""
+        self.values.clear()
+        self.rewrite(self.values)
+
     def append(self, key: bytes, value: bytes) -> None:
         """Write a value to the disk."""
         message = framed([key, value])
