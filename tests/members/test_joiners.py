@@ -20,6 +20,7 @@ from tests.members.training import MOST_STEPS, TIMEOUT_S, digest, faulty, in_run
 from tests.ranks import Pool
 from tests.toys import descend
 from tests.waiting import PATIENCE_S, time_out, until
+from thinwire.errors import QuorumLost
 
 EVERY_4 = tw.LocalSGD(4, begin_step=0)
 
@@ -302,6 +303,27 @@ def flushing(rank: int, size: int, address: str, flag: str) -> Any:
 def test_nobody_is_let_in_between_two_averagings_of_one_call(ranks: Pool, tmp_path: Path) -> None:
     found = met(ranks, flushing, str(tmp_path / "go"), size=2)
     assert found == [(0, 2), (14, 2)]
+
+
+def left_alone(rank: int, size: int, address: str, flag: str) -> float:
+    """How long the joiner still waits once the only member has left."""
+    wait_for(flag if rank == 1 else "")
+    net, config = layer_of(rank), tw.LocalSGD(100, begin_step=0)
+    if rank == 0:
+        with in_run(address, net, config) as (members, _, optimizer):
+            paced_step(net, optimizer)
+            Path(flag).touch()
+            until(members._member._membership.waiting_joiners, "the joiner")
+        Path(f"{flag}.left").touch()
+        return 0.0
+    with pytest.raises(QuorumLost, match="the run has ended"), in_run(address, net, config):
+        raise AssertionError("nobody lets it in")
+    return time.time() - Path(f"{flag}.left").stat().st_mtime
+
+
+def test_a_joiner_hears_that_all_have_left(ranks: Pool, tmp_path: Path) -> None:
+    _, waited_s = met(ranks, left_alone, str(tmp_path / "go"), size=2)
+    assert waited_s < TIMEOUT_S
 
 
 def with_a_schedule(rank: int, size: int, address: str, flag: str) -> list[tuple[int, float]]:

@@ -268,12 +268,8 @@ class Watcher:
         number = first_generation = -1
         begun = 0.0
         enough_s = math.inf
-        if self.founders:  # enter the generation in which this site's first rank met the others
-            met = number = self._poll(number)[0]  # they may have lost a member since
-            while (written := self._decision(met)) is not None and written.ids != self.founders:
-                met -= 1
-            met = number + 1 if written is None else met
-            self._enter(met, self._decided(met, Decision(self.founders, self.founders)))
+        if self.founders:
+            self._follow(self.founders)
             return
         shared.last_alive_s = time.monotonic()
         while not self.stopped.is_set():
@@ -290,6 +286,11 @@ class Watcher:
                 with shared.changed:  # the main thread fetches the state meanwhile
                     shared.joiner = True
                     shared.changed.notify_all()
+            if shared.joiner and decision.ids and not alive and self._have_left(decision.ids):
+                raise QuorumLost(
+                    f"the run has ended: its members, {', '.join(decision.ids)}, left while this "
+                    "one waited to be let in. Join again to begin another one"
+                )
             now = time.monotonic()
             first = number + 1
             # no member is alive, or there was never one: found a generation with the others
@@ -320,6 +321,14 @@ class Watcher:
                         f"{self.timeout_s:g} s: {', '.join(found)}. Start the others, or lower "
                         "min_members or start_members"
                     )
+
+    def _follow(self, founders: tuple[str, ...]) -> None:
+        """Enter the generation in which the first rank of this site met the others."""
+        met = number = self._poll(-1)[0]  # they may have lost a member since
+        while (written := self._decision(met)) is not None and written.ids != founders:
+            met -= 1
+        met = number + 1 if written is None else met
+        self._enter(met, self._decided(met, Decision(founders, founders)))
 
     def _have_left(self, ids: Sequence[str]) -> bool:
         """Return True if all of these members have left, or if there are none."""
