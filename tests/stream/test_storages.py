@@ -515,14 +515,18 @@ def test_readers_wait_while_a_record_is_torn(faults: Faults, publish: Publish) -
     assert early.result(PATIENCE_S).step == late.result(PATIENCE_S).step == 1
 
 
-def test_a_transfer_that_moves_is_not_ended_by_patience(faults: Faults, publish: Publish) -> None:
+def test_a_transfer_that_moves_is_not_ended_by_patience(
+    faults: Faults, publish: Publish, caplog: pytest.LogCaptureFixture
+) -> None:
     limit_s, model = time_out(2.0), net(1024)  # 4 MiB
     publisher = publish(model)
     write(publisher, model, 0)
-    with faults.slow(rate=3 * MIB / limit_s, on="read"):
+    took_s = max(1.3 * limit_s, 7.0)
+    with faults.slow(rate=4 * MIB / took_s, on="read"):
         begin_s = time.monotonic()
         version = follow(faults, patience=limit_s).latest()
         assert time.monotonic() - begin_s > limit_s
+    assert "of 4.2 MB" in caplog.text, "a reader that waits hears how far it is"
     require_same(version.state_dict(), state_of(model))
 
 

@@ -92,8 +92,9 @@ def within_text(limit_s: float, timeout_s: float) -> str:
 class Progress:
     """Logs every few seconds how much of a large exchange is done."""
 
-    def __init__(self, action: str, total_bytes: int) -> None:
+    def __init__(self, action: str, total_bytes: int, level: int = logging.INFO) -> None:
         self._action = action
+        self._level = level
         self._total = total_bytes
         self._done = 0.0
         self._began_s = self._logged_s = time.monotonic()
@@ -109,7 +110,7 @@ class Progress:
             megabytes = self._done / 1e6, self._total / 1e6, rate / 1e6
             left_s = (self._total - self._done) / rate
             text = "%s: %.1f of %.1f MB, %.2f MB/s, about %.0f s left"
-            _log.info(text, self._action, *megabytes, left_s)
+            _log.log(self._level, text, self._action, *megabytes, left_s)
 
 
 def seconds_of(timeout: Timeout) -> float | None:

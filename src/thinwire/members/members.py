@@ -437,7 +437,7 @@ class Member:
             self._membership.require_heartbeat()
             if time.monotonic() - logged > _NEWS_S:
                 logged = time.monotonic()
-                _log.info("waited %.0f s for the end of a round to join", logged - began)
+                _log.warning("waited %.0f s for the end of a round to join", logged - began)
         return [*map(str, found)]
 
     def report(self) -> dict[str, Any]:

@@ -448,7 +448,9 @@ class Download:
             total = sum(wanted)
             here = min(received, total)  # the first donor may send rounds already
             left_s = (total - here) / rate if rate else 0.0
-            self._progress = self._progress or Progress("receiving the state of the run", total)
+            if self._progress is None:
+                action = "receiving the state of the run"
+                self._progress = Progress(action, total, logging.WARNING)
             if here > self.stats["joining_bytes"]:
                 self._progress.add(here - self.stats["joining_bytes"])
             counts = here, total, 8 * rate, left_s

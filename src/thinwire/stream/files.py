@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import logging
 import math
 import os
 import re
@@ -27,6 +28,7 @@ from thinwire._watchdog import Late, within
 from thinwire.checkpoint.files import sync_directory
 from thinwire.checkpoint.tensor_file import PREFIX, pieces_of
 from thinwire.checkpoint.tree import UNREADABLE
+from thinwire.comm.waiting import Progress
 from thinwire.errors import StreamError
 from thinwire.stream.coder import extra
 from thinwire.stream.state import Refused
@@ -242,6 +244,7 @@ class Storage:
         if part.whole_only:
             part.content.clear()
         chunk = _FIRST_BYTES
+        progress = Progress(f"reading {name}", until - len(part.content), logging.WARNING)
         with self._opened(files, name, size=size, whole=part.whole_only) as file:
             while (at := len(part.content)) < until:
                 begun_s = time.monotonic()
@@ -258,6 +261,7 @@ class Storage:
                 if not data:
                     raise EOFError(f"it has {at:,} of {size:,} bytes so far")
                 part.content += data
+                progress.add(len(data))
                 self._move(len(data))
                 if len(part.content) > part.most:
                     part.most = len(part.content)
