@@ -72,6 +72,8 @@ def write_shards(tokenizer, files: Sequence[Path], out: Path, part: str) -> dict
             name, tokens = f"{part}_{len(shards):04d}.bin", np.concatenate(pending)
             tokens.tofile(out / name)
             shards[name], pending = len(tokens), []
+            done = min(begin + 64, len(files))
+            print(f"{name}: {len(tokens):,} tokens, {done} of {len(files)} files", flush=True)
     return shards
 
 
