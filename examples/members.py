@@ -44,6 +44,7 @@ def main() -> None:
         members.on_change(lambda now: print(f"step {now.step}: {now.size} members", flush=True))
         sampler = tw.ShardedSampler(data, members=members)
         batches = chain.from_iterable(repeat(DataLoader(data, 32, sampler=sampler)))  # no end
+        members.show(total_steps=STEPS)  # on the page of `thinwire host --page`
         with tw.local_sgd(model, optimizer, config, members=members) as sync:
             print(f"member {members.rank} of {members.size} begins at step {sync.step}", flush=True)
             while sync.step < STEPS and not members.left:

@@ -44,7 +44,7 @@ def base(folder: str) -> torch.nn.Module:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    letters = {letter: i for i, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     bytes_ = Tokenizer(models.BPE(vocab=letters, merges=[]))
     bytes_.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return PreTrainedTokenizerFast(tokenizer_object=bytes_, eos_token="!", pad_token="!")
