@@ -18,11 +18,12 @@ _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
-def require_linux(task: str) -> None:
+def require_linux(task: str, *, or_macos: bool = False) -> None:
     """Raise NotImplementedError on any other system."""
-    if sys.platform != "linux":
+    if sys.platform not in ("linux", "darwin" if or_macos else "linux"):
         raise NotImplementedError(
-            f"{task} needs Linux, and this is {sys.platform}; plan, explain and export work here"
+            f"{task} needs Linux{' or macOS' if or_macos else ''}, and this is {sys.platform}: "
+            "docs/questions.md lists what runs here"
         )
 
 

@@ -92,7 +92,7 @@ def _run(typed: list[str]) -> NoReturn:
             app.command(command, help_epilogue=text)
     try:
         if typed and typed[0] in _ON_LINUX and not {"--help", "-h"} & {*typed}:
-            require_linux(f"thinwire {typed[0]}")
+            require_linux(f"thinwire {typed[0]}", or_macos=typed[0] == "host")
         with _orderly_termination():
             try:
                 app(_script_apart(typed, app), exit_on_error=False, print_error=False)

@@ -34,7 +34,6 @@ def test_both_ends_of_a_connection_are_found(pair: tuple[socket.socket, socket.s
     one, other = found[client.fileno()], found[accepted.fileno()]
     assert (one.local, one.remote) == (client.getsockname(), client.getpeername())
     assert (other.local, other.remote) == (one.remote, one.local)
-    assert one.inode == os.fstat(client.fileno()).st_ino
 
 
 def test_pipes_between_processes_are_no_connections() -> None:
@@ -51,7 +50,7 @@ def test_over_ipv6_too() -> None:
     ):
         [found] = [each for each in connections() if each.descriptor == client.fileno()]
         assert found.remote == server.getsockname()[:2]
-        assert listeners()[os.fstat(server.fileno()).st_ino] == server.getsockname()[:2]
+        assert server.getsockname()[:2] in listeners()
 
 
 @pytest.mark.usefixtures("usual_time_out")
@@ -66,7 +65,7 @@ def test_time_out_changes_no_existing_socket(pair: tuple[socket.socket, socket.s
 def test_one_that_is_shut_down_ends_for_both(pair: tuple[socket.socket, socket.socket]) -> None:
     client, accepted = pair
     [mine] = [each for each in connections() if each.descriptor == client.fileno()]
-    shut_down(mine._replace(inode=mine.inode + 1))  # another one by now
+    shut_down(mine._replace(remote=("127.0.0.1", 1)))  # another one by now
     client.sendall(b"x")
     assert accepted.recv(2) == b"x"
     shut_down(mine)

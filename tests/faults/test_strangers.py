@@ -26,7 +26,7 @@ def visited(rank: int, size: int, port: int, visit: bool) -> tuple[str, int]:
     for number in range(10):
         if number == 5 and rank == 1 and visit:
             chance = random.Random(5)
-            for place in [port, *(port for _, port in listeners().values())]:
+            for place in [port, *(port for _, port in listeners())]:
                 # a listener may be of a network that this process has left
                 with contextlib.suppress(ConnectionRefusedError):
                     for _ in range(4):

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from math import ceil
-from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
@@ -27,6 +26,7 @@ from thinwire.comm.elastic import UNKNOWN_S, backends_of, timeout_s_of
 from thinwire.comm.failures import RESTART, explain_failure
 from thinwire.comm.macs import MessageMacs, wrong_mac_text
 from thinwire.comm.private import Private, forget, is_alone, keep_alive, private_group
+from thinwire.comm.sockets import descriptors
 from thinwire.comm.stats import Rate
 from thinwire.comm.waiting import (
     Awaited,
@@ -176,7 +176,7 @@ class Group:
         parent = process_group or dist.group.WORLD
         assert parent is not None
         if self.size > 1:
-            require_linux("training on several ranks")
+            require_linux("training on several ranks", or_macos=True)
             ranks = dist.get_process_group_ranks(parent)
             name = "gloo" if gloo else "all"
             self._shared = private_group(parent, name, self.timeout_s, ranks, gloo=gloo)
@@ -593,7 +593,7 @@ class Group:
         """Return up to `count` groups for pieces of a message, as many as all ranks can open."""
         if count > 1 and not shared.most_streams:
             # who makes connections waits for the others without an end: first ranks meet here
-            free = os.sysconf("SC_OPEN_MAX") - len(list(Path("/proc/self/fd").iterdir()))
+            free = os.sysconf("SC_OPEN_MAX") - len(descriptors())
             own = 1 + max(free, 0) // (self.size + _FILES_OF_STREAM)
             wire = Group.on_the_wire
             with self.uncounted():

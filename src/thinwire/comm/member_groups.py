@@ -147,7 +147,7 @@ class MemberGroups:
     def _connect_directly(self, names: Sequence[str], timeout_s: float) -> list[ProcessGroup]:
         device, local = self._listening
         assert local is not None, "others reach it"
-        before = {connection.inode for connection in connections()}
+        before = connections()
         ranks = sorted(self._direct)
         remote = set(self._direct.values()) - {local}
         here = ranks.index(self._rank), len(ranks), timeout_s, device
@@ -160,7 +160,7 @@ class MemberGroups:
                 self._store.fetched.wait(timeout_s)  # all ranks ask the store in the same order
             groups = [one.result() for one in made]
         for one in connections_between(local, remote):
-            if one.inode not in before:
+            if one not in before:
                 self._connections.append(one)
                 resend_every_second(one)
         return groups

@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import ssl
+import sys
 import threading
 import time
 import weakref
@@ -21,6 +22,8 @@ from thinwire.members.server import GREETING, LENGTH, MOST_BYTES, framed, unfram
 _SHORTEST_S = 0.1
 _UNANSWERED_S = 5
 """Seconds without the host's acknowledgement after which a connection counts as lost."""
+_TCP_RXT_CONNDROPTIME = 0x80
+"""The same on macOS, for which Python has no name."""
 
 
 class HostStore:
@@ -50,12 +53,12 @@ class HostStore:
         self._socket.settimeout(None)
         # the kernel ends a connection to a machine that is gone; a stopped process answers
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (
-            (socket.TCP_NODELAY, 1),
-            (socket.TCP_KEEPIDLE, 1),
-            (socket.TCP_KEEPINTVL, 1),
-            (socket.TCP_USER_TIMEOUT, 1000 * _UNANSWERED_S),
-        ):
+        options = {socket.TCP_NODELAY: 1, socket.TCP_KEEPINTVL: 1}
+        if sys.platform == "darwin":
+            options |= {socket.TCP_KEEPALIVE: 1, _TCP_RXT_CONNDROPTIME: _UNANSWERED_S}
+        else:
+            options |= {socket.TCP_KEEPIDLE: 1, socket.TCP_USER_TIMEOUT: 1000 * _UNANSWERED_S}
+        for option, value in options.items():
             self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
         with self._explaining():
             self._socket.sendall(GREETING)

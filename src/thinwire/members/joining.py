@@ -89,7 +89,7 @@ def join(
         Mismatch: An argument differs from the other members', or a certificate does not verify.
         TypeError, ValueError: An argument is invalid.
     """
-    require_linux("training with members")
+    require_linux("training with members", or_macos=True)
     token, known = None, None
     if address is None:
         address = os.environ.get("THINWIRE_ADDRESS")

@@ -176,6 +176,6 @@ def announced() -> tuple[list[str], str]:
         devices = devices or [gloo.create_default_device()]
     except RuntimeError as error:
         return [], " ".join(_WHERE_IN_GLOO.sub("", str(error)).split())
-    found = [address for one, (address, _) in listeners().items() if one not in before]
+    found = {address for address, _ in listeners() - before}
     del devices
-    return [*dict.fromkeys(found)], ""
+    return sorted(found), ""
