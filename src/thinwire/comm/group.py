@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from math import ceil
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
@@ -26,7 +27,6 @@ from thinwire.comm.elastic import UNKNOWN_S, backends_of, timeout_s_of
 from thinwire.comm.failures import RESTART, explain_failure
 from thinwire.comm.macs import MessageMacs, wrong_mac_text
 from thinwire.comm.private import Private, forget, is_alone, keep_alive, private_group
-from thinwire.comm.sockets import descriptors
 from thinwire.comm.stats import Rate
 from thinwire.comm.waiting import (
     Awaited,
@@ -593,7 +593,7 @@ class Group:
         """Return up to `count` groups for pieces of a message, as many as all ranks can open."""
         if count > 1 and not shared.most_streams:
             # who makes connections waits for the others without an end: first ranks meet here
-            free = os.sysconf("SC_OPEN_MAX") - len(descriptors())
+            free = os.sysconf("SC_OPEN_MAX") - len([*Path("/dev/fd").iterdir()])
             own = 1 + max(free, 0) // (self.size + _FILES_OF_STREAM)
             wire = Group.on_the_wire
             with self.uncounted():

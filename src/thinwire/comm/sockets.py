@@ -65,18 +65,13 @@ def resend_every_second(connection: Connection) -> None:
             _SYSTEM.setsockopt(held, socket.IPPROTO_TCP, option, value, 4)
 
 
-def descriptors() -> list[int]:
-    """Return the open descriptors of this process."""
-    return [int(entry.name) for entry in Path("/dev/fd").iterdir()]
-
-
 def _streams() -> Iterator[tuple[int, int]]:
     """Yield the descriptor, and a duplicate of it, of each of the process's streams."""
-    for descriptor in descriptors():
+    for entry in list(Path("/dev/fd").iterdir()):
         # the descriptor that listed the folder is closed by now
-        with contextlib.suppress(OSError), _held(descriptor) as held:
+        with contextlib.suppress(OSError), _held(int(entry.name)) as held:
             if _option(held, socket.SO_TYPE) == socket.SOCK_STREAM:
-                yield descriptor, held
+                yield int(entry.name), held
 
 
 @contextlib.contextmanager
