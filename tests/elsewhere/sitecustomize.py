@@ -57,14 +57,17 @@ class Library(ctypes.CDLL):
         if name in ("prctl", "setns", "unshare", "adjtimex"):
             raise AttributeError(f"{SYSTEM} has no {name}")
         function = super().__getattr__(name)
-        if name in ("getsockname", "getpeername"):
-            return lambda end, buffer, length: function(end, buffer, length) or _as_bsd(buffer)
-        if name == "setsockopt":
-            return lambda end, level, option, *value: (
-                -1 if level == socket.IPPROTO_TCP and option not in OF_MACOS
-                else function(end, level, option, *value)
-            )  # fmt: skip
-        return function
+
+        def address(descriptor, buffer, length):
+            return function(descriptor, buffer, length) or _as_bsd(buffer)
+
+        def set_option(descriptor, level, option, *value):
+            refused = level == socket.IPPROTO_TCP and option not in OF_MACOS
+            return -1 if refused else function(descriptor, level, option, *value)
+
+        own = {"getsockname": address, "getpeername": address, "setsockopt": set_option}
+        setattr(self, name, own.get(name, function))  # over the one that ctypes has set
+        return getattr(self, name)
 
 
 def _as_bsd(buffer):
