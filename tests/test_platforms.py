@@ -93,11 +93,16 @@ ON_LINUX = ("run -- train.py", "compare", "doctor")
 ON_MACOS_TOO = ("host --bind 10.0.0.1:1", "prepare", "join")
 
 
-def lacking(system: str) -> dict[str, str]:
+def lacking(system: str, folder: Path) -> dict[str, str]:
     """The environment of a process that lacks what a system lacks; of Linux, nothing."""
-    paths = [str(Path(__file__).with_name("elsewhere"))] if system != "linux" else []
-    paths += [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
-    return os.environ | {"SYSTEM": system, "PYTHONPATH": os.pathsep.join(paths)}
+    paths = [*filter(None, [os.environ.get("PYTHONPATH")])]
+    if system != "linux":
+        there = folder / f"lacking_{system}"
+        there.mkdir(exist_ok=True)
+        code = f"from tests.elsewhere import take_away; take_away({system!r})"
+        (there / "sitecustomize.py").write_text(code)
+        paths += [str(there), str(Path(__file__).parents[1])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +116,7 @@ def test_commands_on_other_systems_answer_or_name_linux(
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     tw.DistributedStrategy().prepare(model, optimizer).save(tmp_path / "saved")
     words = [sys.executable, "-c", ELSEWHERE, *HERE, *refused]
-    done = ran(words, cwd=tmp_path, env=lacking(system))
+    done = ran(words, cwd=tmp_path, env=lacking(system, tmp_path))
     assert done.returncode == 0, done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line for line, *_ in answers] == [*HERE, *refused]
@@ -137,7 +142,7 @@ def folder(tmp_path: Path) -> Path:
 def lines_of(
     commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], cwd: Path
 ) -> list[list[str]]:
-    """What processes print that run at the same time, and end well."""
+    """The lines of processes that run at the same time, and end well."""
     with contextlib.ExitStack() as ends:
         both = [
             ends.enter_context(running(words, env=env, cwd=cwd, stdout=subprocess.PIPE, text=True))
@@ -149,19 +154,19 @@ def lines_of(
 
 
 def trained(folder: Path, system: str) -> list[list[str]]:
-    """What two ranks print."""
+    """The lines of two ranks."""
     port = str(free_port())
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    environments = [lacking(system) | common | {"RANK": rank} for rank in "01"]
+    environments = [lacking(system, folder) | common | {"RANK": rank} for rank in "01"]
     cwd = folder / system
     cwd.mkdir()
     return lines_of([[sys.executable, "../ranks.py"]] * 2, environments, cwd)
 
 
 def joined(folder: Path, system: str) -> list[list[str]]:
-    """What two members print that join by the code of a host."""
+    """The lines of two members that join by the code of a host."""
     state = folder / f"state of {system}"
-    env = lacking(system) | {"XDG_STATE_HOME": str(state)}
+    env = lacking(system, folder) | {"XDG_STATE_HOME": str(state)}
     thinwire = [sys.executable, "-m", "thinwire"]
     host = [*thinwire, "host", "--bind", "127.0.0.1:0", "--run", "llm"]
     with running(host, env=env, stdout=subprocess.DEVNULL):
@@ -172,7 +177,7 @@ def joined(folder: Path, system: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("train", [trained, joined])
-def test_training_without_what_linux_alone_has_ends_alike(
+def test_training_on_a_system_like_macos_ends_as_on_linux(
     train: Callable[[Path, str], list[list[str]]], folder: Path
 ) -> None:
     lines, of_macos = train(folder, "linux"), train(folder, "darwin")

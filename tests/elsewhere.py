@@ -1,7 +1,6 @@
-"""Takes away from Python on Linux what the system of the variable SYSTEM lacks.
+"""Takes away from Python on Linux what macOS or Windows lacks, in a process of its own.
 
-A process with this folder in PYTHONPATH imports it when it starts. Python and torch are those of
-Linux: they are loaded before names and modules are taken away.
+Python and torch are those of Linux: they are loaded before names and modules are taken away.
 """
 
 import asyncio  # noqa: F401
@@ -31,8 +30,8 @@ import torch.distributed.checkpoint
 import torch.distributed.tensor  # noqa: F401
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401
 
-SYSTEM = os.environ["SYSTEM"]
 MODULES = ["pyroute2"]
+OF_WINDOWS = ["fcntl", "resource", "pwd", "grp", "termios", "_posixsubprocess"]
 NAMES = {
     os: "sched_getaffinity sched_setaffinity pidfd_open memfd_create eventfd setns unshare splice "
     "pipe2 copy_file_range posix_fadvise posix_fallocate fdatasync getrandom O_TMPFILE O_DIRECT "
@@ -45,17 +44,33 @@ NAMES = {
 }
 
 
+# numbers of macOS: options of Linux, and their unit
+OF_MACOS = {
+    0x01: (socket.TCP_NODELAY, 1),
+    0x02: (socket.TCP_MAXSEG, 1),
+    0x10: (socket.TCP_KEEPIDLE, 1),
+    0x80: (socket.TCP_USER_TIMEOUT, 1000),
+    0x101: (socket.TCP_KEEPINTVL, 1),
+    0x102: (socket.TCP_KEEPCNT, 1),
+}
+NAMES_OF_WINDOWS = {
+    os: "fork setsid killpg geteuid getuid O_NONBLOCK O_CLOEXEC register_at_fork",
+    signal: "SIGKILL SIGHUP SIGSTOP SIGCONT pthread_sigmask",
+    socket: "AF_UNIX MSG_DONTWAIT",
+}
+
+
 class Library(ctypes.CDLL):
     """C library of the process; Windows has none."""
 
     def __init__(self, name, *rest, **more):
-        if name is None and SYSTEM == "win32":
+        if name is None and sys.platform == "win32":
             raise TypeError("a DLL has a name")
         super().__init__(name, *rest, **more)
 
     def __getattr__(self, name):
         if name in ("prctl", "setns", "unshare", "adjtimex"):
-            raise AttributeError(f"{SYSTEM} has no {name}")
+            raise AttributeError(f"{sys.platform} has no {name}")
         function = super().__getattr__(name)
 
         def address(descriptor, buffer, length):
@@ -74,17 +89,6 @@ def _as_bsd(buffer):
     """Write an address as BSD does: a byte of its length before a byte of its family."""
     buffer[1], buffer[0] = buffer[0], b"\x10"
     return 0
-
-
-# numbers of macOS: options of Linux, and their unit
-OF_MACOS = {
-    0x01: (socket.TCP_NODELAY, 1),
-    0x02: (socket.TCP_MAXSEG, 1),
-    0x10: (socket.TCP_KEEPIDLE, 1),
-    0x80: (socket.TCP_USER_TIMEOUT, 1000),
-    0x101: (socket.TCP_KEEPINTVL, 1),
-    0x102: (socket.TCP_KEEPCNT, 1),
-}
 
 
 def _take_linux() -> None:
@@ -140,22 +144,23 @@ class Refuses:
 
     def find_spec(name, *_):  # noqa: N805
         if name.partition(".")[0] in MODULES:
-            raise ModuleNotFoundError(f"{name} is not on {SYSTEM}")
+            raise ModuleNotFoundError(f"{name} is not on {sys.platform}")
 
 
-if SYSTEM == "darwin":
-    _take_linux()
-else:
-    MODULES += ["fcntl", "resource", "pwd", "grp", "termios", "_posixsubprocess"]
-    NAMES[os] += " fork setsid killpg geteuid getuid O_NONBLOCK O_CLOEXEC register_at_fork"
-    NAMES[signal] += " SIGKILL SIGHUP SIGSTOP SIGCONT pthread_sigmask"
-    NAMES[socket] += " AF_UNIX MSG_DONTWAIT"
-ctypes.CDLL, tempfile._O_TMPFILE_WORKS = Library, False
-for module, some in NAMES.items():
-    for name in set(some.split()) & vars(module).keys():
-        delattr(module, name)
-sys.meta_path.insert(0, Refuses)
-for name in MODULES:
-    sys.modules.pop(name, None)
-sys.platform = SYSTEM
-assert not any(name.startswith("thinwire") for name in sys.modules)
+def take_away(system: str) -> None:
+    """Leave this process what a system has, "darwin" or "win32"."""
+    if system == "darwin":
+        _take_linux()
+    names = [NAMES]
+    if system == "win32":
+        MODULES.extend(OF_WINDOWS)
+        names.append(NAMES_OF_WINDOWS)
+    for module, some in [pair for group in names for pair in group.items()]:
+        for name in set(some.split()) & vars(module).keys():
+            delattr(module, name)
+    ctypes.CDLL, tempfile._O_TMPFILE_WORKS = Library, False
+    sys.meta_path.insert(0, Refuses)
+    for name in MODULES:
+        sys.modules.pop(name, None)
+    sys.platform = system
+    assert not any(name.startswith("thinwire") for name in sys.modules)
