@@ -5,7 +5,7 @@ Python and torch are those of Linux: they are loaded before names and modules ar
 
 import asyncio  # noqa: F401
 import concurrent.futures  # noqa: F401
-import ctypes
+import ctypes.util
 import errno
 import json  # noqa: F401
 import multiprocessing.pool  # noqa: F401
@@ -54,7 +54,7 @@ OF_MACOS = {
     0x102: (socket.TCP_KEEPCNT, 1),
 }
 NAMES_OF_WINDOWS = {
-    os: "fork setsid killpg geteuid getuid O_NONBLOCK O_CLOEXEC register_at_fork",
+    os: "fork setsid killpg geteuid getuid O_CLOEXEC register_at_fork",
     signal: "SIGKILL SIGHUP SIGSTOP SIGCONT pthread_sigmask",
     socket: "AF_UNIX MSG_DONTWAIT",
 }
