@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar, final
 
 from torch.distributed import DistError, DistNetworkError, DistStoreError, Store
@@ -277,8 +276,9 @@ class KeyValueView:
     def swap(self, key: str, before: Value, value: Value) -> Value:
         """Write a value if `before` is there (None: nothing); return what is there then."""
         expected = "" if before is None else json.dumps(before)
-        set_if = partial(self.store.compare_set, key, expected, json.dumps(value))
-        return json.loads(self.call(set_if))
+        wanted = json.dumps(value)
+        # the store is another one after a reconnection
+        return json.loads(self.call(lambda: self.store.compare_set(key, expected, wanted)))
 
     def get(self, key: str) -> Value:
         """Return the value that a member wrote; None if there is none, or a stranger wrote it."""
