@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 import thinwire as tw
 from tests.api import HostedStore, Journal, KeyValueView, connect, new_token, read_token
-from tests.members.places import TIMEOUT, TOKEN, host_command, hosted, token_in
+from tests.members.places import TIMEOUT, TOKEN, host_command, hosted, meeting_place, token_in
 from tests.members.relays import listening, listens
 from tests.members.training import member, wait_for
 from tests.ranks import Lost, Pool
@@ -120,6 +121,18 @@ def anew(**options: Any) -> Iterator[tuple[KeyValueView, list[str]]]:
     address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
     with hosted(listener, TOKEN, say=lines.append, **options):
         yield KeyValueView(connect(address, "test", TOKEN, TIMEOUT)), lines
+
+
+@pytest.mark.parametrize("call", ["put", "swap", "get", "entries"])
+def test_call_after_a_lost_connection_uses_the_next_one(call: str) -> None:
+    reach = partial(connect, run="test", token=TOKEN, timeout=TIMEOUT)
+    with meeting_place() as address:
+        first = reach(address)
+        kv = KeyValueView(first, TIMEOUT.total_seconds(), lambda **limit: reach(address, **limit))
+        first.connection.close()
+        words = {"put": ["a", 1], "swap": ["a", None, 1], "get": ["a"], "entries": ["a"]}
+        assert getattr(kv, call)(*words[call]) in (None, 1, {})
+        assert kv.store is not first
 
 
 def present(kv: KeyValueView, number: int, ids: str, back: str, **more: bool) -> None:
