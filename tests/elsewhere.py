@@ -42,8 +42,6 @@ NAMES = {
     "SO_DOMAIN SO_PROTOCOL SO_PEERCRED SO_PASSCRED SO_MARK SOCK_CLOEXEC SOCK_NONBLOCK "
     "MSG_NOSIGNAL MSG_CMSG_CLOEXEC",
 }
-
-
 # numbers of macOS: options of Linux, and their unit
 OF_MACOS = {
     0x01: (socket.TCP_NODELAY, 1),
@@ -151,11 +149,11 @@ def take_away(system: str) -> None:
     """Leave this process what a system has, "darwin" or "win32"."""
     if system == "darwin":
         _take_linux()
-    names = [NAMES]
+    taken = [*NAMES.items()]
     if system == "win32":
         MODULES.extend(OF_WINDOWS)
-        names.append(NAMES_OF_WINDOWS)
-    for module, some in [pair for group in names for pair in group.items()]:
+        taken += NAMES_OF_WINDOWS.items()
+    for module, some in taken:
         for name in set(some.split()) & vars(module).keys():
             delattr(module, name)
     ctypes.CDLL, tempfile._O_TMPFILE_WORKS = Library, False
