@@ -217,7 +217,12 @@ class Watcher:
     def form_generations(self) -> None:
         """Meet the others, then watch and do what the main thread asks, until this member ends."""
         try:
-            self._meet()
+            try:
+                self._meet()
+            except HostRestarted:
+                if self.shared.generation is None:
+                    raise
+                # else its members present it to the new host
             while not self.stopped.is_set():
                 try:
                     command = self.commands.get(timeout=POLL_S)
