@@ -158,11 +158,11 @@ _NAMES = {
     "thinwire.tools.up.command": "write",
     "thinwire.tools.up.config": "UpRun=Run",
     "thinwire.tools.run.config": (
-        "ConvolutionSize Job ModelSize Recipe RunConfig muon_flops muon_seconds parse_size size_of"
+        "ConvolutionSize Job ModelSize Recipe RunConfig TaskError muon_flops muon_seconds "
+        "parse_size size_of"
     ),
     "thinwire.tools.run.launch": (
-        "Events EventReader TaskRefused WorkerError explain failure_of free_port "
-        "release run_workers"
+        "Events EventReader WorkerError explain failure_of free_port release run_workers"
     ),
     "thinwire.tools.run.probe": "idle_restarts probe",
     "thinwire.tools.run.command": "Prefixed Speaker",

@@ -117,7 +117,7 @@ WRONG: dict[str, tuple[str, str, str]] = {
 def test_wrong_task_is_one_line_and_nothing_trains(case: str, tmp_path: Path) -> None:
     before, after, told = WRONG[case]
     task = file(tmp_path, (before, after))
-    with pytest.raises(api.TaskRefused) as refused:
+    with pytest.raises(api.TaskError) as refused:
         compared(tmp_path / "out", strategies=["dense", "dgc"], task=task, steps=6)
     text = str(refused.value)
     assert told in text

@@ -331,8 +331,6 @@ def probe(
         with joined(shared, _TIMEOUT_S), display.strategy("probe") as bar:
             by_first(lambda: _require_writable("out", out))  # which writes it
             found = measured(task, shape, batch, device, bar.note)
-    except ValueError:  # of a task, and alike on all ranks
-        raise
     except RuntimeError as error:
         raise ThinwireError(
             f"rank {launched[0]}: another rank has left or did not answer for {_TIMEOUT_S:.0f} "

@@ -16,8 +16,8 @@ from torch import nn
 from thinwire.checkpoint import random_state, set_random_state
 from thinwire.optim import Muon, muon_groups
 from thinwire.tools.run.built_in import ByteTransformer, LossFunction, Pair, loss_of, muon_shapes
-from thinwire.tools.run.config import ModelSize, muon_flops, muon_seconds
-from thinwire.tools.run.task import OwnTask, TaskError, called, device_of, made, own, run_alike
+from thinwire.tools.run.config import ModelSize, TaskError, muon_flops, muon_seconds
+from thinwire.tools.run.task import OwnTask, called, device_of, made, own, run_alike
 
 STEPS_S = 4.0
 """Seconds for a model's steps, half of them for Muon's; each is made at least once."""

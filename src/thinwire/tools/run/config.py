@@ -16,6 +16,10 @@ DEVICES = ("auto", "cpu", "cuda")
 MOST_WORKERS = 64
 
 
+class TaskError(ValueError):
+    """A user's task cannot be trained; the message says what to change."""
+
+
 def require_task(task: str) -> None:
     """Raise ValueError if a task cannot name a file."""
     file, _, name = task.rpartition(":")

@@ -22,7 +22,7 @@ from typing import IO, Any, final
 from thinwire.errors import ThinwireError
 from thinwire.tools.network import enter
 from thinwire.tools.network.netns import Network
-from thinwire.tools.run.config import Job
+from thinwire.tools.run.config import Job, TaskError
 
 Event = dict[str, Any]
 News = Generator[Event, None, None]
@@ -194,10 +194,6 @@ class WorkerError(ThinwireError):
     """A worker of the comparison failed, died or fell silent; all workers were ended."""
 
 
-class TaskRefused(ValueError):
-    """A user's task cannot be trained; all workers were ended."""
-
-
 def run_workers(job: Job, workers: int, network: Network | None, work: Path) -> News:
     """Run one job and yield rank 0's events as they come; the last one is the result."""
     work.mkdir(parents=True, exist_ok=True)
@@ -250,10 +246,10 @@ def _watch(workers: list["subprocess.Popen[bytes]"], timeout_s: float, work: Pat
 
 def failure_of(
     errors: Sequence[Mapping[str, Any]], statuses: Sequence[int | None], work: Path
-) -> WorkerError | TaskRefused:
+) -> WorkerError | TaskError:
     """Return the error for the reports of the workers; see `explain`."""
     refusals = [error["message"] for error in errors if error["kind"] == "TaskError"]
-    return TaskRefused(refusals[0]) if refusals else WorkerError(explain(errors, statuses, work))
+    return TaskError(refusals[0]) if refusals else WorkerError(explain(errors, statuses, work))
 
 
 def explain(errors: Sequence[Mapping[str, Any]], statuses: Sequence[int | None], work: Path) -> str:

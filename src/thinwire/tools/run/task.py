@@ -18,16 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinwire.errors import ThinwireError
 from thinwire.task import Task
 from thinwire.tools.run.built_in import Digits, LossFunction, NextByte, Pair, seed_of
-from thinwire.tools.run.config import ConvolutionSize, RunConfig
+from thinwire.tools.run.config import ConvolutionSize, RunConfig, TaskError
 
 R = TypeVar("R")
-
-
-class TaskError(ThinwireError, ValueError):
-    """A user's task cannot be trained; the message says what to change."""
 
 
 def work_of(config: RunConfig) -> "Workload":

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from thinwire.errors import Mismatch, NonFinite, ThinwireError
 from thinwire.tools.network.netns import interface_bytes
-from thinwire.tools.run.config import OPTIMIZERS, RunConfig
+from thinwire.tools.run.config import OPTIMIZERS, RunConfig, TaskError
 from thinwire.tools.run.launch import Events
-from thinwire.tools.run.task import TaskError, Workload, untouched, work_of
+from thinwire.tools.run.task import Workload, untouched, work_of
 from thinwire.tools.run.trainers import Setup, bare_step, build_trainer, gradient_bytes
 
 _WARM_UP_SHARE, _LAST_FACTOR = 0.1, 0.1
