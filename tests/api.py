@@ -127,7 +127,6 @@ _NAMES = {
     "thinwire.tools.compare.strategies": "STRATEGIES choose",
     "thinwire.tools.compare.tables": "print_table summary tables",
     "thinwire.tools.compare.verdict": "Verdict verdict",
-    "thinwire.tools.doctor": "doctor_ranks=ranks",
     "thinwire.tools.doctor.local_checks": (
         "Finding as_text document has_remote_ranks machine_findings meeting_point note ok wrong"
     ),

@@ -31,6 +31,6 @@ def made_up(address: str = "10.0.0.1", **changes: Any) -> Machine:
         listeners=(),
         outward=(),
         naming_s=0.001,
-        congestion="bbr",
+        congestion_control="bbr",
     )
     return replace(machine, **changes)

@@ -94,8 +94,8 @@ def machine_findings(
     yield ok("interfaces", "; ".join(texts) or ", ".join(one.name for one in machine.interfaces))
     yield from _gloo(machine, others)
     yield from _listeners(machine)
-    if machine.congestion:
-        yield ok("congestion", f"TCP uses {machine.congestion}")
+    if machine.congestion_control:
+        yield ok("congestion", f"TCP uses {machine.congestion_control}")
     yield from _limits(machine, ranks)
     yield _threads(machine, ranks_here)
     yield from _environment(machine)

@@ -72,7 +72,7 @@ class Machine:
     listeners: list[str]
     outward: list[str]
     naming_s: float
-    congestion: str
+    congestion_control: str
 
     @classmethod
     def look(cls) -> Self:
@@ -105,7 +105,7 @@ class Machine:
             listeners=everywhere,
             outward=outward,
             naming_s=_naming_s(gloo[0] if gloo else "127.0.0.1"),
-            congestion=setting("tcp_congestion_control"),
+            congestion_control=setting("tcp_congestion_control"),
         )
 
     @classmethod

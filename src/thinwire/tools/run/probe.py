@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from thinwire.layout.traffic import streams_between
 from thinwire.tools.doctor.machine import announced, setting
-from thinwire.tools.doctor.pairs import TOKEN_BYTES, Answering, Peer, round_trip_s
+from thinwire.tools.doctor.pairs import TOKEN_BYTES, Answering, Peer, round_trip
 from thinwire.tools.run.compute import STEPS_S, step_of_built_in, step_of_task
 from thinwire.tools.run.config import ModelSize
 from thinwire.tools.run.task import everyones
@@ -110,7 +110,7 @@ class _Network:
             if to is None:
                 continue
             with self.peers[to].connect() as connection:
-                latency_s = round_trip_s(connection) / 2
+                latency_s = round_trip(connection)[0] / 2
             self.latency_s = max(self.latency_s, latency_s)
             line: dict[str, Any] = {"bytes_s": None}
             if _FLIGHTS * latency_s <= share_s and share_bytes >= _LEAST_BYTES:
