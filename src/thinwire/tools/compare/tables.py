@@ -33,13 +33,10 @@ def summary(results: Results) -> list[Column]:
 
 
 def tables(results: Results) -> list[tuple[str, list[Column]]]:
-    """Return titles and columns of all figures; a measure without any value is left out."""
+    """Return titles and columns of further figures; a measure without any value is left out."""
     runs, shared = results.strategies, results.settings
     dense, common = results.dense_loss, results.common_loss
     sender = "worker" if shared["shard"] == 1 else "site"
-    held_out = shared["loss_of"] == "the held-out part"
-    part = "held-out loss" if held_out else f"loss on {shared['loss_of']}"
-    digits = _digits(runs)
     fastest = min if shared["seconds"] is None else None
     # the loss that all reached says no more where all reached dense's, and nothing where there is
     # one strategy
@@ -53,8 +50,13 @@ def tables(results: Results) -> list[tuple[str, list[Column]]]:
         _fixed(
             "training time on the requested link", "s", runs, "seconds_on_asked_link", 1, fastest
         ),
-        _fixed(f"{part} at the end", shared["loss_unit"] or "", runs, "final_loss", digits, min),
-        _fixed(f"its range over {shared['seeds']} seeds", "", runs, "final_loss_range", digits),
+        _fixed(
+            f"range of the loss over {shared['seeds']} seeds",
+            "",
+            runs,
+            "final_loss_range",
+            _digits(runs),
+        ),
         *(
             column
             for which, loss in targets
@@ -63,15 +65,12 @@ def tables(results: Results) -> list[tuple[str, list[Column]]]:
                 _bytes(f"bytes per {sender} to that loss", runs, f"bytes_to_{which}_loss"),
             )
         ),
-        _fixed("set-up before training", "s", runs, "preparation_seconds", 1),
     )
     step = _present(
-        _fixed("steady step, median", "ms", runs, "median_step_ms", 0, min),
         _fixed("compute-only step", "ms", runs, "median_bare_step_ms", 0),
-        _fixed("communication share", "%", runs, "exchange_share", 0, min, 100),
-        _bytes(f"bytes per {sender} and step", runs, "library_bytes_per_step"),
-        _bytes("the same, counted by the kernel", runs, "kernel_sent_bytes_per_step"),
-        _fixed("times fewer bytes per step than dense", "", runs, "ratio_to_dense", 1, max),
+        _bytes(
+            f"bytes per {sender} and step, by the kernel", runs, "kernel_sent_bytes_per_step"
+        ),
     )
     return [("Training", result), ("One step", step)]
 
@@ -128,7 +127,7 @@ def print_table(results: Results, *, every: bool = False) -> None:
             some = slice(begin, begin + _AT_ONCE)
             lines = [[column.whole_label, *_cells(column)[some]] for column in measures]
             console.print(drawn(names[some], lines, title))
-    more = "" if every else " All figures: --all."
+    more = "" if every else " More figures: --all."
     console.print(f"* best. waits: of a step. set-up: before the training.{more}")
     for failure in results.failures:
         console.print(f"{failure.strategy} failed: {failure.error}")

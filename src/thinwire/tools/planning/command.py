@@ -46,12 +46,12 @@ from thinwire.tools.run.config import (
 from thinwire.tools.run.launch import by_first, joined
 
 _HEADS = (
-    "seconds per step",
-    "bytes per rank and step",
-    "waiting for the network",
-    "peak memory per rank",
+    "seconds a step",
+    "sent by a rank a step",
+    "waits for the network",
+    "peak of memory",
     "loss above dense's, %",
-    "times as fast as dense, to dense's loss",
+    "speed-up to dense's loss",
 )
 _LETTERS = {
     "k": "local steps between averagings",
@@ -228,16 +228,15 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
     print(f"{best.python}{optimizer}")
     lines = [[row.name + " *" * (not row.measured), *cells(row)] for row in rows]
     short = [[text.replace(" to ", "-") for text in line] for line in lines]
-    table = drawn(("s a step", "sent", "waits", "peak", "loss", "sooner"), short)
+    table = drawn(_HEADS, short)
     hidden = len(made.strategies) - len(rows)
     beside = {RELAY: made.link["down_bit_s"] != made.link["rate_bit_s"], "gather, split": False}
     beside[GROUPS] = beside["m"] = bool(made.link["groups"]) or made.link["node_size"] > 1
     letters = [f"{key}: {text}." for key, text in _LETTERS.items() if beside.get(key, True)]
     explained = (
         f"{' '.join(letters)}\n"
-        "sent: by a rank in a step. waits: for the network. peak: of memory. loss: percent above "
-        "dense's at equal steps, low to high. sooner: speed-up over dense to dense's loss; never: "
-        "not within four times its steps. *: outside of what was measured. The loss of "
+        "Losses are at equal steps, low to high. never: not within four times dense's steps. "
+        "*: outside of what was measured. The loss of "
         f"{made.strategies[0].name} is from {made.strategies[0].loss_gap_source}. "
         "thinwire compare measures it."
         + (f"\n{hidden} more settings: --all; with the source of each: --json." if hidden else "")
