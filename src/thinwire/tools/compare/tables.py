@@ -68,9 +68,7 @@ def tables(results: Results) -> list[tuple[str, list[Column]]]:
     )
     step = _present(
         _fixed("compute-only step", "ms", runs, "median_bare_step_ms", 0),
-        _bytes(
-            f"bytes per {sender} and step, by the kernel", runs, "kernel_sent_bytes_per_step"
-        ),
+        _bytes(f"bytes per {sender} and step, by the kernel", runs, "kernel_sent_bytes_per_step"),
     )
     return [("Training", result), ("One step", step)]
 
