@@ -157,8 +157,7 @@ _NAMES = {
     "thinwire.tools.up.command": "write",
     "thinwire.tools.up.config": "UpRun=Run",
     "thinwire.tools.run.config": (
-        "ConvolutionSize Job ModelSize Recipe RunConfig TaskError muon_flops muon_seconds "
-        "parse_size size_of"
+        "ConvolutionSize Job ModelSize Recipe RunConfig TaskError muon_seconds parse_size size_of"
     ),
     "thinwire.tools.run.launch": (
         "Events EventReader WorkerError explain failure_of free_port release run_workers"

@@ -207,7 +207,7 @@ def test_measurements_before_a_failure_are_kept(
     monkeypatch.setattr(api.comparison, "_run", first_fails)
     results = compared(tmp_path, strategies=["dgc", "dense"], steps=5)
     assert [run.strategy for run in results.strategies] == ["dense"]
-    assert results.failed == api.Failure("dgc", "worker 1 failed: it was a test")
+    assert results.failures == [api.Failure("dgc", "worker 1 failed: it was a test")]
     assert results.interrupted is None
 
 

@@ -39,7 +39,6 @@ def run(strategy: str, losses: list[float], step_s: float, sent: float) -> api.R
         "median_bare_step_ms": 250.0,
         "library_bytes_per_step": sent,
         "kernel_sent_bytes_per_step": 1.05 * sent,
-        "kernel_received_bytes_per_step": 1.05 * sent,
         "preparation_seconds": 5.1,
         "settings": {"lr": 0.1, "sparsity": [0.75, 0.999]},
     }

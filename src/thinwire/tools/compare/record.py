@@ -23,7 +23,6 @@ _STRATEGY_KEYS = {
     "library_bytes_counted_by": "method of that count",
     "kernel_sent_bytes_per_step": "the same by the counters of the interface, mean over the "
     "workers; null on loopback, which everything on the machine shares",
-    "kernel_received_bytes_per_step": "bytes received, likewise",
     "ratio_to_dense": "bytes of a dense ring all-reduce divided by library_bytes_per_step",
     "median_step_ms": "median over the steady steps, from steady_from_step on; for local updates "
     "over the means of steps that hold one averaging each",
@@ -49,7 +48,6 @@ KEYS = {
     "model": "name, shape and number of parameters",
     "text": "source, size and SHA-256 of the training data",
     "machine": "processor, cores, memory, versions",
-    "failed": "the first strategy that failed and its error, or null",
     "failures": "every strategy that failed, and its error",
     "interrupted": "null, or the cause ('by'; null while it runs, or if it was killed), the "
     "strategy that was running and its progress, and those that had not started",
@@ -98,7 +96,6 @@ class Run:
     median_bare_step_ms: float
     library_bytes_per_step: float
     kernel_sent_bytes_per_step: float | None
-    kernel_received_bytes_per_step: float | None
     settings: Mapping[str, Any]
     seed: int
     seeds: list[Seed] = field(default_factory=list)
@@ -201,7 +198,6 @@ class Results:
     model: Mapping[str, Any]
     text: Mapping[str, Any]
     machine: Mapping[str, Any]
-    failed: Failure | None
     failures: list[Failure]
     interrupted: Interruption | None
     common_loss: float
@@ -237,7 +233,7 @@ def common_loss(curves: Sequence[Sequence[Point]]) -> float:
 
 _MEANS = (
     *("seconds", "preparation_seconds", "median_step_ms", "median_bare_step_ms"),
-    *(f"{count}_bytes_per_step" for count in ("library", "kernel_sent", "kernel_received")),
+    *("library_bytes_per_step", "kernel_sent_bytes_per_step"),
 )
 
 

@@ -114,7 +114,6 @@ class Ledger:
             },
             text=_about(self.corpus),
             machine=self.machine,
-            failed=self.failures[0] if self.failures else None,
             failures=[*self.failures],
             interrupted=self._interrupted(by),
             common_loss=target,

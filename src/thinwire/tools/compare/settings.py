@@ -3,9 +3,8 @@
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from inspect import signature
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -88,7 +87,7 @@ class Settings(Training):
         """Return settings from the arguments; raise ValueError for the first invalid one."""
         if out is None:
             out = Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
-        typed = _typed(cls.check, {**locals()})
+        typed = _typed(cls.check.__kwdefaults__ or {}, {**locals()})
         launched = launched_rank(os.environ)
         if launched is not None:
             lines = any(one is not None for one in (link, up, down, congestion))
@@ -125,14 +124,6 @@ class Settings(Training):
         if task is not None:
             require_task(task)
             require_nothing_beside(task, **given)
-        blocked = next(
-            (path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None
-        )
-        if blocked is not None:
-            raise ValueError(
-                f"out={str(out)!r} cannot be a folder because {blocked} is a file; choose "
-                "another folder"
-            )
         # Muon trains hidden matrices, which any model need not have
         usual = USUAL if model == "transformer" and task is None else USUAL[:-1]
         values = locals() | {
@@ -155,11 +146,11 @@ class Settings(Training):
         return shlex.join([*launcher, "thinwire", "compare", *self.typed])
 
 
-def _typed(check: Callable[..., Any], given: Mapping[str, Any]) -> list[str]:
+def _typed(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
     words = []
-    defaults = {name: one.default for name, one in signature(check).parameters.items()}
-    for name, value in given.items():
-        if name in defaults and name not in _UNTYPED and value not in (None, False, defaults[name]):
+    for name, default in defaults.items():
+        value = given[name]
+        if name not in _UNTYPED and value not in (None, False, default):
             values = value if isinstance(value, list | tuple) else [value]
             texts = [f"{one:g}" if isinstance(one, float) else str(one) for one in values]
             words += [f"--{name}", *(() if value is True else texts)]

@@ -256,11 +256,11 @@ def limit_rate(ip: Any, index: int, link: Link, command: str = "add") -> None:
         ip.tc(command, "tbf", index, handle=0x10000, **tbf_settings(link.rate_bit_s))
 
 
-def interface_bytes(interface: str) -> tuple[int, int]:
-    """Return bytes (sent, received) of an interface in this thread's namespace, with headers."""
+def interface_bytes(interface: str) -> int:
+    """Return the bytes that an interface in this thread's namespace has sent, with headers."""
     lines = Path("/proc/thread-self/net/dev").read_text().splitlines()[2:]
     counts = {name.strip(): numbers.split() for name, numbers in (x.split(":") for x in lines)}
-    return int(counts[interface][8]), int(counts[interface][0])
+    return int(counts[interface][8])
 
 
 def quiet_ipv6() -> None:
@@ -366,7 +366,7 @@ class Network:
 
     def bytes_sent(self) -> list[int]:
         """Return the bytes that each worker has sent over its link, with all headers."""
-        return [inside(fd, lambda: interface_bytes(self.interface)[0]) for fd in self.namespace_fds]
+        return [inside(fd, lambda: interface_bytes(self.interface)) for fd in self.namespace_fds]
 
     def _limit(self, link: Link) -> None:
         if self.link.rate_bit_s is None:

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from thinwire._version import __version__
 from thinwire.tools.planning.network import FRAMES, Network
-from thinwire.tools.run.config import muon_flops, muon_seconds
+from thinwire.tools.run.config import muon_seconds
 
 Shape = tuple[int, ...]
 _FORWARD_SHARE = 1 / 3
@@ -73,15 +73,13 @@ class Workload:
             return cls(numel, shapes, step_s, cuda, muon_numel=0, frozen=frozen)
         shapes = transformer(numel)
         hidden = [shape for shape in shapes[1:] if len(shape) > 1]
-        flops = sum(muon_flops(min(shape), max(shape), cuda=cuda) for shape in hidden)
-        muon_numel = sum(map(prod, hidden))
         return cls(
             numel,
             shapes,
             step_s,
             cuda,
-            muon_s=muon_seconds(flops, muon_numel, cuda=cuda, side=shapes[0][1]),
-            muon_numel=muon_numel,
+            muon_s=muon_seconds(hidden, cuda=cuda),
+            muon_numel=sum(map(prod, hidden)),
             muon_largest=max(map(prod, hidden), default=0),
         )
 

@@ -16,7 +16,7 @@ from torch import nn
 from thinwire.checkpoint import random_state, set_random_state
 from thinwire.optim import Muon, muon_groups
 from thinwire.tools.run.built_in import ByteTransformer, LossFunction, Pair, loss_of, muon_shapes
-from thinwire.tools.run.config import ModelSize, TaskError, muon_flops, muon_seconds
+from thinwire.tools.run.config import ModelSize, TaskError, muon_seconds
 from thinwire.tools.run.task import OwnTask, called, device_of, made, own, run_alike
 
 STEPS_S = 4.0
@@ -58,17 +58,13 @@ def step_of_task_here(
         model = made(task, 0).model
     if not _trained(model):
         raise TaskError(f"task={task!r}: its model has no parameter with requires_grad=True")
-    found = _described(model)
-    cuda = device == "cuda"
-    side = max((min(shape) for shape in found["shapes"] if len(shape) > 1), default=0)
-    numel, flops = found["muon_parameters"], found["muon_flops"]
     return {
-        **found,
+        **_described(model),
         "device": device,
         "forward_s": None,
         "step_s": float(step_s),
         "ready_s": None,
-        "muon_s": muon_seconds(flops, numel, cuda=cuda, side=side),
+        "muon_s": muon_seconds(muon_shapes(model), cuda=device == "cuda"),
     }
 
 
@@ -97,14 +93,12 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 def _described(model: nn.Module) -> dict[str, Any]:
     params = _trained(model)
     hidden = muon_shapes(model)
-    cuda = params[0].is_cuda if params else False
     return {
         "parameters": sum(p.numel() for p in params),
         "shapes": [list(p.shape) for p in params],
         "gradient_bytes": sum(p.nbytes for p in params),
         "muon_parameters": sum(shape.numel() for shape in hidden),
         "muon_largest": max((shape.numel() for shape in hidden), default=0),
-        "muon_flops": sum(muon_flops(min(s), max(s), cuda=cuda) for s in hidden),
     }
 
 
@@ -140,9 +134,8 @@ def _longer_by_muon(clock: "_Clock", timed: list[dict[str, Any]], most_s: float)
         optimizer = Muon(muon_groups(clock.model), lr=_LR)
     except (TypeError, ValueError):
         return None
-    found = _described(clock.model)
-    numel, flops = found["muon_parameters"], found["muon_flops"]
-    longer_s = muon_seconds(flops, numel, cuda=clock.cuda, flop_s=_flop_s(clock.device))
+    hidden = muon_shapes(clock.model)
+    longer_s = muon_seconds(hidden, cuda=clock.cuda, flop_s=_flop_s(clock.device))
     if (_UNTIMED_STEPS + 1) * (timed[-1]["end"] + longer_s) > most_s:
         return longer_s
     runs = [clock.step(optimizer) for _ in range(_UNTIMED_STEPS + 1)][-2:]

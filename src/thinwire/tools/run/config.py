@@ -6,7 +6,7 @@ Made of the standard library alone: a bad name is refused before torch is import
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from dataclasses import field as with_default
 from pathlib import Path
@@ -256,7 +256,7 @@ _MUON_PASSES = 8
 """Passes over the numbers that Muon makes beside its products, above AdamW's."""
 
 
-def muon_flops(short: float, long: float, *, cuda: bool) -> float:
+def _muon_flops(short: float, long: float, *, cuda: bool) -> float:
     """Return the operations of Muon's five iterations for a matrix; see `newton_schulz`."""
     if cuda or 2 * long <= 3 * short:
         return 20 * short**2 * long + 10 * short**3
@@ -264,8 +264,12 @@ def muon_flops(short: float, long: float, *, cuda: bool) -> float:
 
 
 def muon_seconds(
-    flops: float, numel: int, *, cuda: bool, flop_s: float | None = None, side: float = 0
+    shapes: Iterable[Sequence[int]], *, cuda: bool, flop_s: float | None = None
 ) -> float:
-    """Return by how much an update by Muon is longer than by AdamW; most products are of `side`."""
-    faster = min(_MOST_FASTER, max(1.0, side / _SIDE)) if cuda else 1.0
-    return flops / (flop_s or faster * _FLOP_S[cuda]) + _MUON_PASSES * numel * PASS_S[cuda]
+    """Return by how much an update of these matrices by Muon is longer than by AdamW."""
+    sides = [(min(shape), max(shape)) for shape in shapes]
+    flops = sum(_muon_flops(*pair, cuda=cuda) for pair in sides)
+    largest = max((short for short, _ in sides), default=0)
+    faster = min(_MOST_FASTER, max(1.0, largest / _SIDE)) if cuda else 1.0
+    passes_s = _MUON_PASSES * sum(map(math.prod, sides)) * PASS_S[cuda]
+    return flops / (flop_s or faster * _FLOP_S[cuda]) + passes_s
