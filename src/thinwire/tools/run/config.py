@@ -181,7 +181,7 @@ class Recipe:
     def arguments(self, ramp_steps: int) -> dict[str, Any]:
         """Keyword arguments of the trainer."""
         if self.field:
-            return {"document": self.document(ramp_steps), "field": self.field}
+            return {"document": self.document(ramp_steps)}
         return dict(self.options)
 
 

@@ -179,17 +179,10 @@ class DDPTrainer:
 @final
 class Prepared:
     """The optimizer, or the one that LARS or LAMB takes over, under any strategy without a
-    pipeline; attributes as of `DDPTrainer`. Settings of `field` are reported by themselves.
+    pipeline; attributes as of `DDPTrainer`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        setup: Setup,
-        *,
-        document: Mapping[str, Any],
-        field: str | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, setup: Setup, *, document: Mapping[str, Any]) -> None:
         strategy = tw.DistributedStrategy.from_dict(document)
         mesh = setup.sharded(model, within=True)
         optimizer = _optimizer(model, strategy, setup)
@@ -213,10 +206,7 @@ class Prepared:
         self.drifting = local is not None and (local.fragments > 1 or local.delay > 0)
         taken_over = strategy.lars is not None or strategy.lamb is not None
         named = {"optimizer": type(self.optimizer).__name__} if taken_over else {}
-        shown = {**document} if field is None else {**document[field]}
-        for changes in (shown.pop("compression", None) or {}).values():
-            shown |= changes
-        self.settings: Mapping[str, Any] = {**named, **shown}
+        self.settings: Mapping[str, Any] = {**named, **document}
         self.agreed = True
         self.finish_s = 0.0
         self.step_s = {True: 0.0, False: 0.0}
