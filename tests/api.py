@@ -125,7 +125,7 @@ _NAMES = {
     "thinwire.tools.compare.results": "Ledger",
     "thinwire.tools.compare.settings": "Settings",
     "thinwire.tools.compare.strategies": "STRATEGIES choose",
-    "thinwire.tools.compare.tables": "print_table summary tables",
+    "thinwire.tools.compare.tables": "further print_table summary",
     "thinwire.tools.compare.verdict": "Verdict verdict",
     "thinwire.tools.doctor.local_checks": (
         "Finding as_text document has_remote_ranks machine_findings meeting_point note ok wrong"

@@ -133,8 +133,7 @@ def test_json_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def columns(measured: api.Results) -> dict[str, api.Column]:
-    further = [column for _, group in api.tables(measured) for column in group]
-    return {column.whole_label: column for column in (*api.summary(measured), *further)}
+    return {column.label: column for column in (*api.summary(measured), *api.further(measured))}
 
 
 def test_columns_that_were_not_measured_are_not_shown() -> None:
@@ -202,10 +201,10 @@ def test_command_prints_verdict_and_a_narrow_table(capsys: pytest.CaptureFixture
     assert second == ("3.500", "-", "300", "17", "10", "400.0", "5.1")
     api.print_table(measured, every=True)
     printed = capsys.readouterr().out
-    figures = [column for _, group in api.tables(measured) for column in group]
-    assert all(column.whole_label in printed for column in figures)
-    assert {column.whole_label for column in figures}.isdisjoint(
-        column.whole_label for column in api.summary(measured)
+    figures = api.further(measured)
+    assert all(column.label in printed for column in figures)
+    assert {column.label for column in figures}.isdisjoint(
+        column.label for column in api.summary(measured)
     )
 
 

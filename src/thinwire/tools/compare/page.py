@@ -9,7 +9,7 @@ from typing import Any
 from thinwire._files import replace_file
 from thinwire.tools.compare.record import Point, Results, Run
 from thinwire.tools.compare.strategies import strategy_text
-from thinwire.tools.compare.tables import summary, tables
+from thinwire.tools.compare.tables import further, summary
 from thinwire.tools.report.page import (
     FRAMES,
     Frame,
@@ -49,7 +49,7 @@ def render(results: Results) -> str:
         "compare.html",
         results=results,
         summary=summary(results),
-        tables=tables(results),
+        further=further(results),
         plots=[
             (title, x_name, caption, drawings)
             for title, axis, x_name, caption in _PLOTS

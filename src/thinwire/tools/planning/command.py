@@ -78,7 +78,7 @@ def render(plan: Plan, command: str) -> str:
         about=_about(plan),
         titles=[f"{row.name}{'' if row.measured else ', not measured'}" for row in rows],
         columns=[
-            Column(head, "", texts)
+            Column(head, texts)
             for head, texts in zip(_HEADS, zip(*map(cells, rows), strict=True), strict=True)
         ],
         longest=max(row.step_seconds[1] for row in rows),

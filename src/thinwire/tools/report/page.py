@@ -116,14 +116,8 @@ class Column:
     """One measure: a text for each strategy, "-" if missing, and the indices of the best."""
 
     label: str
-    unit: str
     texts: tuple[str, ...]
     best: frozenset[int] = frozenset()
-
-    @property
-    def whole_label(self) -> str:
-        """The measure with its unit."""
-        return f"{self.label}, {self.unit}" if self.unit else self.label
 
 
 def page(template: str, **values: Any) -> str:
