@@ -118,7 +118,7 @@ _NAMES = {
     "thinwire.tools.app": "app",
     "thinwire.tools.compare": "comparison=compare",
     "thinwire.tools.compare.compare": "compare",
-    "thinwire.tools.compare.page": ("BEST page_render=render page_write=write to_use write_best"),
+    "thinwire.tools.compare.page": ("BEST page_render=render page_write=write to_use"),
     "thinwire.tools.compare.record": (
         "Asked Failure Interruption KEYS Results Run common_loss first_reached"
     ),
@@ -160,7 +160,7 @@ _NAMES = {
         "ConvolutionSize Job ModelSize Recipe RunConfig TaskError muon_seconds parse_size size_of"
     ),
     "thinwire.tools.run.launch": (
-        "Events EventReader WorkerError explain failure_of free_port release run_workers"
+        "Events EventReader WorkerError failure_of free_port release run_workers"
     ),
     "thinwire.tools.run.probe": "idle_restarts probe",
     "thinwire.tools.run.command": "Prefixed Speaker",

@@ -61,15 +61,8 @@ class Link:
         fast as the machine) or "loopback", and a one-way delay ("10ms").
         """
         word = text.strip().lower()
-        latency_s = parse_latency(latency)
-        if word == "loopback":
-            if latency_s:
-                raise ValueError(
-                    f"latency={latency!r} cannot be added to the link 'loopback'; use 'none' or "
-                    "a rate"
-                )
-            return cls(None, emulated=False)
-        return cls(None if word == "none" else parse_rate(text, at_most), latency_s)
+        rate_bit_s = None if word in ("none", "loopback") else parse_rate(text, at_most)
+        return cls(rate_bit_s, parse_latency(latency), emulated=word != "loopback")
 
     @classmethod
     def of(
@@ -97,9 +90,10 @@ class Link:
             rates = parse_rate(up, at_most, "up"), parse_rate(down, at_most, "down")
             made = cls(rates[0], parse_latency(latency), down_bit_s=rates[1])
         share = parse_loss(loss)
-        if not made.emulated and (share or congestion is not None):
+        if not made.emulated and (made.latency_s or share or congestion is not None):
             raise ValueError(
-                "loss and congestion cannot be added to the link 'loopback'; use 'none' or a rate"
+                "latency, loss and congestion cannot be added to the link 'loopback'; use 'none' "
+                "or a rate"
             )
         if congestion not in (None, *CONGESTIONS):
             raise ValueError(

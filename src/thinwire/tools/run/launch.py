@@ -247,13 +247,10 @@ def _watch(workers: list["subprocess.Popen[bytes]"], timeout_s: float, work: Pat
 def failure_of(
     errors: Sequence[Mapping[str, Any]], statuses: Sequence[int | None], work: Path
 ) -> WorkerError | TaskError:
-    """Return the error for the reports of the workers; see `explain`."""
-    refusals = [error["message"] for error in errors if error["kind"] == "TaskError"]
-    return TaskError(refusals[0]) if refusals else WorkerError(explain(errors, statuses, work))
-
-
-def explain(errors: Sequence[Mapping[str, Any]], statuses: Sequence[int | None], work: Path) -> str:
     """Return the cause of a failure, without its consequences on other ranks."""
+    refusals = [error["message"] for error in errors if error["kind"] == "TaskError"]
+    if refusals:
+        return TaskError(refusals[0])
     # a rank that dies after an error of its own died of that
     spoke = {error["rank"] for error in errors}
     silent = {rank: s for rank, s in enumerate(statuses) if s and rank not in spoke}
@@ -264,18 +261,16 @@ def explain(errors: Sequence[Mapping[str, Any]], statuses: Sequence[int | None],
         if status < 0
     ]
     if killed:
-        return "; ".join(killed)
-    if silent:
-        ended = "; ".join(f"worker {r} ended with status {s}" for r, s in silent.items())
-        return f"{ended}, without a result\n{_log_tail(work)}".rstrip()
-    if errors:
+        return WorkerError("; ".join(killed))
+    if errors and not silent:
         first = min(errors, key=lambda error: float(error["unix_s"]))
         lines = str(first["message"]).strip().splitlines() or [""]
         short = [line[:_LONGEST_LINE] for line in lines[:_MOST_LINES]]
-        return "\n  ".join(
-            [f"worker {first['rank']} failed: {first['kind']}: {short[0]}", *short[1:]]
-        )
-    return f"a worker ended without a result\n{_log_tail(work)}".rstrip()
+        head = f"worker {first['rank']} failed: {first['kind']}: {short[0]}"
+        return WorkerError("\n  ".join([head, *short[1:]]))
+    ended = "; ".join(f"worker {r} ended with status {s}" for r, s in silent.items())
+    text = f"{ended or 'a worker ended'}, without a result\n{_log_tail(work)}"
+    return WorkerError(text.rstrip())
 
 
 def _log_tail(work: Path) -> str:

@@ -124,7 +124,7 @@ class DDPTrainer:
         self.hook = hook
         self.steps = 0
         self.steady_from_step = 2  # DDP rebuilds its buckets after the first
-        self.settings: Mapping[str, Any] = {"shard": setup.shard}
+        self.settings: Mapping[str, Any] = {}
         if hook and setup.shard > 1:
             raise ValueError(
                 f"{hook} is a hook of DDP, which needs whole models, but shard={setup.shard}; omit "
@@ -148,7 +148,6 @@ class DDPTrainer:
             )
             ddp.register_comm_hook(self.state, powerSGD_hook.powerSGD_hook)
             self.steady_from_step = _DENSE_STEPS + 1
-            self.settings = {**self.settings, "rank": _RANK, "dense_steps": _DENSE_STEPS}
         return ddp
 
     def train_step(self, inputs: Any, targets: Any) -> Tensor:
