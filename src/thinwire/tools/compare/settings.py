@@ -127,7 +127,7 @@ class Settings(Training):
         # Muon trains hidden matrices, which any model need not have
         usual = USUAL if model == "transformer" and task is None else USUAL[:-1]
         values = locals() | {
-            "link": Link.of(link, up, down, latency, loss=loss, congestion=congestion),
+            "link": Link.parse(link, latency, up=up, down=down, loss=loss, congestion=congestion),
             "strategies": choose(usual if strategies is None else strategies),
             "model": size_of(model, size),
             "joined_rank": None if launched is None else launched[0],

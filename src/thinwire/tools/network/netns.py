@@ -56,41 +56,43 @@ class Link:
     """Congestion control of TCP; None for the machine's own."""
 
     @classmethod
-    def parse(cls, text: str, latency: str = "0ms", *, at_most: float = FASTEST_BIT_S) -> Self:
-        """Read a link as the command line writes it: a rate ("100mbit"), "none" (emulated, but as
-        fast as the machine) or "loopback", and a one-way delay ("10ms").
-        """
-        word = text.strip().lower()
-        rate_bit_s = None if word in ("none", "loopback") else parse_rate(text, at_most)
-        return cls(rate_bit_s, parse_latency(latency), emulated=word != "loopback")
-
-    @classmethod
-    def of(
+    def parse(
         cls,
-        link: str | None,
-        up: str | None,
-        down: str | None,
+        link: str | None = None,
         latency: str = "0ms",
         *,
+        up: str | None = None,
+        down: str | None = None,
         loss: str = "0%",
         congestion: str | None = None,
         at_most: float = FASTEST_BIT_S,
     ) -> Self:
-        """Return the link of the arguments `link`, or `up` and `down`; "100mbit" without any."""
+        """Read a link as the command line writes it: a rate ("100mbit", the default), "none"
+        (emulated, but as fast as the machine) or "loopback"; or a rate for each direction.
+        """
         if (up is None) != (down is None):
             given, missing = ("down", "up") if up is None else ("up", "down")
             raise ValueError(
                 f"{given}={up or down!r} is given without {missing}; give both, or link"
             )
-        if up is None or down is None:
-            made = cls.parse("100mbit" if link is None else link, latency, at_most=at_most)
-        elif link is not None:
+        if up is not None and link is not None:
             raise ValueError(f"link={link!r} and up={up!r}: link sets both directions; omit it")
+        text = "100mbit" if link is None else link
+        word = text.strip().lower()
+        down_bit_s = None if down is None else parse_rate(down, at_most, "down")
+        if up is not None:
+            rate_bit_s: float | None = parse_rate(up, at_most, "up")
         else:
-            rates = parse_rate(up, at_most, "up"), parse_rate(down, at_most, "down")
-            made = cls(rates[0], parse_latency(latency), down_bit_s=rates[1])
-        share = parse_loss(loss)
-        if not made.emulated and (made.latency_s or share or congestion is not None):
+            rate_bit_s = None if word in ("none", "loopback") else parse_rate(text, at_most)
+        made = cls(
+            rate_bit_s,
+            parse_latency(latency),
+            word != "loopback",
+            down_bit_s,
+            parse_loss(loss),
+            congestion,
+        )
+        if not made.emulated and (made.latency_s or made.loss or congestion is not None):
             raise ValueError(
                 "latency, loss and congestion cannot be added to the link 'loopback'; use 'none' "
                 "or a rate"
@@ -99,7 +101,7 @@ class Link:
             raise ValueError(
                 f"congestion={congestion!r} is not known; use {' or '.join(CONGESTIONS)}"
             )
-        return replace(made, loss=share, congestion=congestion)
+        return made
 
     @property
     def receiving(self) -> Self:

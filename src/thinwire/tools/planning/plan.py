@@ -336,7 +336,7 @@ def _offered(
             continue
         # on a sharded model dense is HSDP; changes are compressed shard by shard
         if shard > 1 and (
-            one.hook or not getattr(strategy.gradient_compression, "elementwise", True)
+            one.recipe.hook or not getattr(strategy.gradient_compression, "elementwise", True)
         ):
             continue
         yield one, network
@@ -390,7 +390,7 @@ def _assumed_network(
     link, up, down, latency, loss = given.values()
     delay = "0ms" if latency is None else latency
     share = "0%" if loss is None else loss
-    line = Link.of(link, up, down, delay, loss=share, at_most=_FASTEST_BIT_S)
+    line = Link.parse(link, delay, up=up, down=down, loss=share, at_most=_FASTEST_BIT_S)
     if matrix is None:
         bit_s = line.rate_bit_s or _UNLIMITED_BIT_S
         network = Network(bit_s, line.latency_s, workers or 2, down_bit_s=line.down_bit_s)
@@ -471,7 +471,7 @@ def _step_seconds(
     found = []
     for work in works:
         part = work.sharded(shard).by(one.recipe.optimizer)
-        mid = cost_of(one.strategy, one.hook, part, network).step_s
+        mid = cost_of(one.strategy, one.recipe.hook, part, network).step_s
         # compute within 10 %, the rest within 20 %
         doubt = _DOUBT * part.step_s + _DOUBT_ON_TOP * (mid - part.step_s)
         found.append((work.numel, (mid - doubt, mid, mid + doubt)))
@@ -500,11 +500,11 @@ def _row(
     optimizer = one.recipe.optimizer
     strategy = one.strategy
     part = work.sharded(shard).by(optimizer)
-    cost = cost_of(strategy, one.hook, part, network)
+    cost = cost_of(strategy, one.recipe.hook, part, network)
     memory = memory_of(cost, part, optimizer)
     brief = {key: memory[key] for key in BRIEF}
     size = work.numel + work.frozen
-    method = one.hook or one.recipe.name
+    method = one.recipe.hook or one.recipe.name
     lora = bool(work.frozen)
     gap = loss_gap(method, strategy, optimizer, size, network.ranks, adapters=lora)
     steps = steps_to_dense_loss(gap.mid, size)
@@ -524,7 +524,7 @@ def _row(
         not gap.unmeasured,
         seconds[1] / dense_s * steps if reaches else steps,
         seconds[2] / dense_s * most_steps,
-        None if one.hook else strategy.to_dict(),
+        None if one.recipe.hook else strategy.to_dict(),
         OPTIMIZERS.get(optimizer or ""),
         reaches,
         work.bytes_inside(optimizer, shard),

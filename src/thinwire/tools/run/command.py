@@ -182,7 +182,7 @@ def run(
             "WORLD_SIZE unset"
         )
     require_within("workers", workers, 1, MOST_WORKERS)
-    shape = Link.of(link, up, down, latency, loss=loss, congestion=congestion)
+    shape = Link.parse(link, latency, up=up, down=down, loss=loss, congestion=congestion)
     _require_script(script)
     misplaced = [word for word in script[1:] if word.partition("=")[0] in _OF_LINK]
     if misplaced and link is None and up is None:

@@ -168,21 +168,21 @@ class Recipe:
     code: str | None = None
     file: str | None = None
     optimizer: str | None = None
+    hook: str = ""
+    """Hook of torch, if it is one."""
 
     def document(self, ramp_steps: int) -> dict[str, Any] | None:
         """Content of the strategy file; None for torch's own hooks."""
         if self.field is None:
-            return dict(self.options["document"]) if "document" in self.options else None
-        if not self.field:
-            return {}
+            return None if self.hook else dict(self.options.get("document", {}))
         ramp = {self.ramp: ramp_steps} if self.ramp else {}
         return {self.field: {**self.options, **ramp}}
 
     def arguments(self, ramp_steps: int) -> dict[str, Any]:
         """Keyword arguments of the trainer."""
-        if self.field:
+        if self.options:
             return {"document": self.document(ramp_steps)}
-        return dict(self.options)
+        return {"hook": self.hook}
 
 
 @dataclass(frozen=True, kw_only=True)
