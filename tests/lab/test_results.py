@@ -121,7 +121,7 @@ def test_every_key_is_described_and_every_description_has_its_key() -> None:
     for entry in measured["strategies"]:
         raw = {
             *("strategy", "steps", "parameters", "gradient_bytes", "steady_from_step", "summary"),
-            *("seed", "bare_step_ms", "bytes_to_common_loss"),
+            *("bare_step_ms", "bytes_to_common_loss"),
         }
         assert entry.keys() - raw <= described
         assert described - set(measured) <= entry.keys() | {"strategies", "seconds_on_asked_link"}

@@ -97,7 +97,6 @@ class Run:
     library_bytes_per_step: float
     kernel_sent_bytes_per_step: float | None
     settings: Mapping[str, Any]
-    seed: int
     seeds: list[Seed] = field(default_factory=list)
     summary: str = ""
     document: dict[str, Any] | None = None
@@ -118,7 +117,7 @@ class Run:
     def of(cls, seed: int, report: Mapping[str, Any]) -> Self:
         """Build a run from a worker's report."""
         points = [Point(**point) for point in report["evaluations"]]
-        return cls(**{**report, "evaluations": points}, seed=seed, seeds=[Seed(seed, points)])
+        return cls(**{**report, "evaluations": points}, seeds=[Seed(seed, points)])
 
     def reaching(self, common: float, dense: float | None) -> "Run":
         """Return a copy with both target losses, and the time and bytes to reach each."""

@@ -167,15 +167,10 @@ def _lowest(results: Results, main: Verdict) -> list[str]:
 def _reservations(results: Results) -> list[str]:
     """Return the caveats of the verdict."""
     failed = [failure.strategy for failure in results.failures]
-    stop = results.interrupted
     are = ("are", "is")
     sentences = [_ALL_THE_SAME] if any(run.alike for run in results.strategies) else []
     if failed:
         sentences.append(f"{_listed(failed)} failed and {are[len(failed) == 1]} excluded.")
-    if stop is not None:
-        absent = [*([stop.during] if stop.during else []), *stop.not_begun]
-        missing = f"{_listed(absent)} {are[len(absent) == 1]} missing"
-        sentences.append(f"The comparison is incomplete: {missing}.")
     return sentences
 
 

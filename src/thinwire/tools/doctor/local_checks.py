@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import socket
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -94,8 +93,8 @@ def machine_findings(
     yield ok("interfaces", "; ".join(texts) or ", ".join(one.name for one in machine.interfaces))
     yield from _gloo(machine, others)
     yield from _listeners(machine)
-    if machine.congestion_control:
-        yield ok("congestion", f"TCP uses {machine.congestion_control}")
+    if machine.congestion:
+        yield ok("congestion", f"TCP uses {machine.congestion}")
     yield from _limits(machine, ranks)
     yield _threads(machine, ranks_here)
     yield from _environment(machine)
@@ -175,23 +174,15 @@ def _listeners(machine: Machine) -> Iterator[Finding]:
         )
     else:
         yield ok("listeners", "no torch process of this user listens on all addresses")
-    public = [listener for listener in machine.outward if _is_public(listener)]
-    if public:
+    if machine.public:
         yield note(
             "listeners",
-            f"on an address that the internet may reach: {'; '.join(public)}",
+            f"on an address that the internet may reach: {'; '.join(machine.public)}",
             "torch does not encrypt its traffic: use a tunnel, or let a firewall admit only "
             "your machines",
         )
-    private = [listener for listener in machine.outward if listener not in public]
-    if private:
-        yield ok("listeners", f"on one address: {'; '.join(private)}")
-
-
-def _is_public(listener: str) -> bool:
-    """Return True if the text begins with a public internet address."""
-    where = listener.partition(": ")[0].rpartition(":")[0].strip("[]")
-    return ipaddress.ip_address(where).is_global
+    if machine.private:
+        yield ok("listeners", f"on one address: {'; '.join(machine.private)}")
 
 
 def _limits(machine: Machine, ranks: int) -> Iterator[Finding]:

@@ -70,9 +70,10 @@ class Machine:
     versions: dict[str, str]
     clock_kept: bool | None
     listeners: list[str]
-    outward: list[str]
+    public: list[str]
+    private: list[str]
     naming_s: float
-    congestion_control: str
+    congestion: str
 
     @classmethod
     def look(cls) -> Self:
@@ -82,7 +83,7 @@ class Machine:
         names, names_error = resolved(host)
         silent = time.monotonic() - begun >= LOOK_UP_S
         gloo, gloo_error = ([], names_error) if silent and not named_interfaces() else announced()
-        everywhere, outward = listening()
+        everywhere, public, private = listening()
         towards = source_towards(os.environ.get("MASTER_ADDR", ""))
         return cls(
             host=host,
@@ -103,9 +104,10 @@ class Machine:
             versions=_versions(),
             clock_kept=follows_a_time_server(),
             listeners=everywhere,
-            outward=outward,
+            public=public,
+            private=private,
             naming_s=_naming_s(gloo[0] if gloo else "127.0.0.1"),
-            congestion_control=setting("tcp_congestion_control"),
+            congestion=setting("tcp_congestion_control"),
         )
 
     @classmethod

@@ -32,8 +32,8 @@ def step_of_built_in(size: ModelSize, batch: int, device: str, most_s: float) ->
     target = run_alike(lambda: device_of(device, dist.get_rank()), None)
     model = ByteTransformer(size).to(target)
     inputs, targets = torch.randint(256, (2, batch, size.context)).to(target)
-    clock = _Clock(model, loss_of, (inputs, targets), target)
-    return _timed(None, clock, lambda: torch.optim.AdamW(model.parameters(), lr=_LR), most_s)
+    clock = _Clock(None, model, loss_of, (inputs, targets), target)
+    return _timed(clock, lambda: torch.optim.AdamW(model.parameters(), lr=_LR), most_s)
 
 
 def step_of_task(task: str, device: str, workers: int, most_s: float = STEPS_S) -> dict[str, Any]:
@@ -42,8 +42,8 @@ def step_of_task(task: str, device: str, workers: int, most_s: float = STEPS_S) 
     target = run_alike(lambda: device_of(device, rank), task)
     work = OwnTask(task, 0, rank, workers, target)
     make = work.make_optimizer or (lambda params: torch.optim.AdamW(params, lr=_LR))
-    clock = _Clock(work.model, work.loss_fn, work.first, target)
-    return _timed(task, clock, lambda: make(list(work.model.parameters())), most_s)
+    clock = _Clock(task, work.model, work.loss_fn, work.first, target)
+    return _timed(clock, lambda: make(list(work.model.parameters())), most_s)
 
 
 def step_of_task_here(
@@ -103,16 +103,13 @@ def _described(model: nn.Module) -> dict[str, Any]:
 
 
 def _timed(
-    task: str | None,
-    clock: "_Clock",
-    make_optimizer: Callable[[], torch.optim.Optimizer],
-    most_s: float,
+    clock: "_Clock", make_optimizer: Callable[[], torch.optim.Optimizer], most_s: float
 ) -> dict[str, Any]:
     params = _trained(clock.model)
     hooks = [p.register_post_accumulate_grad_hook(clock.mark) for p in params]  # type: ignore[no-untyped-call]
     dist.barrier()
     try:
-        runs = run_alike(lambda: _steps(task, clock, make_optimizer, most_s / 2), task)
+        runs = run_alike(lambda: _steps(clock, make_optimizer(), most_s / 2), clock.task)
     finally:
         for hook in hooks:
             hook.remove()
@@ -124,7 +121,7 @@ def _timed(
         "step_s": median(run["end"] for run in timed),
         **_described(clock.model),
         "ready_s": ready,
-        "muon_s": run_alike(lambda: _longer_by_muon(clock, timed, most_s / 2), task),
+        "muon_s": run_alike(lambda: _longer_by_muon(clock, timed, most_s / 2), clock.task),
     }
 
 
@@ -157,20 +154,16 @@ def _flop_s(device: torch.device) -> float:
 
 
 def _steps(
-    task: str | None,
-    clock: "_Clock",
-    make_optimizer: Callable[[], torch.optim.Optimizer],
-    most_s: float,
+    clock: "_Clock", optimizer: torch.optim.Optimizer, most_s: float
 ) -> list[dict[str, Any]]:
     runs: list[dict[str, Any]] = []
     begin_s = time.perf_counter()
-    optimizer = make_optimizer()
     last_s = 0.0
     while len(runs) < _UNTIMED_STEPS + _MOST_STEPS and (
         not runs or time.perf_counter() - begin_s + last_s < most_s
     ):
         problem = f"step {len(runs) + 1} raised "
-        runs.append(own(task, problem, lambda: clock.step(optimizer)))
+        runs.append(own(clock.task, problem, lambda: clock.step(optimizer)))
         last_s = runs[-1]["end"]
     return runs
 
@@ -179,6 +172,7 @@ def _steps(
 class _Clock:
     """Times of the events of a step; on a GPU, as its stream sees them."""
 
+    task: str | None
     model: nn.Module
     loss_fn: LossFunction
     batch: Pair

@@ -217,7 +217,7 @@ class RunConfig(Training):
     held_out_file: str
     held_out_sequences: int
     interface: str | None
-    launched_unix_s: float
+    launched_unix_s: float = 0.0
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
