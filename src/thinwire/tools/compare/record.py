@@ -177,7 +177,6 @@ class Asked:
     latency_s: float
     emulated: bool
     reason: str | None
-    joined: bool
 
 
 @dataclass(kw_only=True)

@@ -28,7 +28,7 @@ def verdict(results: Results) -> Verdict:
     if len(runs) == 1:
         run = runs[0]
         main = Verdict(
-            f"{clock.where} {run.strategy} reached a held-out loss of {loss_text(run.final_loss)} "
+            f"{run.strategy} reached a held-out loss of {loss_text(run.final_loss)} "
             f"after {run.steps} steps in {_seconds(run.seconds)}; no other strategy was compared.",
             None,
         )
@@ -39,7 +39,7 @@ def verdict(results: Results) -> Verdict:
 
 
 _UNLIKE = (
-    "the strategies started at different losses, so their initial parameters differ and they "
+    "The strategies started at different losses, so their initial parameters differ and they "
     "cannot be compared: let the task build the same model and held-out data for the same seed."
 )
 _ALL_THE_SAME = (
@@ -51,22 +51,15 @@ _SAME = 0.01
 
 
 class _Clock:
-    """Times to a loss on the requested link, and their wording."""
+    """Times to a loss on the requested link; `where` begins a sentence with estimated ones."""
 
     def __init__(self, link: Asked) -> None:
         self.rate_bit_s = None if link.emulated else link.rate_bit_s
-        if link.emulated:
-            self.where = f"On this link ({link.asked})"
-        elif link.joined:
-            self.where = "Over the network between the ranks"
-        elif link.reason is None:
-            self.where = "Over this machine's loopback"
-        elif self.rate_bit_s is None:
-            self.where = f"Over this machine's loopback (the link of {link.asked} was NOT emulated)"
-        else:
+        self.where = ""
+        if self.rate_bit_s is not None:
             left_out = " and whose latency is ignored," if link.latency_s else ""
             self.where = (
-                f"By an estimate for a link of {link.asked}, which was NOT emulated,{left_out}"
+                f"By an estimate for a link of {link.asked}, which was NOT emulated,{left_out} "
             )
 
     def to_loss(self, run: Run, which: str) -> float:
@@ -90,10 +83,10 @@ def _by_loss(results: Results, clock: _Clock, where: str, dense: Run | None) -> 
     which = "common" if dense is None else "dense"
     target = results.common_loss if dense is None else dense.final_loss
     if _began_apart(runs):
-        return Verdict(f"{where} {_UNLIKE}", None)
+        return Verdict(_UNLIKE, None)
     if any(target >= _begins(run) for run in runs):
         stuck = [run for run in runs if run is dense or (dense is None and run.best_loss >= target)]
-        nothing = f"{where} {_names(stuck)} learned nothing in this run"
+        nothing = f"{_names(stuck)} learned nothing in this run"
         return Verdict(f"{nothing}, so there is no loss to compare at: run longer.", None)
 
     def took_s(run: Run) -> float:
@@ -118,7 +111,7 @@ def _by_loss(results: Results, clock: _Clock, where: str, dense: Run | None) -> 
     whose = "the common" if dense is None else "dense's"
     losses = [f"{run.strategy} " * several + loss_text(run.final_loss) for run in lead]
     text = (
-        f"{where} {_names(lead)} {how} {whose} loss ({loss_text(target)})"
+        f"{where}{_names(lead)} {how} {whose} loss ({loss_text(target)})"
         f"{' about equally fast' * several}: {' to '.join(ends)} s{sent}; last loss: "
         f"{', '.join(losses)}"
     )
@@ -142,13 +135,13 @@ def _nobody(results: Results, dense: Run, clock: _Clock) -> Verdict:
     budget = results.settings["seconds"]
     within = f"{dense.steps} steps" if budget is None else f"{budget:g} s"
     text = (
-        f"{clock.where} no other strategy reached dense's loss ({loss_text(dense.final_loss)}) "
+        f"{clock.where}no other strategy reached dense's loss ({loss_text(dense.final_loss)}) "
         f"within {within}; the closest was {nearest.strategy} with {loss_text(nearest.best_loss)}."
     )
     if budget is not None:
         return Verdict(text, "dense")
     # as many steps for all say nothing about as much time for all
-    main = _by_loss(results, clock, "By time,", None)
+    main = _by_loss(results, clock, "By time, ", None)
     return Verdict(f"{text} {main.text}", main.winner or "dense")
 
 
@@ -167,10 +160,10 @@ def _lowest(results: Results, main: Verdict) -> list[str]:
 def _reservations(results: Results) -> list[str]:
     """Return the caveats of the verdict."""
     failed = [failure.strategy for failure in results.failures]
-    are = ("are", "is")
     sentences = [_ALL_THE_SAME] if any(run.alike for run in results.strategies) else []
     if failed:
-        sentences.append(f"{_listed(failed)} failed and {are[len(failed) == 1]} excluded.")
+        are = "is" if len(failed) == 1 else "are"
+        sentences.append(f"{_listed(failed)} failed and {are} excluded.")
     return sentences
 
 

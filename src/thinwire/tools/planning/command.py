@@ -230,9 +230,7 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
     short = [[text.replace(" to ", "-") for text in line] for line in lines]
     table = drawn(_HEADS, short)
     hidden = len(made.strategies) - len(rows)
-    beside = {RELAY: made.link["down_bit_s"] != made.link["rate_bit_s"], "gather, split": False}
-    beside[GROUPS] = beside["m"] = bool(made.link["groups"]) or made.link["node_size"] > 1
-    letters = [f"{key}: {text}." for key, text in _LETTERS.items() if beside.get(key, True)]
+    letters = [f"{key}: {text}." for key, text in _LETTERS.items()]
     explained = (
         f"{' '.join(letters)}\n"
         "Losses are at equal steps, low to high. never: not within four times dense's steps. "

@@ -244,18 +244,17 @@ def plan(
     given = {"link": link, "up": up, "down": down, "latency": latency, "loss": loss}
     if probe is not None:
         _require_alone("probe", probe, params=params, matrix=matrix, **given)
-        measured = Probe.read(Path(probe))
-        network, work, lost = measured.network, measured.work, measured.loss
+        network, work, named, lost = Probe.read(Path(probe))
         if workers not in (None, network.ranks):
             raise ValueError(
                 f"workers={workers}, but probe={str(probe)!r} was measured with {network.ranks} "
                 "ranks; omit workers, or run the probe with as many ranks"
             )
-        if task is not None and (task != measured.task or step_seconds is not None):
+        if task is not None and (task != named or step_seconds is not None):
             work = _of_task(task, step_seconds, device, network.ranks)
         else:
             _require_alone("probe", probe, step_seconds=step_seconds, device=device)
-        task = task or measured.task
+        task = task or named
     else:
         network, lost, grouped = _assumed_network(workers, given, matrix, shard)
         if task is None:
@@ -563,8 +562,7 @@ def _recommended(rows: Sequence[Row], groups: Mapping[int, Sequence[str]]) -> tu
     dense = next(row for row in rows if row.name == "dense")
     if best.time_at_worst * _WORTH > dense.time_at_worst:
         best = dense
-    unmeasured = best.loss_gap_source.partition(_UNMEASURED)[2]
-    beyond = f"{_UNMEASURED}{unmeasured}" if unmeasured else ""
+    beyond = "".join(best.loss_gap_source.partition(_UNMEASURED)[1:])
     if best is dense:
         return "dense", (
             f"use dense: its step of {dense.step_seconds[1]:.3g} s waits for the network "

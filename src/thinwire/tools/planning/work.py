@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import accumulate
 from math import ceil, isqrt, prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from thinwire._version import __version__
 from thinwire.tools.planning.network import FRAMES, Network
@@ -169,8 +169,7 @@ FORMAT = 1
 _SMALL_BYTES = 256
 
 
-@dataclass(frozen=True)
-class Probe:
+class Probe(NamedTuple):
     """Network between ranks, work of the slowest rank, name of the task, and stated loss."""
 
     network: Network

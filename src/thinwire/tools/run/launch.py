@@ -284,12 +284,19 @@ def _log_tail(work: Path) -> str:
     return "\n".join(f"  {line}" for line in found[-_MOST_LINES:])
 
 
+def everyones(own: Any) -> list[Any]:
+    """Return a value of every rank."""
+    import torch.distributed as dist
+
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    return parts
+
+
 @contextlib.contextmanager
 def joined(shared: Mapping[str, Any], timeout_s: float) -> Iterator[None]:
     """Join the process group of all ranks; raise ValueError if their settings differ."""
     import torch.distributed as dist
-
-    from thinwire.tools.run.task import everyones
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     try:
@@ -308,8 +315,6 @@ def joined(shared: Mapping[str, Any], timeout_s: float) -> Iterator[None]:
 
 def by_first(check: Callable[[], None]) -> None:
     """Run a check on rank 0; raise its ValueError on all ranks."""
-    from thinwire.tools.run.task import everyones
-
     problem = ""
     try:
         if int(os.environ["RANK"]) == 0:

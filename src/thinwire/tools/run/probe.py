@@ -16,7 +16,7 @@ from thinwire.tools.doctor.machine import announced, setting
 from thinwire.tools.doctor.pairs import TOKEN_BYTES, Answering, Peer, round_trip
 from thinwire.tools.run.compute import STEPS_S, step_of_built_in, step_of_task
 from thinwire.tools.run.config import ModelSize
-from thinwire.tools.run.task import everyones
+from thinwire.tools.run.launch import everyones
 
 _MOST_S, _PATIENCE_S = 10.0, 30.0
 _PAIRS_BYTES, _TOGETHER_BYTES, _LEAST_BYTES = 16 * 2**20, 15 * 2**20, 2**18
