@@ -158,7 +158,13 @@ def test_text_has_the_errors_and_data_has_everything() -> None:
         api.note("two", "x " * 80, "do this"),
         api.wrong("three", "bad", "mend"),
     ]
-    assert api.as_text(found, quiet=True).split() == ["wrong", "three", "bad", "->", "mend"]
+    assert api.as_text(found, quiet=True, width=100).split() == [
+        "wrong",
+        "three",
+        "bad",
+        "->",
+        "mend",
+    ]
     told = api.document("title", found, 1.234)
     assert (told["title"], told["status"], told["seconds"]) == ("title", 1, 1.23)
     assert list(told["findings"][2].values()) == ["wrong", "three", "bad", "mend"]

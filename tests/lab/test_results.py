@@ -20,7 +20,6 @@ def run(strategy: str, losses: list[float], step_s: float, sent: float) -> api.R
             "seconds": 10 * i * step_s,
             "loss": loss,
             "library_bytes": 10 * i * sent,
-            "kernel_bytes": 10.5 * i * sent,
         }
         for i, loss in enumerate(losses)
     ]
@@ -34,7 +33,6 @@ def run(strategy: str, losses: list[float], step_s: float, sent: float) -> api.R
         "alike": False,
         "steady_from_step": 2,
         "step_ms": [1e3 * step_s] * 3,
-        "bare_step_ms": [250.0] * 3,
         "median_step_ms": 1e3 * step_s,
         "median_bare_step_ms": 250.0,
         "library_bytes_per_step": sent,
@@ -121,7 +119,7 @@ def test_every_key_is_described_and_every_description_has_its_key() -> None:
     for entry in measured["strategies"]:
         raw = {
             *("strategy", "steps", "parameters", "gradient_bytes", "steady_from_step", "summary"),
-            *("bare_step_ms", "bytes_to_common_loss"),
+            "bytes_to_common_loss",
         }
         assert entry.keys() - raw <= described
         assert described - set(measured) <= entry.keys() | {"strategies", "seconds_on_asked_link"}

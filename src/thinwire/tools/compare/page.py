@@ -16,7 +16,6 @@ from thinwire.tools.report.page import (
     loss_text,
     page,
     value_text,
-    write_page,
 )
 
 _ABOVE = "Lines that enter at the upper edge start at the loss before the first step."
@@ -145,5 +144,6 @@ def write(results: Results, folder: Path) -> None:
     """Write the record, the page and the winner's strategy file: readers see old or new ones."""
     text = json.dumps(results.to_dict(), indent=1, allow_nan=False) + "\n"
     replace_file(folder / "results.json", text.encode())
-    write_page(render(results), folder / "report.html")
+    # a file's name need not be text
+    replace_file(folder / "report.html", render(results).encode("utf-8", "backslashreplace"))
     _write_best(results, folder)

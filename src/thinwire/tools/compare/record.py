@@ -30,7 +30,7 @@ _STRATEGY_KEYS = {
     "exchange_share": "1 - median_bare_step_ms / median_step_ms: network and coding of messages",
     "seconds_on_asked_link": "only on loopback: training time plus the time of the bytes on the "
     "requested link, without overlap and latency",
-    "evaluations[]": "step, seconds, loss, and bytes that a worker has sent, by both counts",
+    "evaluations[]": "step, seconds, loss, and bytes that a worker has sent, by the library",
     "step_ms[]": "every step of rank 0, in milliseconds",
     "alike": "true if all ranks of a task started with the same batch",
     "settings": "learning rate and the method's own settings",
@@ -60,13 +60,12 @@ KEYS = {
 
 @dataclass
 class Point:
-    """One evaluation, with the bytes that one worker has sent so far by both counts."""
+    """One evaluation, with the bytes that one worker has sent so far."""
 
     step: float
     seconds: float
     loss: float
     library_bytes: float
-    kernel_bytes: float
 
 
 @dataclass
@@ -91,7 +90,6 @@ class Run:
     alike: bool
     steady_from_step: int
     step_ms: list[float]
-    bare_step_ms: list[float]
     median_step_ms: float
     median_bare_step_ms: float
     library_bytes_per_step: float

@@ -46,7 +46,7 @@ def status_of(findings: Iterable[Finding]) -> int:
     return int(any(finding.level == "wrong" for finding in findings))
 
 
-def as_text(findings: Iterable[Finding], *, quiet: bool, width: int = 100) -> str:
+def as_text(findings: Iterable[Finding], *, quiet: bool, width: int) -> str:
     """Return lines for the terminal; `quiet` keeps only those that are wrong."""
     # names, ports and commands stay in one piece
     wrap = partial(

@@ -121,6 +121,11 @@ class Machine:
         """Address for other ranks: the one that gloo announces, else the source of packets."""
         return self.gloo[0] if self.gloo else self.route
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """All addresses of its interfaces."""
+        return tuple(address for one in self.interfaces for address in one.addresses)
+
     def interface_of(self, address: str) -> Interface | None:
         """Return the interface that has an address."""
         return next((one for one in self.interfaces if address in one.addresses), None)

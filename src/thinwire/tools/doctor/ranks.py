@@ -221,8 +221,7 @@ class Examination:
 
     def _ended_alone(self, problem: str) -> int:
         """Print on this rank, since it cannot reach rank 0."""
-        own = tuple(a for one in self.machine.interfaces for a in one.addresses)
-        store = meeting_point(os.environ, own, self.wait_s, started=True)
+        store = meeting_point(os.environ, self.machine.addresses, self.wait_s, started=True)
         rest = [f for f in machine_findings(self.machine) if f.level != "ok"]
         cure = "fix the problems below, or those that the other ranks print"
         if any(finding.check == "name server" for finding in rest):

@@ -125,13 +125,8 @@ class Link:
         if not self.emulated:
             return "loopback"
         if self.down_bit_s is not None:
-            return f"{self.rate_text} up and {self.receiving.rate_text} down{delay}"
-        return self.rate_text + delay
-
-    @property
-    def rate_text(self) -> str:
-        """Sending rate as written on the command line."""
-        return "none" if self.rate_bit_s is None else _rate_text(self.rate_bit_s)
+            return f"{_rate_text(self.rate_bit_s)} up and {_rate_text(self.down_bit_s)} down{delay}"
+        return _rate_text(self.rate_bit_s) + delay
 
 
 def parse_rate(text: str, at_most: float = FASTEST_BIT_S, name: str = "link") -> float:
@@ -194,7 +189,9 @@ def _number_with_unit(text: str, units: dict[str, float]) -> float | None:
     return float(match[1]) * units[match[2]]
 
 
-def _rate_text(rate_bit_s: float) -> str:
+def _rate_text(rate_bit_s: float | None) -> str:
+    if rate_bit_s is None:
+        return "none"
     unit = [unit for unit, factor in _UNITS_BIT_S.items() if rate_bit_s >= factor][-1]
     return f"{rate_bit_s / _UNITS_BIT_S[unit]:g}{unit}"
 

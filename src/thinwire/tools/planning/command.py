@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from thinwire._files import replace_file
 from thinwire._launched import launched_rank
 from thinwire._version import __version__
 from thinwire.errors import ThinwireError
@@ -33,7 +34,7 @@ from thinwire.tools.planning.plan import (
 )
 from thinwire.tools.planning.plan import plan as predicted
 from thinwire.tools.planning.work import FORMAT
-from thinwire.tools.report.page import FRAMES, Column, bytes_text, page, write_page
+from thinwire.tools.report.page import FRAMES, Column, bytes_text, page
 from thinwire.tools.report.progress import display_for
 from thinwire.tools.run.config import (
     DEVICES,
@@ -202,7 +203,8 @@ def plan(  # noqa: D417 - the other arguments are described once, at thinwire.pl
     # files first: whoever reads what is printed may leave early
     notes = ""
     if html is not None:
-        write_page(render(made, shlex.join(["thinwire", *sys.argv[1:]])), html)
+        text = render(made, shlex.join(["thinwire", *sys.argv[1:]]))
+        replace_file(html, text.encode("utf-8", "backslashreplace"))
         notes = f"page: {html}\n"
     if out is not None:
         row = _write(made, out)

@@ -311,9 +311,8 @@ class TrainingRun:
                 f"the training diverged: held-out loss {loss} after {self.step} steps at a peak "
                 f"learning rate of {max(self.peaks):g}; lower it with --lr"
             )
-        library, kernel = self.bytes[-1].tolist()
         point = {"step": self.step, "seconds": sum(self.step_s), "loss": loss}
-        self.evaluations.append({**point, "library_bytes": library, "kernel_bytes": kernel})
+        self.evaluations.append({**point, "library_bytes": float(self.bytes[-1][0])})
         if self.step:
             self.bare.measure(_BARE_STEPS_BETWEEN)
         self._start_clock()
@@ -336,7 +335,6 @@ class TrainingRun:
             "alike": self.work.alike,
             "steady_from_step": steady,
             "step_ms": [1e3 * s for s in self.step_s],
-            "bare_step_ms": [1e3 * s for s in self.bare.seconds],
             "median_step_ms": 1e3
             * median(_round_means(self.step_s[steady:], self.trainer.round_steps)),
             "median_bare_step_ms": 1e3 * median(self.bare.seconds),
