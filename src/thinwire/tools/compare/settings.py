@@ -12,7 +12,7 @@ from typing import Annotated, Any, Self
 from cyclopts import Parameter
 
 from thinwire._launched import launched_rank
-from thinwire.tools.app import Count, Names, Seconds
+from thinwire.tools.app import Count, Flag, Names, Seconds
 from thinwire.tools.compare.strategies import USUAL, choose
 from thinwire.tools.network.netns import Link
 from thinwire.tools.run.config import (
@@ -42,7 +42,6 @@ class Settings(Training):
     workers: int
     link: Link
     strategies: tuple[Recipe, ...]
-    size: str
     text: Path | None
     out: Path
     seeds: int
@@ -78,11 +77,11 @@ class Settings(Training):
         optimizer: str = "adamw",
         task: str | None = None,
         device: str = "auto",
-        tune: Annotated[bool, Parameter(negative="")] = False,
+        tune: Flag = False,
         timeout: float | None = None,
         shard: Count = 1,
         every: Annotated[bool, Parameter(name="--all", negative="")] = False,
-        quiet: Annotated[bool, Parameter(negative="")] = False,
+        quiet: Flag = False,
     ) -> Self:
         """Return settings from the arguments; raise ValueError for the first invalid one."""
         if out is None:
