@@ -119,9 +119,7 @@ _NAMES = {
     "thinwire.tools.compare": "comparison=compare",
     "thinwire.tools.compare.compare": "compare",
     "thinwire.tools.compare.page": ("BEST page_render=render page_write=write to_use"),
-    "thinwire.tools.compare.record": (
-        "Asked Failure KEYS Results Run common_loss first_reached"
-    ),
+    "thinwire.tools.compare.record": ("Asked Failure KEYS Results Run common_loss first_reached"),
     "thinwire.tools.compare.results": "Ledger",
     "thinwire.tools.compare.settings": "Settings",
     "thinwire.tools.compare.strategies": "STRATEGIES choose",

@@ -108,10 +108,10 @@ def _by_loss(results: Results, clock: _Clock, where: str, dense: Run | None) -> 
     how = "reached" if several else "was the first to reach"
     clause = _bytes(other, best, which)
     sent = f", {f'{best.strategy} ' * several}{clause}" if clause else ""
-    whose = "the common" if dense is None else "dense's"
+    loss = "the common loss" if dense is None else "dense's loss"
     losses = [f"{run.strategy} " * several + loss_text(run.final_loss) for run in lead]
     text = (
-        f"{where}{_names(lead)} {how} {whose} loss ({loss_text(target)})"
+        f"{where}{_names(lead)} {how} {loss} ({loss_text(target)})"
         f"{' about equally fast' * several}: {' to '.join(ends)} s{sent}; last loss: "
         f"{', '.join(losses)}"
     )
