@@ -125,8 +125,6 @@ STEPS, BATCH, EVALUATIONS, HELD_OUT_SEQUENCES = 1500, 8, 15, 256
 RATES, SGD_RATES, TUNING_SEED, SEEDS = (0.003, 0.006, 0.012), (0.2, 0.4, 0.8), 1, (5, 6, 7)
 _TIMED_ROUNDS, _FEWEST_TIMED_STEPS = 4, 16
 _TIMEOUT_S = 600.0
-_IMPLIED = ("hook",)
-"""Options that follow from the name of a strategy; cells leave them out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +165,7 @@ class Cell:
     def recipe(self) -> Recipe:
         """The strategy with the options and the optimizer of the cell."""
         recipe = STRATEGIES[self.strategy]
-        implied = {key: recipe.options[key] for key in _IMPLIED if key in recipe.options}
-        return replace(recipe, options={**implied, **self.options}, optimizer=self.optimizer)
+        return replace(recipe, options=dict(self.options), optimizer=self.optimizer)
 
 
 def as_it_is(name: str, optimizer: str = "adamw") -> dict[str, Any]:
@@ -176,7 +173,7 @@ def as_it_is(name: str, optimizer: str = "adamw") -> dict[str, Any]:
     recipe = STRATEGIES[name]
     return {
         "strategy": name,
-        "options": {key: it for key, it in recipe.options.items() if key not in _IMPLIED},
+        "options": dict(recipe.options),
         "optimizer": recipe.optimizer or optimizer,
     }
 

@@ -142,7 +142,7 @@ def run(given: argparse.Namespace, folder: Path, faults: Sequence[Fault]) -> dic
     with contextlib.ExitStack() as stack:
         runs = {}
         for name, loss in (("members", given.loss), ("calm", "0%")):
-            link = Link.of(_LINK, None, None, _LATENCY, loss=loss)
+            link = Link.parse(_LINK, _LATENCY, loss=loss)
             net = stack.enter_context(network(MEMBERS + 1, link))
             runs[name] = made = Run(folder / name, net, options)
             made.folder.mkdir(parents=True)

@@ -118,16 +118,13 @@ _NAMES = {
     "thinwire.tools.app": "app",
     "thinwire.tools.compare": "comparison=compare",
     "thinwire.tools.compare.compare": "compare",
-    "thinwire.tools.compare.page": ("BEST page_render=render page_write=write to_use write_best"),
-    "thinwire.tools.compare.record": (
-        "Asked Failure Interruption KEYS Results Run common_loss first_reached"
-    ),
+    "thinwire.tools.compare.page": ("BEST page_render=render page_write=write to_use"),
+    "thinwire.tools.compare.record": ("Asked Failure KEYS Results Run common_loss first_reached"),
     "thinwire.tools.compare.results": "Ledger",
     "thinwire.tools.compare.settings": "Settings",
     "thinwire.tools.compare.strategies": "STRATEGIES choose",
-    "thinwire.tools.compare.tables": "print_table summary tables",
+    "thinwire.tools.compare.tables": "further print_table summary",
     "thinwire.tools.compare.verdict": "Verdict verdict",
-    "thinwire.tools.doctor": "doctor_ranks=ranks",
     "thinwire.tools.doctor.local_checks": (
         "Finding as_text document has_remote_ranks machine_findings meeting_point note ok wrong"
     ),
@@ -158,11 +155,10 @@ _NAMES = {
     "thinwire.tools.up.command": "write",
     "thinwire.tools.up.config": "UpRun=Run",
     "thinwire.tools.run.config": (
-        "ConvolutionSize Job ModelSize Recipe RunConfig muon_flops muon_seconds parse_size size_of"
+        "ConvolutionSize Job ModelSize Recipe RunConfig TaskError muon_seconds parse_size size_of"
     ),
     "thinwire.tools.run.launch": (
-        "Events EventReader TaskRefused WorkerError explain failure_of free_port "
-        "release run_workers"
+        "Events EventReader WorkerError failure_of free_port release run_workers"
     ),
     "thinwire.tools.run.probe": "idle_restarts probe",
     "thinwire.tools.run.command": "Prefixed Speaker",

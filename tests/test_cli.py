@@ -49,7 +49,7 @@ COMPARE = {
     "--model convolution --text .": "--text brings other data; omit one of them",
     "--model convolution --task mine.py:task": "--task brings other data; omit one of them",
     "--model convolution --size huge": "size='huge'",
-    "--out /dev/null/report": "/dev/null is a file",
+    "--out /dev/null/report": "out='/dev/null/report' cannot be written: Not a directory",
     "--seed -1": "seed=-1",
     "--seeds 0": "seeds=0 is out of range",
     "--optimizer adam": "optimizer='adam' is unknown; choose from adamw, muon, sgd",

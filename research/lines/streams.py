@@ -66,7 +66,7 @@ def averaged(rank: int, size: int) -> dict[str, list[float]]:
 
 def on_a_line(work: Callable[..., Any], latency: str, loss: str, control: str) -> Any:
     """Return what rank 0 returns of `work` on one line."""
-    link = Link.of(RATE, None, None, latency, loss=loss, congestion=control)
+    link = Link.parse(RATE, latency, loss=loss, congestion=control)
     with network(2, link) as net:
         return on_ranks(work, 2, net=net)[0]
 

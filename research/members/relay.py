@@ -120,7 +120,7 @@ def main() -> int:
     parser.add_argument("--congestion")
     given = parser.parse_args()
     lossy = {"loss": given.loss, "congestion": given.congestion}
-    line = Link.of(RATE, None, None, given.latency, **lossy)
+    line = Link.parse(RATE, given.latency, **lossy)
     reason = why_unavailable()
     if reason is not None:
         parser.error(f"the lines cannot be emulated here: network namespaces {reason}")

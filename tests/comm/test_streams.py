@@ -95,7 +95,7 @@ def over_line(rank: int, size: int, folder: str, streams: int | None) -> str:
 @pytest.mark.parametrize("loss", ["5%", "30%"])
 def test_lost_packets_change_no_bit(ranks: Pool, tmp_path: Path, loss: str) -> None:
     whole = ranks.run(trained, 4, None, 0, size=2)
-    link = Link.of("200mbit", None, None, "1ms", loss=loss)
+    link = Link.parse("200mbit", "1ms", loss=loss)
     found = over_lines(ranks, over_line, 4, folder=tmp_path, size=2, link=link)
     failed = [one.type_name for one in found if isinstance(one, Raised)]
     assert set(failed) <= {"PeerLost", "PeerStalled"}

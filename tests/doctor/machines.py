@@ -29,7 +29,8 @@ def made_up(address: str = "10.0.0.1", **changes: Any) -> Machine:
         versions={"thinwire": "1.0", "wire": "1", "torch": "2.13.0+cpu", "python": "3.11.7"},
         clock_kept=True,
         listeners=(),
-        outward=(),
+        public=(),
+        private=(),
         naming_s=0.001,
         congestion="bbr",
     )

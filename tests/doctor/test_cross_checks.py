@@ -13,7 +13,7 @@ def rank_of(rank: int, *, size: int = 2, **changes: Any) -> Seen:
     """A rank on a machine of its own that reaches all others."""
     reaches = tuple(Reach(to, latency_s=0.01, large=True) for to in range(size) if to != rank)
     machine = made_up(f"10.0.0.{rank + 1}", **changes)
-    return Seen(machine, skew=(0.0, 0.001), reaches=reaches, gloo="")
+    return Seen(machine, reaches=reaches, gloo="")
 
 
 def reports_of(*ranks: Seen, size: int | None = None, tried: bool = True) -> Reports:
@@ -112,6 +112,10 @@ def test_line_not_filled_is_a_note(one: float, several: float, control: str, lev
     assert ("tcp_congestion_control=bbr" in finding.advice) == (level == "note")
 
 
+def clock_of(ahead_s: float, latency_s: float) -> Seen:
+    return replace(rank_of(1), reaches=(Reach(0, "", latency_s, ahead_s, large=True),))
+
+
 def other_version(name: str, value: str) -> Seen:
     return rank_of(1, versions={**made_up().versions, name: value})
 
@@ -119,8 +123,8 @@ def other_version(name: str, value: str) -> Seen:
 @pytest.mark.parametrize(
     ("other", "level", "check", "fact"),
     [
-        (replace(rank_of(1), skew=(2.5, 0.02)), "note", "clocks", "2.5 s ahead of rank 0's"),
-        (replace(rank_of(1), skew=(-70.0, 0.02)), "note", "clocks", "70.0 s behind rank 0's"),
+        (clock_of(2.5, 0.04), "note", "clocks", "2.5 s ahead of rank 0's"),
+        (clock_of(-70.0, 0.04), "note", "clocks", "70.0 s behind rank 0's"),
         (other_version("torch", "2.13.0+cu128"), "note", "versions", "2.13.0+cu128 on rank 1"),
         (other_version("thinwire", "0.9"), "note", "versions", "and 0.9 on rank 1"),
         (other_version("wire", "2"), "wrong", "versions", "and 2 on rank 1"),
@@ -143,7 +147,7 @@ def test_difference_between_ranks_is_named(other: Seen, level: str, check: str, 
 
 
 def test_skew_within_the_measurement_error_is_none() -> None:
-    assert bad(reports_of(rank_of(0), replace(rank_of(1), skew=(1.5, 0.7)))) == []
+    assert bad(reports_of(rank_of(0), clock_of(1.5, 1.4))) == []
 
 
 def test_loopback_is_wrong_on_two_machines_and_right_on_one() -> None:

@@ -40,7 +40,7 @@ def test_a_process_with_torch_is_found_with_its_address(address: str) -> None:
         process.stdin.close()
     who = f"pid {process.pid} ("
     everywhere = [told for told in found.everywhere if who in told]
-    outward = [told for told in found.outward if who in told]
+    outward = [told for told in (*found.public, *found.private) if who in told]
     assert len(everywhere) == (address in {"0.0.0.0", "::"})
     assert len(outward) == (address == "own")
     for told in everywhere:

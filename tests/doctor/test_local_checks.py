@@ -51,8 +51,8 @@ def test_an_interface_that_is_not_there_names_the_closest() -> None:
     [
         ("host", {"names_error": "Name or service not known"}, "does not resolve", "/etc/hosts"),
         ("listeners", {"listeners": ("port 29500: pid 7 (x)",)}, "port 29500", "firewall"),
-        ("listeners", {"outward": ("8.8.8.8:29400: pid 7 (x)",)}, "8.8.8.8:29400", "tunnel"),
-        ("listeners", {"outward": ("[2a00::1]:1: pid 7 (x)",)}, "[2a00::1]:1", "tunnel"),
+        ("listeners", {"public": ("8.8.8.8:29400: pid 7 (x)",)}, "8.8.8.8:29400", "tunnel"),
+        ("listeners", {"public": ("[2a00::1]:1: pid 7 (x)",)}, "[2a00::1]:1", "tunnel"),
         ("name server", {"naming_s": 1.0}, "takes 1.0 s or more", "RES_OPTIONS"),
         ("ports", {"ports_used": 28000}, "232 free", "ip_local_port_range"),
         ("open files", {"open_files": 256}, "256 files", "ulimit -n 1024"),
@@ -75,7 +75,7 @@ def test_surprising_setup_is_a_note(
 
 def test_listening_addresses_are_reported() -> None:
     told = ("10.0.0.1:29400: pid 7 (thinwire host)", "[fd00::1]:29400: pid 8 (x)")
-    assert of("listeners", made_up(outward=told))[1] == api.ok(
+    assert of("listeners", made_up(private=told))[1] == api.ok(
         "listeners", f"on one address: {'; '.join(told)}"
     )
 
@@ -158,7 +158,13 @@ def test_text_has_the_errors_and_data_has_everything() -> None:
         api.note("two", "x " * 80, "do this"),
         api.wrong("three", "bad", "mend"),
     ]
-    assert api.as_text(found, quiet=True).split() == ["wrong", "three", "bad", "->", "mend"]
+    assert api.as_text(found, quiet=True, width=100).split() == [
+        "wrong",
+        "three",
+        "bad",
+        "->",
+        "mend",
+    ]
     told = api.document("title", found, 1.234)
     assert (told["title"], told["status"], told["seconds"]) == ("title", 1, 1.23)
     assert list(told["findings"][2].values()) == ["wrong", "three", "bad", "mend"]

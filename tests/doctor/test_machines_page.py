@@ -155,7 +155,7 @@ def test_a_path_that_loses_large_packets(net: Network) -> None:
 
 @pytest.mark.parametrize(("loss", "control"), [("0%", "cubic"), ("2%", "cubic"), ("2%", "bbr")])
 def test_latency_rate_and_loss_of_a_line_are_measured(loss: str, control: str) -> None:
-    link = Link.of("10mbit", None, None, "20ms", loss=loss, congestion=control)
+    link = Link.parse("10mbit", "20ms", loss=loss, congestion=control)
     with network(2, link) as net:
         found, _ = doctors(net, [{}, {}], SLOW_MACHINE)
     assert worst(found) == []

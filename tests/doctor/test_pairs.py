@@ -1,7 +1,11 @@
 """Sockets between ranks: who answers, who does not, and why."""
 
 import socket
+import threading
+import time
 from dataclasses import replace
+
+import pytest
 
 from tests.api import TOKEN_BYTES, Answering, Peer, reach, reach_all
 from tests.waiting import PATIENCE_S
@@ -20,6 +24,18 @@ def test_ranks_that_answer_are_reached() -> None:
         found = reach_all([Peer(*where, TOKEN, PATIENCE_S) for where in ports], {2})
     assert [(row.to, row.error, row.large) for row in found] == [(1, "", None), (2, "", True)]
     assert all(row.latency_s is not None and row.latency_s > 0 for row in found)
+
+
+@pytest.mark.parametrize("ahead_s", [7.5e6, -3e6])
+def test_the_skew_of_a_clock_is_measured(ahead_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, read = threading.current_thread(), time.time
+    monkeypatch.setattr(
+        time, "time", lambda: read() + ahead_s * (threading.current_thread() is fast)
+    )
+    with Answering(HERE, 0, TOKEN, PATIENCE_S) as answering:
+        found = reach(Peer(0, HERE, answering.port, TOKEN, PATIENCE_S), large=False)
+    assert found.latency_s is not None
+    assert abs(found.ahead_s - ahead_s) <= found.latency_s / 2 < PATIENCE_S
 
 
 def test_it_listens_on_the_one_address_and_ends_with_the_block() -> None:

@@ -52,7 +52,7 @@ def test_a_line_is_down_for_less_than_the_time_out(ranks: Pool, tmp_path: Path, 
 @needs_netns
 def test_every_hundredth_packet_is_lost(ranks: Pool, tmp_path: Path) -> None:
     whole = undisturbed(ranks, tmp_path / "whole", "dgc", 30)
-    link = Link.of("200mbit", None, None, loss="1%")
+    link = Link.parse("200mbit", loss="1%")
     seen = over_lines(ranks, trained, "dgc", 30, 30.0, folder=tmp_path, size=3, link=link)
     assert [one.error for one in seen] == [""] * 3
     assert [one.common for one in seen] == whole

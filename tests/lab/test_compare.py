@@ -146,8 +146,9 @@ def test_a_budget_of_seconds_is_used_up(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("pooled")
 def test_local_updates_are_evaluated_where_all_ranks_are_equal(tmp_path: Path) -> None:
     (run,) = compared(tmp_path, strategies=["sparse-local"], steps=None, seconds=3.0).strategies
-    k_steps = run.settings["k_steps"]
-    assert run.settings["value_bits"] == 2
+    local = run.settings["localsgd"]
+    k_steps = local["k_steps"]
+    assert local["compression"]["sparse"]["value_bits"] == 2
     assert all(point.step % k_steps == 1 for point in run.evaluations[1:-1])
     assert run.final_loss < run.evaluations[0].loss
     # after step 1, every k_steps-th from there, and the last one
@@ -207,7 +208,7 @@ def test_measurements_before_a_failure_are_kept(
     monkeypatch.setattr(api.comparison, "_run", first_fails)
     results = compared(tmp_path, strategies=["dgc", "dense"], steps=5)
     assert [run.strategy for run in results.strategies] == ["dense"]
-    assert results.failed == api.Failure("dgc", "worker 1 failed: it was a test")
+    assert results.failures == [api.Failure("dgc", "worker 1 failed: it was a test")]
     assert results.interrupted is None
 
 

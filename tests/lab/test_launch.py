@@ -3,7 +3,7 @@ from signal import SIGABRT, SIGKILL
 
 import pytest
 
-from tests.api import explain
+from tests.api import failure_of
 
 
 def error(rank: int, unix_s: float, message: str) -> dict[str, object]:
@@ -27,14 +27,13 @@ LONG = [error(0, 2.0, "late"), error(1, 1.0, "\n".join(["cause", *"abcdefgh"]))]
 def test_the_first_cause_is_named_in_a_few_lines(
     errors: list[dict[str, object]], statuses: list[int | None], told: str, tmp_path: Path
 ) -> None:
-    assert explain(errors, statuses, tmp_path) == told
+    assert str(failure_of(errors, statuses, tmp_path)) == told
 
 
 def test_worker_that_says_nothing_is_reported_by_the_log(tmp_path: Path) -> None:
     (tmp_path / "worker0.log").write_text(
         "start\nModuleNotFoundError: No module named 'x'\nend\n", encoding="utf-8"
     )
-    assert (
-        explain([], [1, None], tmp_path) == "worker 0 ended with status 1, without a result\n"
-        "  ModuleNotFoundError: No module named 'x'"
+    assert str(failure_of([], [1, None], tmp_path)) == (
+        "worker 0 ended with status 1, without a result\n  ModuleNotFoundError: No module named 'x'"
     )

@@ -38,12 +38,12 @@ def test_a_link_prints_as_it_was_typed() -> None:
 
 
 def test_a_link_of_two_rates_is_as_fast_as_the_slower_one() -> None:
-    line = Link.of(None, "10mbit", "100mbit", "20ms")
+    line = Link.parse(None, "20ms", up="10mbit", down="100mbit")
     assert (line.rate_bit_s, line.receiving.rate_bit_s, line.latency_s) == (1e7, 1e8, 0.02)
     assert str(line) == "10mbit up and 100mbit down + 20ms"
     for up, down in (("10mbit", "100mbit"), ("100mbit", "10mbit")):
-        assert Link.of(None, up, down).seconds(1_250_000) == 1.0
-    assert Link.of(None, None, None) == Link.parse("100mbit")
+        assert Link.parse(up=up, down=down).seconds(1_250_000) == 1.0
+    assert Link.parse() == Link.parse("100mbit")
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,9 @@ def test_a_link_of_two_rates_is_as_fast_as_the_slower_one() -> None:
     ],
 )
 def test_directions_that_cannot_be(given: tuple[str | None, ...], says: str) -> None:
+    link, up, down = given
     with pytest.raises(ValueError, match=says):
-        Link.of(*given)
+        Link.parse(link, up=up, down=down)
 
 
 def test_bursts_are_large_enough_for_the_timer_and_small_against_a_message() -> None:

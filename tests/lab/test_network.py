@@ -67,10 +67,10 @@ def test_the_limit_can_be_lifted_and_put_back(latency: str) -> None:
 def test_the_two_directions_of_a_line_have_rates_of_their_own(latency: str) -> None:
     """Two slow senders meet in a receiver that is fast enough for both, and the other way round."""
     count, slow = 250_000, Link.parse("1mbit")
-    home = Link.of(None, "1mbit", "20mbit", latency)
+    home = Link.parse(None, latency, up="1mbit", down="20mbit")
     seconds = seconds_of_two_senders(home, count)
     assert 0.8 * slow.seconds(count) <= seconds < 1.6 * slow.seconds(count)
-    reverse = Link.of(None, "20mbit", "1mbit", latency)
+    reverse = Link.parse(None, latency, up="20mbit", down="1mbit")
     assert seconds_of_two_senders(reverse, count) >= 0.8 * slow.seconds(2 * count)
 
 
@@ -118,7 +118,7 @@ def test_a_delayed_link_is_shaped_too_and_loses_nothing() -> None:
 
 
 def test_a_link_loses_its_share_of_packets() -> None:
-    count, link = 2000, Link.of("none", None, None, loss="30%")
+    count, link = 2000, Link.parse("none", loss="30%")
     with network(2, link) as net, contextlib.ExitStack() as stack:
         kind = socket.AF_INET, socket.SOCK_DGRAM
         near, far = (
@@ -141,7 +141,7 @@ def test_a_link_loses_its_share_of_packets() -> None:
 def test_connections_of_a_link_have_its_congestion_control(control: str) -> None:
     if control not in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text():
         pytest.skip(f"this kernel has no {control}")
-    with connection(Link.of("none", None, None, congestion=control)) as (near, far, _):
+    with connection(Link.parse("none", congestion=control)) as (near, far, _):
         for end in (near, far):
             found = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
             assert found.rstrip(b"\0") == control.encode()
@@ -150,7 +150,7 @@ def test_connections_of_a_link_have_its_congestion_control(control: str) -> None
 @pytest.mark.parametrize("loss", ["2", "-1%", "51%", "some"])
 def test_a_wrong_loss_is_refused(loss: str) -> None:
     with pytest.raises(ValueError, match="loss"):
-        Link.of("20mbit", None, None, loss=loss)
+        Link.parse("20mbit", loss=loss)
 
 
 def interfaces_of_the_host() -> set[str]:

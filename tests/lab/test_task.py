@@ -71,10 +71,9 @@ def test_trains_with_its_own_optimizer(tmp_path: Path, monkeypatch: pytest.Monke
         assert run.final_loss < 0.7 * run.evaluations[0].loss, run.strategy
     assert results.model["task"] == task
     assert results.settings["optimizer"].startswith("the task's own")
-    for name in names:
-        use = api.to_use(results, name)
-        assert use is not None
-        assert use.how.endswith("trained with the task's AdamW and a peak learning rate of 0.02.")
+    for run in results.strategies:
+        how, _ = api.to_use(results, run)
+        assert how.endswith("trained with the task's AdamW and a peak learning rate of 0.02.")
     # once per rank and strategy, with the seed
     assert log.read_text().split() == ["3"] * 2 * len(names)
 
@@ -117,7 +116,7 @@ WRONG: dict[str, tuple[str, str, str]] = {
 def test_wrong_task_is_one_line_and_nothing_trains(case: str, tmp_path: Path) -> None:
     before, after, told = WRONG[case]
     task = file(tmp_path, (before, after))
-    with pytest.raises(api.TaskRefused) as refused:
+    with pytest.raises(api.TaskError) as refused:
         compared(tmp_path / "out", strategies=["dense", "dgc"], task=task, steps=6)
     text = str(refused.value)
     assert told in text

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.api import Asked, Failure, Interruption, Run, Verdict, common_loss, verdict
+from tests.api import Asked, Failure, Run, Verdict, common_loss, verdict
 from tests.lab.test_results import results, run
 
 
@@ -44,7 +44,7 @@ DIFFER = ["initial parameters differ"]
         (
             [dense(), dgc([5.0, 3.5, 2.5, 2.0])],
             "dgc",
-            ["100mbit", "3.000", "7.5 s", "20.0 s", "67"],
+            ["3.000", "7.5 s", "20.0 s", "67"],
         ),
         # which began differently
         ([dense(), dgc([2.0, 1.5])], None, DIFFER),
@@ -52,12 +52,20 @@ DIFFER = ["initial parameters differ"]
         ([dense(8.4, 7.7, 7.5), dgc([7.8, 7.4, 7.0])], None, DIFFER),
         # dense is ahead, of one that never has its loss or has it later
         ([dense(), dgc([5.0, 4.5, 4.0], 1.0)], "dense", ["within 20 s", "closest", "dgc", "4.000"]),
-        ([dense(), dgc([5.0, 4.0, 3.5, 3.0], 1.0)], "dense", ["20.0 s", "dgc with 30.0 s", "33"]),
+        ([dense(), dgc([5.0, 4.0, 3.5, 3.0], 1.0)], "dense", ["20.0 s", "dgc took 30.0 s", "33"]),
         # as fast as each other
-        ([dense(), dgc([5.0, 4.0, 3.0], 0.97)], "dgc", ["about as fast as dense"]),
-        ([dense(), run("slow", [5.0, 4.0, 3.0], 1.0, 4000)], "dense", ["about as fast as dense"]),
+        (
+            [dense(), dgc([5.0, 4.0, 3.0], 0.97)],
+            "dgc",
+            ["dgc and dense", "about equally fast", "dgc with 50 times"],
+        ),
+        (
+            [dense(), run("slow", [5.0, 4.0, 3.0], 1.0, 4000)],
+            "dense",
+            ["dense and slow", "about equally fast"],
+        ),
         # without dense the loss that all reached decides
-        ([FP16, dgc([5.0, 4.0, 2.5])], "dgc", ["common loss (3.000): 8.3 s", "fp16, took 20.0 s"]),
+        ([FP16, dgc([5.0, 4.0, 2.5])], "dgc", ["common loss (3.000): 8.3 s", "fp16 took 20.0 s"]),
         ([dense()], None, ["3.000 after 20 steps in 20.0 s", "no other"]),
         ([dense(5.0, 5.2, 5.1), dgc([5.0, 4.0, 3.0], 1.0)], None, ["dense learned nothing"]),
         ([FP16, dgc([5.0, 5.5, 5.5], 1.0)], None, ["dgc learned nothing"]),
@@ -70,12 +78,6 @@ def test_verdict_has_its_figures(runs: list[Run], winner: str | None, facts: lis
     assert "dense" not in found.text or any(one.strategy == "dense" for one in runs)
 
 
-def test_ranks_of_torchrun_have_a_network_between_them() -> None:
-    link = replace(results().link, emulated=False, reason=None, joined=True)
-    found = judged(dense(), dgc([5.0, 3.5, 2.5, 2.0]), link=link)
-    assert found.text.startswith("Over the network between the ranks dgc reached dense's loss")
-
-
 def test_as_many_steps_for_all_are_not_as_much_time() -> None:
     found = judged(dense(), dgc([5.0, 4.5, 4.0], 0.1), seconds=None)
     assert found.winner == "dgc"
@@ -83,11 +85,9 @@ def test_as_many_steps_for_all_are_not_as_much_time() -> None:
         assert fact in found.text
 
 
-def test_missing_part_is_reported() -> None:
+def test_failed_strategies_are_named() -> None:
     failures = [Failure(name, "it broke") for name in ("dgc", "fp16")]
     assert "dgc and fp16 failed" in judged(dense(), failures=failures).text
-    told = Interruption("Ctrl-C", "dgc", 0.4, ["fp16"])
-    assert "dgc and fp16 are missing" in judged(dense(), interrupted=told).text
 
 
 def test_a_link_that_was_not_emulated_is_only_estimated() -> None:
@@ -96,10 +96,11 @@ def test_a_link_that_was_not_emulated_is_only_estimated() -> None:
     found = judged(dense(), late, link=link).text
     # dense: 20 s of training and 80 s for 80 kB; dgc: 40 s and 1.6 s
     assert found.startswith("By an estimate for a link of 8kbit, which was NOT emulated, dgc")
-    assert "41.6 s instead of 100.0 s" in found
-    asked = Asked("loopback", None, 0.0, emulated=False, reason=None, joined=False)
+    assert "41.6 s" in found
+    assert "dense took 100.0 s" in found
+    asked = Asked("loopback", None, 0.0, emulated=False, reason=None)
     here = judged(dense(), late, link=asked).text
-    assert here.startswith("Over this machine's loopback dense was the fastest")
+    assert here.startswith("dense was the first to reach")
 
 
 @pytest.mark.parametrize("with_dense", [True, False])
@@ -135,6 +136,4 @@ def test_the_loss_is_looked_for_in_the_same_way_for_all(names: tuple[str, str]) 
     """Equal curves are equally soon at dense's loss, also if it rose again at the end."""
     for losses in ([5.0, 4.0, 3.0], [5.0, 3.0, 3.5]):
         found = judged(*(run(name, losses, 1.0, 4000) for name in names))
-        times = re.findall(r"\((\d+\.\d) s and (\d+\.\d) s\)", found.text)
-        assert len(times) == 1
-        assert times[0][0] == times[0][1]
+        assert re.search(r"about equally fast: \d+\.\d s,", found.text)

@@ -115,7 +115,7 @@ def hold_host(net: Any, token_file: str, kills: list[float], over: threading.Eve
     bind = ["--bind", f"{net.addresses[0]}:{PORT}", "--token-file", token_file, "--relay"]
 
     def sent() -> int:
-        return inside(net.namespace_fds[0], lambda: interface_bytes("eth0")[0])
+        return inside(net.namespace_fds[0], lambda: interface_bytes("eth0"))
 
     while kills:
         with host_command(*bind, namespace=net.namespace_fds[0]) as (host, _):

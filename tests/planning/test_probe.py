@@ -266,7 +266,7 @@ def test_a_rank_that_leaves_is_one_line_on_the_others(tmp_path: Path) -> None:
 @needs_netns
 @pytest.mark.parametrize("loss", ["0%", "2%"])
 def test_a_shaped_line_is_measured_as_it_is(loss: str, tmp_path: Path) -> None:
-    link = api.Link.of("20mbit", None, None, "10ms", loss=loss, congestion="cubic")
+    link = api.Link.parse("20mbit", "10ms", loss=loss, congestion="cubic")
     result = result_over(link, "tests.planning.probing:Probing", tmp_path)
     for pair in result["pairs"]:
         assert pair["latency_s"] == pytest.approx(0.010, rel=0.3)

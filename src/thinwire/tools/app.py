@@ -45,3 +45,5 @@ Seconds = Annotated[float, Parameter(converter=_seconds)]
 """A number of seconds, without a unit."""
 Count = Annotated[int, Parameter(converter=_whole_number)]
 """An integer argument; fractions are refused."""
+Flag = Annotated[bool, Parameter(negative="")]
+"""An option without a value."""

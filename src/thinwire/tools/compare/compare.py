@@ -110,7 +110,6 @@ def _config(
         held_out_file=files.get("held_out_file", ""),
         held_out_sequences=_HELD_OUT_SEQUENCES,
         interface=emulated.interface if emulated else None,
-        launched_unix_s=time.time(),
     )
 
 

@@ -2,14 +2,13 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from thinwire._files import replace_file
 from thinwire.tools.compare.record import Point, Results, Run
 from thinwire.tools.compare.strategies import strategy_text
-from thinwire.tools.compare.tables import summary, tables
+from thinwire.tools.compare.tables import further, summary
 from thinwire.tools.report.page import (
     FRAMES,
     Frame,
@@ -17,7 +16,6 @@ from thinwire.tools.report.page import (
     loss_text,
     page,
     value_text,
-    write_page,
 )
 
 _ABOVE = "Lines that enter at the upper edge start at the loss before the first step."
@@ -44,19 +42,20 @@ _FIRST_LINE = "# Written by thinwire compare: "
 def render(results: Results) -> str:
     """Return the report as one HTML page."""
     runs = results.strategies
+    winner = results.run_of(results.winner)
     unit = results.settings["loss_unit"]
     return page(
         "compare.html",
         results=results,
         summary=summary(results),
-        tables=tables(results),
+        further=further(results),
         plots=[
             (title, x_name, caption, drawings)
             for title, axis, x_name, caption in _PLOTS
             if (drawings := loss_plots(runs, axis))
         ],
         loss_name=f"held-out loss, {unit}" if unit else "held-out loss",
-        use=to_use(results, results.winner),
+        use=None if winner is None else to_use(results, winner),
         strategies={
             run.strategy: f"{run.summary}. {value_text(run.settings)}. Bytes counted by: "
             f"{run.library_bytes_counted_by}."
@@ -114,24 +113,9 @@ def _drawing(
     return frame, x, y, drawn
 
 
-@dataclass(frozen=True)
-class ToUse:
-    """Text to copy, with instructions."""
-
-    strategy: str
-    how: str
-    text: str
-    is_file: bool
-
-
-def to_use(results: Results, winner: str | None) -> ToUse | None:
-    """Return the text to copy for a strategy; None if the strategy is unknown."""
-    run = results.run_of(winner)
-    if run is None:
-        return None
-    optimizer = run.settings.get("optimizer", results.settings["optimizer"].split(";")[0])
-    name = run.strategy
-    rate = f"{optimizer} and a peak learning rate of {run.settings['lr']:g}"
+def to_use(results: Results, run: Run) -> tuple[str, str]:
+    """Return instructions for a strategy, and the text to copy."""
+    rate = f"{run.settings['optimizer']} and a peak learning rate of {run.settings['lr']:g}"
     if run.document is not None:
         how = (
             f"The strategy file, also beside this report as {BEST}: load it with "
@@ -139,33 +123,27 @@ def to_use(results: Results, winner: str | None) -> ToUse | None:
             f"loss_fn). Here it trained with {rate}."
         )
         head = f"{_FIRST_LINE}{results.headline}\n# It trained with {rate}.\n"
-        return ToUse(name, how, head + strategy_text(run.document), True)
-    if run.code is not None:
-        how = (
-            "A communication hook of torch for DistributedDataParallel. Here it trained with "
-            f"{rate}."
-        )
-        return ToUse(name, how, run.code, False)
-    return None
+        return how, head + strategy_text(run.document)
+    how = f"A communication hook of torch for DistributedDataParallel. Here it trained with {rate}."
+    return how, run.code or ""
 
 
-def write_best(results: Results, winner: str | None, folder: Path) -> Path | None:
-    """Write the winner's strategy file and return its path; without a winner remove an old file."""
+def _write_best(results: Results, folder: Path) -> None:
+    """Write the winner's strategy file; without one remove an old file."""
     path = folder / BEST
-    use = to_use(results, winner)
-    if use is not None and use.is_file:
-        replace_file(path, use.text.encode())
-        return path
-    if path.is_file() and path.read_text(encoding="utf-8", errors="replace").startswith(
+    run = results.run_of(results.winner)
+    if run is not None and run.document is not None:
+        replace_file(path, to_use(results, run)[1].encode())
+    elif path.is_file() and path.read_text(encoding="utf-8", errors="replace").startswith(
         _FIRST_LINE
     ):
         path.unlink()
-    return None
 
 
 def write(results: Results, folder: Path) -> None:
     """Write the record, the page and the winner's strategy file: readers see old or new ones."""
     text = json.dumps(results.to_dict(), indent=1, allow_nan=False) + "\n"
     replace_file(folder / "results.json", text.encode())
-    write_page(render(results), folder / "report.html")
-    write_best(results, results.winner, folder)
+    # a file's name need not be text
+    replace_file(folder / "report.html", render(results).encode("utf-8", "backslashreplace"))
+    _write_best(results, folder)

@@ -23,7 +23,6 @@ _STRATEGY_KEYS = {
     "library_bytes_counted_by": "method of that count",
     "kernel_sent_bytes_per_step": "the same by the counters of the interface, mean over the "
     "workers; null on loopback, which everything on the machine shares",
-    "kernel_received_bytes_per_step": "bytes received, likewise",
     "ratio_to_dense": "bytes of a dense ring all-reduce divided by library_bytes_per_step",
     "median_step_ms": "median over the steady steps, from steady_from_step on; for local updates "
     "over the means of steps that hold one averaging each",
@@ -31,7 +30,7 @@ _STRATEGY_KEYS = {
     "exchange_share": "1 - median_bare_step_ms / median_step_ms: network and coding of messages",
     "seconds_on_asked_link": "only on loopback: training time plus the time of the bytes on the "
     "requested link, without overlap and latency",
-    "evaluations[]": "step, seconds, loss, and bytes that a worker has sent, by both counts",
+    "evaluations[]": "step, seconds, loss, and bytes that a worker has sent, by the library",
     "step_ms[]": "every step of rank 0, in milliseconds",
     "alike": "true if all ranks of a task started with the same batch",
     "settings": "learning rate and the method's own settings",
@@ -49,7 +48,6 @@ KEYS = {
     "model": "name, shape and number of parameters",
     "text": "source, size and SHA-256 of the training data",
     "machine": "processor, cores, memory, versions",
-    "failed": "the first strategy that failed and its error, or null",
     "failures": "every strategy that failed, and its error",
     "interrupted": "null, or the cause ('by'; null while it runs, or if it was killed), the "
     "strategy that was running and its progress, and those that had not started",
@@ -62,13 +60,12 @@ KEYS = {
 
 @dataclass
 class Point:
-    """One evaluation, with the bytes that one worker has sent so far by both counts."""
+    """One evaluation, with the bytes that one worker has sent so far."""
 
     step: float
     seconds: float
     loss: float
     library_bytes: float
-    kernel_bytes: float
 
 
 @dataclass
@@ -93,14 +90,11 @@ class Run:
     alike: bool
     steady_from_step: int
     step_ms: list[float]
-    bare_step_ms: list[float]
     median_step_ms: float
     median_bare_step_ms: float
     library_bytes_per_step: float
     kernel_sent_bytes_per_step: float | None
-    kernel_received_bytes_per_step: float | None
     settings: Mapping[str, Any]
-    seed: int
     seeds: list[Seed] = field(default_factory=list)
     summary: str = ""
     document: dict[str, Any] | None = None
@@ -121,7 +115,7 @@ class Run:
     def of(cls, seed: int, report: Mapping[str, Any]) -> Self:
         """Build a run from a worker's report."""
         points = [Point(**point) for point in report["evaluations"]]
-        return cls(**{**report, "evaluations": points}, seed=seed, seeds=[Seed(seed, points)])
+        return cls(**{**report, "evaluations": points}, seeds=[Seed(seed, points)])
 
     def reaching(self, common: float, dense: float | None) -> "Run":
         """Return a copy with both target losses, and the time and bytes to reach each."""
@@ -181,7 +175,6 @@ class Asked:
     latency_s: float
     emulated: bool
     reason: str | None
-    joined: bool
 
 
 @dataclass(kw_only=True)
@@ -201,7 +194,6 @@ class Results:
     model: Mapping[str, Any]
     text: Mapping[str, Any]
     machine: Mapping[str, Any]
-    failed: Failure | None
     failures: list[Failure]
     interrupted: Interruption | None
     common_loss: float
@@ -237,7 +229,7 @@ def common_loss(curves: Sequence[Sequence[Point]]) -> float:
 
 _MEANS = (
     *("seconds", "preparation_seconds", "median_step_ms", "median_bare_step_ms"),
-    *(f"{count}_bytes_per_step" for count in ("library", "kernel_sent", "kernel_received")),
+    *("library_bytes_per_step", "kernel_sent_bytes_per_step"),
 )
 
 

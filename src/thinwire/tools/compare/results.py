@@ -83,7 +83,6 @@ class Ledger:
         settings = self.settings
         runs = self.runs
         task = self.settings.task
-        joined = settings.joined_rank is not None
         target = common_loss([run.evaluations for run in runs])
         dense = next((run.evaluations[-1].loss for run in runs if run.strategy == "dense"), None)
         own = "" if task is None else "the task's own, else "
@@ -93,12 +92,13 @@ class Ledger:
             headline=_headline(settings, self.emulated, self.reason),
             command=settings.command,
             link=Asked(
-                "the network between the ranks" if joined else str(settings.link),
+                str(settings.link)
+                if settings.joined_rank is None
+                else "the network between the ranks",
                 settings.link.slower_bit_s,
                 settings.link.latency_s,
                 self.emulated,
                 self.reason,
-                joined,
             ),
             settings={
                 **{name: getattr(settings, name) for name in _AS_GIVEN},
@@ -114,7 +114,6 @@ class Ledger:
             },
             text=_about(self.corpus),
             machine=self.machine,
-            failed=self.failures[0] if self.failures else None,
             failures=[*self.failures],
             interrupted=self._interrupted(by),
             common_loss=target,

@@ -3,9 +3,8 @@
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from inspect import signature
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -13,7 +12,7 @@ from typing import Annotated, Any, Self
 from cyclopts import Parameter
 
 from thinwire._launched import launched_rank
-from thinwire.tools.app import Count, Names, Seconds
+from thinwire.tools.app import Count, Flag, Names, Seconds
 from thinwire.tools.compare.strategies import USUAL, choose
 from thinwire.tools.network.netns import Link
 from thinwire.tools.run.config import (
@@ -43,7 +42,6 @@ class Settings(Training):
     workers: int
     link: Link
     strategies: tuple[Recipe, ...]
-    size: str
     text: Path | None
     out: Path
     seeds: int
@@ -79,16 +77,16 @@ class Settings(Training):
         optimizer: str = "adamw",
         task: str | None = None,
         device: str = "auto",
-        tune: Annotated[bool, Parameter(negative="")] = False,
+        tune: Flag = False,
         timeout: float | None = None,
         shard: Count = 1,
         every: Annotated[bool, Parameter(name="--all", negative="")] = False,
-        quiet: Annotated[bool, Parameter(negative="")] = False,
+        quiet: Flag = False,
     ) -> Self:
         """Return settings from the arguments; raise ValueError for the first invalid one."""
         if out is None:
             out = Path("runs") / time.strftime("compare-%Y%m%d-%H%M%S")
-        typed = _typed(cls.check, {**locals()})
+        typed = _typed(cls.check.__kwdefaults__ or {}, {**locals()})
         launched = launched_rank(os.environ)
         if launched is not None:
             lines = any(one is not None for one in (link, up, down, congestion))
@@ -125,18 +123,10 @@ class Settings(Training):
         if task is not None:
             require_task(task)
             require_nothing_beside(task, **given)
-        blocked = next(
-            (path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None
-        )
-        if blocked is not None:
-            raise ValueError(
-                f"out={str(out)!r} cannot be a folder because {blocked} is a file; choose "
-                "another folder"
-            )
         # Muon trains hidden matrices, which any model need not have
         usual = USUAL if model == "transformer" and task is None else USUAL[:-1]
         values = locals() | {
-            "link": Link.of(link, up, down, latency, loss=loss, congestion=congestion),
+            "link": Link.parse(link, latency, up=up, down=down, loss=loss, congestion=congestion),
             "strategies": choose(usual if strategies is None else strategies),
             "model": size_of(model, size),
             "joined_rank": None if launched is None else launched[0],
@@ -155,11 +145,11 @@ class Settings(Training):
         return shlex.join([*launcher, "thinwire", "compare", *self.typed])
 
 
-def _typed(check: Callable[..., Any], given: Mapping[str, Any]) -> list[str]:
+def _typed(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
     words = []
-    defaults = {name: one.default for name, one in signature(check).parameters.items()}
-    for name, value in given.items():
-        if name in defaults and name not in _UNTYPED and value not in (None, False, defaults[name]):
+    for name, default in defaults.items():
+        value = given[name]
+        if name not in _UNTYPED and value not in (None, False, default):
             values = value if isinstance(value, list | tuple) else [value]
             texts = [f"{one:g}" if isinstance(one, float) else str(one) for one in values]
             words += [f"--{name}", *(() if value is True else texts)]

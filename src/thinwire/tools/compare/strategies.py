@@ -130,8 +130,7 @@ def _ddp(name: str, summary: str, hook: str = "", sgd: float = 0.1) -> Recipe:
         f"{_TRAINERS}:DDPTrainer",
         {**_RATES, "sgd": sgd},
         _RING,
-        {"hook": hook} if hook else {},
-        field=None if hook else "",
+        hook=hook,
         code=_CODE.get(hook),
         optimizer="muon" if name.endswith("-muon") else None,
     )

@@ -22,24 +22,21 @@ def summary(results: Results) -> list[Column]:
     target = "dense's loss" if which == "dense" else "the common loss"
     reached = runs if which == "dense" or len(runs) > 1 else []
     return _present(
-        _fixed("loss", "", runs, "final_loss", _digits(runs), min),
-        _fixed(f"to {target}", "s", reached, f"seconds_to_{which}_loss", 1, min),
-        _fixed("a step", "ms", runs, "median_step_ms", 0, min),
-        _fixed("waits", "%", runs, "exchange_share", 0, min, 100),
+        _fixed("loss", runs, "final_loss", _digits(runs), min),
+        _fixed(f"to {target}, s", reached, f"seconds_to_{which}_loss", 1, min),
+        _fixed("a step, ms", runs, "median_step_ms", 0, min),
+        _fixed("waits, %", runs, "exchange_share", 0, min, 100),
         _bytes("sent a step", runs, "library_bytes_per_step"),
-        _fixed("times fewer", "", runs, "ratio_to_dense", 1, max),
-        _fixed("set-up", "s", runs, "preparation_seconds", 1),
+        _fixed("times fewer", runs, "ratio_to_dense", 1, max),
+        _fixed("set-up, s", runs, "preparation_seconds", 1),
     )
 
 
-def tables(results: Results) -> list[tuple[str, list[Column]]]:
-    """Return titles and columns of all figures; a measure without any value is left out."""
+def further(results: Results) -> list[Column]:
+    """Return the columns beside those of the summary; a measure without any value is left out."""
     runs, shared = results.strategies, results.settings
     dense, common = results.dense_loss, results.common_loss
     sender = "worker" if shared["shard"] == 1 else "site"
-    held_out = shared["loss_of"] == "the held-out part"
-    part = "held-out loss" if held_out else f"loss on {shared['loss_of']}"
-    digits = _digits(runs)
     fastest = min if shared["seconds"] is None else None
     # the loss that all reached says no more where all reached dense's, and nothing where there is
     # one strategy
@@ -47,33 +44,27 @@ def tables(results: Results) -> list[tuple[str, list[Column]]]:
     targets = [] if dense is None else [("dense", f"dense's loss ({loss_text(dense)})")]
     if len(runs) > 1 and not all_reached:
         targets.append(("common", f"the common loss ({loss_text(common)})"))
-    result = _present(
-        _fixed("steps", "", runs, "steps", 0),
-        _fixed("training time", "s", runs, "seconds", 1, fastest),
+    return _present(
+        _fixed("steps", runs, "steps", 0),
+        _fixed("training time, s", runs, "seconds", 1, fastest),
+        _fixed("training time on the requested link, s", runs, "seconds_on_asked_link", 1, fastest),
         _fixed(
-            "training time on the requested link", "s", runs, "seconds_on_asked_link", 1, fastest
+            f"range of the loss over {shared['seeds']} seeds",
+            runs,
+            "final_loss_range",
+            _digits(runs),
         ),
-        _fixed(f"{part} at the end", shared["loss_unit"] or "", runs, "final_loss", digits, min),
-        _fixed(f"its range over {shared['seeds']} seeds", "", runs, "final_loss_range", digits),
         *(
             column
             for which, loss in targets
             for column in (
-                _fixed(f"time to {loss}", "s", runs, f"seconds_to_{which}_loss", 1, min),
+                _fixed(f"time to {loss}, s", runs, f"seconds_to_{which}_loss", 1, min),
                 _bytes(f"bytes per {sender} to that loss", runs, f"bytes_to_{which}_loss"),
             )
         ),
-        _fixed("set-up before training", "s", runs, "preparation_seconds", 1),
+        _fixed("compute-only step, ms", runs, "median_bare_step_ms", 0),
+        _bytes(f"bytes per {sender} and step, by the kernel", runs, "kernel_sent_bytes_per_step"),
     )
-    step = _present(
-        _fixed("steady step, median", "ms", runs, "median_step_ms", 0, min),
-        _fixed("compute-only step", "ms", runs, "median_bare_step_ms", 0),
-        _fixed("communication share", "%", runs, "exchange_share", 0, min, 100),
-        _bytes(f"bytes per {sender} and step", runs, "library_bytes_per_step"),
-        _bytes("the same, counted by the kernel", runs, "kernel_sent_bytes_per_step"),
-        _fixed("times fewer bytes per step than dense", "", runs, "ratio_to_dense", 1, max),
-    )
-    return [("Training", result), ("One step", step)]
 
 
 def _present(*columns: Column) -> list[Column]:
@@ -89,12 +80,11 @@ def _bytes(label: str, runs: Sequence[Run], key: str) -> Column:
     least = min((value for run in runs if (value := getattr(run, key))), default=1.0)
     unit, size = next((row for row in _BYTE_UNITS if least >= row[1]), ("B", 1.0))
     digits = 0 if unit == "B" or least >= 10 * size else 1
-    return _fixed(label, unit, runs, key, digits, min, 1 / size)
+    return _fixed(f"{label}, {unit}", runs, key, digits, min, 1 / size)
 
 
 def _fixed(
     label: str,
-    unit: str,
     runs: Sequence[Run],
     key: str,
     digits: int,
@@ -105,9 +95,7 @@ def _fixed(
     present = [scale * value for value in values if value is not None]
     texts = tuple("-" if value is None else number(scale * value, digits) for value in values)
     mark = number(choice(present), digits) if choice and present and len(set(texts)) > 1 else None
-    return Column(
-        label, unit, texts, frozenset(row for row, text in enumerate(texts) if text == mark)
-    )
+    return Column(label, texts, frozenset(row for row, text in enumerate(texts) if text == mark))
 
 
 def print_table(results: Results, *, every: bool = False) -> None:
@@ -122,25 +110,24 @@ def print_table(results: Results, *, every: bool = False) -> None:
     names = [run.strategy for run in results.strategies]
     columns = summary(results)
     rows = zip(names, *map(_cells, columns), strict=True)
-    console.print(drawn([column.whole_label for column in columns], rows))
-    for title, measures in tables(results) if every else ():
-        for begin in range(0, len(names), _AT_ONCE):
-            some = slice(begin, begin + _AT_ONCE)
-            lines = [[column.whole_label, *_cells(column)[some]] for column in measures]
-            console.print(drawn(names[some], lines, title))
-    more = "" if every else " All figures: --all."
+    console.print(drawn([column.label for column in columns], rows))
+    for begin in range(0, len(names), _AT_ONCE) if every else ():
+        some = slice(begin, begin + _AT_ONCE)
+        lines = [[column.label, *_cells(column)[some]] for column in further(results)]
+        console.print(drawn(names[some], lines))
+    more = "" if every else " More figures: --all."
     console.print(f"* best. waits: of a step. set-up: before the training.{more}")
     for failure in results.failures:
         console.print(f"{failure.strategy} failed: {failure.error}")
 
 
-def drawn(heads: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> "Table":
+def drawn(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> "Table":
     """Return a table for a terminal; the first entry of a row is its name."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table("", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     lines = [*rows]
     longest = max((len(line[0]) for line in lines), default=0)
     table.columns[0].overflow = "fold"

@@ -94,7 +94,7 @@ def _alone(timeout: float, report: Callable[[str, tuple[Finding, ...]], None]) -
     from thinwire.tools.doctor.machine import Machine
 
     machine = Machine.look()
-    own = tuple(address for one in machine.interfaces for address in one.addresses)
+    own = machine.addresses
     findings = (
         *machine_findings(machine, others=has_remote_ranks(os.environ.get("MASTER_ADDR", ""), own)),
         meeting_point(os.environ, own, one_wait_s(timeout), started=False),

@@ -20,7 +20,6 @@ class Seen:
     """Report of one rank."""
 
     machine: Machine
-    skew: tuple[float, float] | None = None
     reaches: tuple[Reach, ...] | None = None
     no_socket: str = ""
     gloo: str | None = None
@@ -247,8 +246,13 @@ def _too_large(machine: Machine, fitting: int, pairs: list[tuple[int, int]]) -> 
 
 
 def _clocks(reports: Reports) -> Iterator[Finding]:
-    skews = {rank: row.skew for rank, row in reports.seen.items() if rank and row.skew}
-    for rank, (ahead_s, unsure_s) in skews.items():
+    skews = [
+        (rank, reach.ahead_s, reach.latency_s / 2)
+        for rank, row in reports.seen.items()
+        for reach in row.reaches or ()
+        if reach.to == 0 and reach.latency_s is not None
+    ]
+    for rank, ahead_s, unsure_s in skews:
         if abs(ahead_s) - unsure_s > _LARGEST_SKEW_S:
             way = "ahead of" if ahead_s > 0 else "behind"
             yield note(
@@ -258,7 +262,7 @@ def _clocks(reports: Reports) -> Iterator[Finding]:
                 "training does not use the clock, but logs and certificates do: start chrony "
                 "or systemd-timesyncd",
             )
-    largest = max((abs(ahead) + unsure for ahead, unsure in skews.values()), default=None)
+    largest = max((abs(ahead_s) + unsure_s for _, ahead_s, unsure_s in skews), default=None)
     if largest is not None and largest <= _LARGEST_SKEW_S:
         yield ok("clocks", f"all within {_ms(largest)} of rank 0's")
 

@@ -104,13 +104,15 @@ class Listening(NamedTuple):
 
     everywhere: list[str]
     """Listeners on every address, such as "port 29500: pid 7 (torchrun train.py)"."""
-    outward: list[str]
-    """Listeners on an external address, such as "10.0.0.1:29400: pid 7 (thinwire host ...)"."""
+    public: list[str]
+    """Listeners on an address of the internet, such as "8.8.8.8:29400: pid 7 (thinwire host)"."""
+    private: list[str]
+    """Listeners on another address that is not of loopback."""
 
 
 def listening() -> Listening:
     """Return the listening processes of this user, except this one."""
-    everywhere, outward = set[str](), set[str]()
+    everywhere, public, private = set[str](), set[str](), set[str]()
     for row in psutil.net_connections("tcp"):
         if row.status == psutil.CONN_LISTEN and row.pid not in (None, os.getpid()):
             # it may have ended meanwhile, or not let itself be looked at
@@ -121,11 +123,13 @@ def listening() -> Listening:
                     continue
                 process_text = f"pid {row.pid} ({program_of(process.cmdline())})"
                 address, port = row.laddr
-                if ipaddress.ip_address(address).is_unspecified:
+                where = ipaddress.ip_address(address)
+                if where.is_unspecified:
                     everywhere.add(f"port {port}: {process_text}")
-                elif not is_loopback(address):
-                    outward.add(f"{host_port(address, port)}: {process_text}")
-    return Listening(sorted(everywhere), sorted(outward))
+                elif not where.is_loopback:
+                    found = public if where.is_global else private
+                    found.add(f"{host_port(address, port)}: {process_text}")
+    return Listening(*map(sorted, (everywhere, public, private)))
 
 
 def program_of(command: Sequence[str]) -> str:

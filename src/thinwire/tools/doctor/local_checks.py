@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import socket
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -47,7 +46,7 @@ def status_of(findings: Iterable[Finding]) -> int:
     return int(any(finding.level == "wrong" for finding in findings))
 
 
-def as_text(findings: Iterable[Finding], *, quiet: bool, width: int = 100) -> str:
+def as_text(findings: Iterable[Finding], *, quiet: bool, width: int) -> str:
     """Return lines for the terminal; `quiet` keeps only those that are wrong."""
     # names, ports and commands stay in one piece
     wrap = partial(
@@ -175,23 +174,15 @@ def _listeners(machine: Machine) -> Iterator[Finding]:
         )
     else:
         yield ok("listeners", "no torch process of this user listens on all addresses")
-    public = [listener for listener in machine.outward if _is_public(listener)]
-    if public:
+    if machine.public:
         yield note(
             "listeners",
-            f"on an address that the internet may reach: {'; '.join(public)}",
+            f"on an address that the internet may reach: {'; '.join(machine.public)}",
             "torch does not encrypt its traffic: use a tunnel, or let a firewall admit only "
             "your machines",
         )
-    private = [listener for listener in machine.outward if listener not in public]
-    if private:
-        yield ok("listeners", f"on one address: {'; '.join(private)}")
-
-
-def _is_public(listener: str) -> bool:
-    """Return True if the text begins with a public internet address."""
-    where = listener.partition(": ")[0].rpartition(":")[0].strip("[]")
-    return ipaddress.ip_address(where).is_global
+    if machine.private:
+        yield ok("listeners", f"on one address: {'; '.join(machine.private)}")
 
 
 def _limits(machine: Machine, ranks: int) -> Iterator[Finding]:

@@ -70,7 +70,8 @@ class Machine:
     versions: dict[str, str]
     clock_kept: bool | None
     listeners: list[str]
-    outward: list[str]
+    public: list[str]
+    private: list[str]
     naming_s: float
     congestion: str
 
@@ -82,7 +83,7 @@ class Machine:
         names, names_error = resolved(host)
         silent = time.monotonic() - begun >= LOOK_UP_S
         gloo, gloo_error = ([], names_error) if silent and not named_interfaces() else announced()
-        everywhere, outward = listening()
+        everywhere, public, private = listening()
         towards = source_towards(os.environ.get("MASTER_ADDR", ""))
         return cls(
             host=host,
@@ -103,7 +104,8 @@ class Machine:
             versions=_versions(),
             clock_kept=follows_a_time_server(),
             listeners=everywhere,
-            outward=outward,
+            public=public,
+            private=private,
             naming_s=_naming_s(gloo[0] if gloo else "127.0.0.1"),
             congestion=setting("tcp_congestion_control"),
         )
@@ -118,6 +120,11 @@ class Machine:
     def address(self) -> str:
         """Address for other ranks: the one that gloo announces, else the source of packets."""
         return self.gloo[0] if self.gloo else self.route
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """All addresses of its interfaces."""
+        return tuple(address for one in self.interfaces for address in one.addresses)
 
     def interface_of(self, address: str) -> Interface | None:
         """Return the interface that has an address."""

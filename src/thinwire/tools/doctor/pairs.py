@@ -15,7 +15,7 @@ from thinwire.tools.doctor.interfaces import family_of
 from thinwire.tools.doctor.local_checks import why_not
 
 TOKEN_BYTES = 16
-_NUMBER = struct.Struct("!I")
+_NUMBER, _CLOCK = struct.Struct("!I"), struct.Struct("!d")
 _LARGE_BYTES = 32 * 1024
 _PINGS, _FEWEST_PINGS, _PINGING_S = 9, 3, 0.3
 _SMALLER_MTU = (1420, 1380, 1280, 1000)
@@ -39,6 +39,8 @@ class Reach:
     to: int
     error: str = ""
     latency_s: float | None = None
+    ahead_s: float = 0.0
+    """Clock of this rank over the other's, up to half of `latency_s` off."""
     large: bool | None = None
     fitting_mtu: int = 0
 
@@ -126,7 +128,7 @@ class Answering:
                 while length == _ENDLESS and connection.recv(_PIECE_BYTES):
                     pass
                 _read(connection, min(length, _LARGE_BYTES))
-                connection.sendall(_NUMBER.pack(length))
+                connection.sendall(_CLOCK.pack(time.time()))
 
 
 @dataclass(frozen=True)
@@ -219,33 +221,40 @@ def reach_all(peers: Collection[Peer], large: Set[int]) -> list[Reach]:
 
 def reach(peer: Peer, large: bool) -> Reach:
     """Connect to one other rank, with or without a large message."""
-    latency_s = None
+    found = None
     try:
         with peer.connect() as connection:
-            latency_s = round_trip_s(connection)
+            found = Reach(peer.rank, "", *round_trip(connection), large or None)
             if large:
-                _seconds(connection, _LARGE_BYTES)
+                _answered(connection, _LARGE_BYTES)
     except OSError as error:
-        if latency_s is None or not isinstance(error, TimeoutError):
+        if found is None or not isinstance(error, TimeoutError):
             return Reach(peer.rank, why_not(error))
-        return Reach(peer.rank, "", latency_s, False, _fitting_mtu(peer))
-    return Reach(peer.rank, "", latency_s, large or None)
+        return replace(found, large=False, fitting_mtu=_fitting_mtu(peer))
+    return found
 
 
-def round_trip_s(connection: socket.socket) -> float:
-    """Return the shortest of several round trips, of fewer where they are long."""
-    taken = list[float]()
-    while len(taken) < _FEWEST_PINGS or (len(taken) < _PINGS and sum(taken) < _PINGING_S):
-        taken.append(_seconds(connection, 0))
+def round_trip(connection: socket.socket) -> tuple[float, float]:
+    """Return seconds and clock of the shortest of several round trips, of fewer if they are long.
+
+    The clock is how far this rank's is ahead of the other's, in seconds.
+    """
+    taken = list[tuple[float, float]]()
+    while len(taken) < _FEWEST_PINGS or (
+        len(taken) < _PINGS and sum(seconds for seconds, _ in taken) < _PINGING_S
+    ):
+        taken.append(_answered(connection, 0))
     return min(taken)
 
 
-def _seconds(connection: socket.socket, length: int) -> float:
-    """Return the seconds of a message of this length and its acknowledgement."""
-    begun = time.perf_counter()
+def _answered(connection: socket.socket, length: int) -> tuple[float, float]:
+    """Return seconds and clock of a message of this length and its acknowledgement."""
+    sent_s = time.time()
+    begun_s = time.perf_counter()
     connection.sendall(_NUMBER.pack(length) + bytes(length))
-    _read(connection, _NUMBER.size)
-    return time.perf_counter() - begun
+    theirs_s = _CLOCK.unpack(_read(connection, _CLOCK.size))[0]
+    seconds = time.perf_counter() - begun_s
+    return seconds, sent_s + seconds / 2 - theirs_s
 
 
 def _fitting_mtu(peer: Peer) -> int:
@@ -255,7 +264,7 @@ def _fitting_mtu(peer: Peer) -> int:
     def fits(mtu: int) -> bool:
         try:
             with hasty.connect(mtu - headers) as connection:
-                _seconds(connection, _LARGE_BYTES)
+                _answered(connection, _LARGE_BYTES)
         except OSError:  # the answer is no, whatever the reason
             return False
         return True

@@ -32,7 +32,6 @@ from thinwire.tools.doctor.pairs import TOKEN_BYTES, Answering, Line, Peer, Reac
 THREAD = "thinwire-doctor"
 """Name of the threads that wait for others."""
 
-_CLOCK_ROUNDS = 4
 _SHORTEST_S = 0.01
 
 
@@ -64,29 +63,8 @@ class StoreView:
         rows = {rank: self.read(kind, rank, until) for rank in range(self.size)}
         return {rank: row for rank, row in rows.items() if row is not None}
 
-    def clock_skew(self, ranks: list[int], until: float) -> tuple[float, float] | None:
-        """Return this rank's clock offset from rank 0 and its uncertainty, both in seconds."""
-        # rank 0 is taken to answer in the middle of a round trip through the store; the shortest
-        # counts
-        best: tuple[float, float] | None = None
-        for number in range(_CLOCK_ROUNDS):
-            if self.rank == 0:
-                for other in ranks:
-                    if other and self.read(f"asked/{number}", other, until) is not None:
-                        self.store.set(f"time/{number}/{other}/0", json.dumps(time.time()))
-                continue
-            begun = time.time()
-            self.write(f"asked/{number}", True)
-            theirs = self.read(f"time/{number}/{self.rank}", 0, until)
-            ended = time.time()
-            if theirs is None:
-                return best
-            if best is None or (ended - begun) / 2 < best[1]:
-                best = (begun + ended) / 2 - theirs, (ended - begun) / 2
-        return best or ((0.0, 0.0) if self.rank == 0 else None)
 
-
-_MET, _CLOCKS, _PAIRS, _LINE, _GLOO = 0.5, 0.55, 0.7, 0.8, 0.97
+_MET, _PAIRS, _LINE, _GLOO = 0.5, 0.7, 0.8, 0.97
 """Deadlines of the phases, as fractions of the whole time."""
 _SLACK = 0.5
 """Extra wait for gloo to report a failed group, as a fraction of its time-out."""
@@ -152,8 +130,6 @@ class Examination:
         view.write("facts", [asdict(self.machine), port, no_socket])
         rows = view.read_all("facts", self._by(_MET))
         seen, strangers = _read(rows)
-        self.show("comparing clocks")
-        skew = view.clock_skew(sorted(seen), self._by(_CLOCKS))
         self.show("connecting all pairs")
         peers = {
             rank: Peer(rank, row.machine.address, rows[rank][1], token, self.wait_s)
@@ -164,7 +140,7 @@ class Examination:
         first = {min(ranks) for ranks in Reports(self.size, seen, strangers).machines}
         large = first if self.rank in first else set()
         reaches = reach_all(peers.values(), large)
-        view.write("pairs", [skew, [asdict(reach) for reach in reaches]])
+        view.write("pairs", [asdict(reach) for reach in reaches])
         pairs = view.read_all("pairs", self._by(_PAIRS))
         lines = self._lines(view, _farthest(pairs, first), peers)
         self.show("forming a gloo group")
@@ -176,9 +152,8 @@ class Examination:
             view.write("gloo", self._group_error())
         outcomes = view.read_all("gloo", self._by(_GLOO)) if plan and self.rank == 0 else {}
         for rank in pairs.keys() & seen.keys():
-            skew, answers = pairs[rank]
-            reached = tuple(Reach(**row) for row in answers)
-            seen[rank] = replace(seen[rank], skew=skew and tuple(skew), reaches=reached)
+            reached = tuple(Reach(**row) for row in pairs[rank])
+            seen[rank] = replace(seen[rank], reaches=reached)
         reports = {rank: replace(row, gloo=outcomes.get(rank)) for rank, row in seen.items()}
         return Reports(self.size, reports, strangers, plan, lines)
 
@@ -246,8 +221,7 @@ class Examination:
 
     def _ended_alone(self, problem: str) -> int:
         """Print on this rank, since it cannot reach rank 0."""
-        own = tuple(a for one in self.machine.interfaces for a in one.addresses)
-        store = meeting_point(os.environ, own, self.wait_s, started=True)
+        store = meeting_point(os.environ, self.machine.addresses, self.wait_s, started=True)
         rest = [f for f in machine_findings(self.machine) if f.level != "ok"]
         cure = "fix the problems below, or those that the other ranks print"
         if any(finding.check == "name server" for finding in rest):
@@ -268,7 +242,7 @@ def _farthest(pairs: Mapping[int, Any], first: Set[int]) -> tuple[int, ...]:
     trips = [
         (reach["latency_s"], rank, reach["to"])
         for rank in first & set(pairs)
-        for reach in pairs[rank][1]
+        for reach in pairs[rank]
         if reach["to"] in first and reach["latency_s"] is not None
     ]
     return max(trips)[1:] if trips else ()

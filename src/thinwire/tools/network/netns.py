@@ -56,56 +56,52 @@ class Link:
     """Congestion control of TCP; None for the machine's own."""
 
     @classmethod
-    def parse(cls, text: str, latency: str = "0ms", *, at_most: float = FASTEST_BIT_S) -> Self:
-        """Read a link as the command line writes it: a rate ("100mbit"), "none" (emulated, but as
-        fast as the machine) or "loopback", and a one-way delay ("10ms").
-        """
-        word = text.strip().lower()
-        latency_s = parse_latency(latency)
-        if word == "loopback":
-            if latency_s:
-                raise ValueError(
-                    f"latency={latency!r} cannot be added to the link 'loopback'; use 'none' or "
-                    "a rate"
-                )
-            return cls(None, emulated=False)
-        return cls(None if word == "none" else parse_rate(text, at_most), latency_s)
-
-    @classmethod
-    def of(
+    def parse(
         cls,
-        link: str | None,
-        up: str | None,
-        down: str | None,
+        link: str | None = None,
         latency: str = "0ms",
         *,
+        up: str | None = None,
+        down: str | None = None,
         loss: str = "0%",
         congestion: str | None = None,
         at_most: float = FASTEST_BIT_S,
     ) -> Self:
-        """Return the link of the arguments `link`, or `up` and `down`; "100mbit" without any."""
+        """Read a link as the command line writes it: a rate ("100mbit", the default), "none"
+        (emulated, but as fast as the machine) or "loopback"; or a rate for each direction.
+        """
         if (up is None) != (down is None):
             given, missing = ("down", "up") if up is None else ("up", "down")
             raise ValueError(
                 f"{given}={up or down!r} is given without {missing}; give both, or link"
             )
-        if up is None or down is None:
-            made = cls.parse("100mbit" if link is None else link, latency, at_most=at_most)
-        elif link is not None:
+        if up is not None and link is not None:
             raise ValueError(f"link={link!r} and up={up!r}: link sets both directions; omit it")
+        text = "100mbit" if link is None else link
+        word = text.strip().lower()
+        down_bit_s = None if down is None else parse_rate(down, at_most, "down")
+        if up is not None:
+            rate_bit_s: float | None = parse_rate(up, at_most, "up")
         else:
-            rates = parse_rate(up, at_most, "up"), parse_rate(down, at_most, "down")
-            made = cls(rates[0], parse_latency(latency), down_bit_s=rates[1])
-        share = parse_loss(loss)
-        if not made.emulated and (share or congestion is not None):
+            rate_bit_s = None if word in ("none", "loopback") else parse_rate(text, at_most)
+        made = cls(
+            rate_bit_s,
+            parse_latency(latency),
+            word != "loopback",
+            down_bit_s,
+            parse_loss(loss),
+            congestion,
+        )
+        if not made.emulated and (made.latency_s or made.loss or congestion is not None):
             raise ValueError(
-                "loss and congestion cannot be added to the link 'loopback'; use 'none' or a rate"
+                "latency, loss and congestion cannot be added to the link 'loopback'; use 'none' "
+                "or a rate"
             )
         if congestion not in (None, *CONGESTIONS):
             raise ValueError(
                 f"congestion={congestion!r} is not known; use {' or '.join(CONGESTIONS)}"
             )
-        return replace(made, loss=share, congestion=congestion)
+        return made
 
     @property
     def receiving(self) -> Self:
@@ -129,13 +125,8 @@ class Link:
         if not self.emulated:
             return "loopback"
         if self.down_bit_s is not None:
-            return f"{self.rate_text} up and {self.receiving.rate_text} down{delay}"
-        return self.rate_text + delay
-
-    @property
-    def rate_text(self) -> str:
-        """Sending rate as written on the command line."""
-        return "none" if self.rate_bit_s is None else _rate_text(self.rate_bit_s)
+            return f"{_rate_text(self.rate_bit_s)} up and {_rate_text(self.down_bit_s)} down{delay}"
+        return _rate_text(self.rate_bit_s) + delay
 
 
 def parse_rate(text: str, at_most: float = FASTEST_BIT_S, name: str = "link") -> float:
@@ -198,7 +189,9 @@ def _number_with_unit(text: str, units: dict[str, float]) -> float | None:
     return float(match[1]) * units[match[2]]
 
 
-def _rate_text(rate_bit_s: float) -> str:
+def _rate_text(rate_bit_s: float | None) -> str:
+    if rate_bit_s is None:
+        return "none"
     unit = [unit for unit, factor in _UNITS_BIT_S.items() if rate_bit_s >= factor][-1]
     return f"{rate_bit_s / _UNITS_BIT_S[unit]:g}{unit}"
 
@@ -256,11 +249,11 @@ def limit_rate(ip: Any, index: int, link: Link, command: str = "add") -> None:
         ip.tc(command, "tbf", index, handle=0x10000, **tbf_settings(link.rate_bit_s))
 
 
-def interface_bytes(interface: str) -> tuple[int, int]:
-    """Return bytes (sent, received) of an interface in this thread's namespace, with headers."""
+def interface_bytes(interface: str) -> int:
+    """Return the bytes that an interface in this thread's namespace has sent, with headers."""
     lines = Path("/proc/thread-self/net/dev").read_text().splitlines()[2:]
     counts = {name.strip(): numbers.split() for name, numbers in (x.split(":") for x in lines)}
-    return int(counts[interface][8]), int(counts[interface][0])
+    return int(counts[interface][8])
 
 
 def quiet_ipv6() -> None:
@@ -366,7 +359,7 @@ class Network:
 
     def bytes_sent(self) -> list[int]:
         """Return the bytes that each worker has sent over its link, with all headers."""
-        return [inside(fd, lambda: interface_bytes(self.interface)[0]) for fd in self.namespace_fds]
+        return [inside(fd, lambda: interface_bytes(self.interface)) for fd in self.namespace_fds]
 
     def _limit(self, link: Link) -> None:
         if self.link.rate_bit_s is None:

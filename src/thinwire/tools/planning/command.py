@@ -13,10 +13,11 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from thinwire._files import replace_file
 from thinwire._launched import launched_rank
 from thinwire._version import __version__
 from thinwire.errors import ThinwireError
-from thinwire.tools.app import Count, Names, Seconds
+from thinwire.tools.app import Count, Flag, Names, Seconds
 from thinwire.tools.compare.strategies import strategy_text
 from thinwire.tools.compare.tables import drawn
 from thinwire.tools.doctor.pairs import Line, mbit_s
@@ -33,7 +34,7 @@ from thinwire.tools.planning.plan import (
 )
 from thinwire.tools.planning.plan import plan as predicted
 from thinwire.tools.planning.work import FORMAT
-from thinwire.tools.report.page import FRAMES, Column, bytes_text, page, write_page
+from thinwire.tools.report.page import FRAMES, Column, bytes_text, page
 from thinwire.tools.report.progress import display_for
 from thinwire.tools.run.config import (
     DEVICES,
@@ -46,12 +47,12 @@ from thinwire.tools.run.config import (
 from thinwire.tools.run.launch import by_first, joined
 
 _HEADS = (
-    "seconds per step",
-    "bytes per rank and step",
-    "waiting for the network",
-    "peak memory per rank",
+    "seconds a step",
+    "sent by a rank a step",
+    "waits for the network",
+    "peak of memory",
     "loss above dense's, %",
-    "times as fast as dense, to dense's loss",
+    "speed-up to dense's loss",
 )
 _LETTERS = {
     "k": "local steps between averagings",
@@ -78,7 +79,7 @@ def render(plan: Plan, command: str) -> str:
         about=_about(plan),
         titles=[f"{row.name}{'' if row.measured else ', not measured'}" for row in rows],
         columns=[
-            Column(head, "", texts)
+            Column(head, texts)
             for head, texts in zip(_HEADS, zip(*map(cells, rows), strict=True), strict=True)
         ],
         longest=max(row.step_seconds[1] for row in rows),
@@ -172,7 +173,7 @@ def plan(  # noqa: D417 - the other arguments are described once, at thinwire.pl
     html: Path | None = None,
     all_rows: Annotated[bool, Parameter(name="--all", negative="")] = False,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
-    quiet: Annotated[bool, Parameter(negative="")] = False,
+    quiet: Flag = False,
 ) -> None:
     """Predict a training step of every strategy on a network and recommend one.
 
@@ -202,7 +203,8 @@ def plan(  # noqa: D417 - the other arguments are described once, at thinwire.pl
     # files first: whoever reads what is printed may leave early
     notes = ""
     if html is not None:
-        write_page(render(made, shlex.join(["thinwire", *sys.argv[1:]])), html)
+        text = render(made, shlex.join(["thinwire", *sys.argv[1:]]))
+        replace_file(html, text.encode("utf-8", "backslashreplace"))
         notes = f"page: {html}\n"
     if out is not None:
         row = _write(made, out)
@@ -228,16 +230,13 @@ def _print(made: Plan, rows: Sequence[Row]) -> None:
     print(f"{best.python}{optimizer}")
     lines = [[row.name + " *" * (not row.measured), *cells(row)] for row in rows]
     short = [[text.replace(" to ", "-") for text in line] for line in lines]
-    table = drawn(("s a step", "sent", "waits", "peak", "loss", "sooner"), short)
+    table = drawn(_HEADS, short)
     hidden = len(made.strategies) - len(rows)
-    beside = {RELAY: made.link["down_bit_s"] != made.link["rate_bit_s"], "gather, split": False}
-    beside[GROUPS] = beside["m"] = bool(made.link["groups"]) or made.link["node_size"] > 1
-    letters = [f"{key}: {text}." for key, text in _LETTERS.items() if beside.get(key, True)]
+    letters = [f"{key}: {text}." for key, text in _LETTERS.items()]
     explained = (
         f"{' '.join(letters)}\n"
-        "sent: by a rank in a step. waits: for the network. peak: of memory. loss: percent above "
-        "dense's at equal steps, low to high. sooner: speed-up over dense to dense's loss; never: "
-        "not within four times its steps. *: outside of what was measured. The loss of "
+        "Losses are at equal steps, low to high. never: not within four times dense's steps. "
+        "*: outside of what was measured. The loss of "
         f"{made.strategies[0].name} is from {made.strategies[0].loss_gap_source}. "
         "thinwire compare measures it."
         + (f"\n{hidden} more settings: --all; with the source of each: --json." if hidden else "")
@@ -286,7 +285,7 @@ def probe(
     batch: Count | None = None,
     device: str = "auto",
     loss: str | None = None,
-    quiet: Annotated[bool, Parameter(negative="")] = False,
+    quiet: Flag = False,
 ) -> None:
     """Measure the network between the ranks of torchrun, and a training step.
 
@@ -331,8 +330,6 @@ def probe(
         with joined(shared, _TIMEOUT_S), display.strategy("probe") as bar:
             by_first(lambda: _require_writable("out", out))  # which writes it
             found = measured(task, shape, batch, device, bar.note)
-    except ValueError:  # of a task, and alike on all ranks
-        raise
     except RuntimeError as error:
         raise ThinwireError(
             f"rank {launched[0]}: another rank has left or did not answer for {_TIMEOUT_S:.0f} "

@@ -34,11 +34,6 @@ class Candidate:
     recipe: Recipe
     strategy: "DistributedStrategy"
 
-    @property
-    def hook(self) -> str:
-        """Hook of torch, if it is one."""
-        return str(self.recipe.options.get("hook", ""))
-
 
 def candidates(workers: int, recipes: Iterable[Recipe]) -> Iterator[Candidate]:
     """Yield strategies as `thinwire compare` has them, its own local ones with other settings."""

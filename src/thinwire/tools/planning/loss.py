@@ -16,9 +16,12 @@ _OWN = {"muon": 0.8, "adamw": 1.25}
 workers, 1,500 steps (benchmarks/results/evidence.jsonl).
 """
 _ADAPTED = 0.0069
-"""Exponent for LoRA's adapters inside AdamW, at 16 steps and full precision: two workers, 0.48 %
-(research/fine_tuning); for a model of any size.
+"""Exponent for LoRA's adapters inside AdamW, at 16 steps and full precision: 0.48 % with
+`_ADAPTED_WORKERS` (research/fine_tuning); for a model of any size.
 """
+_ADAPTED_WORKERS = 2
+_AT_DENSE_RATE = {False: 4, True: 2}
+"""Most workers whose best rate is dense's; True: at the longest measured interval and beyond."""
 _STEPS, _BY_STEPS = 16, 0.6
 """The gap grows as steps^0.6: local AdamW from 16 to 32 steps, local Muon from 8 to 16."""
 _BY_BITS = {1: 1.25, 2: 1.1}
@@ -167,9 +170,9 @@ def _of_local(local: "LocalSGD", change: Any, optimizer: str, numel: int, worker
 def _of_adapters(whole: LossGap, optimizer: str, numel: int, workers: int, change: Any) -> LossGap:
     """Return the gap with LoRA, by the factors of a model that trains whole."""
     own = (workers**_ADAPTED - 1) / (law(optimizer, numel, workers) * _OWN[optimizer])
-    seen = workers <= 2 and change is None
+    seen = workers <= _ADAPTED_WORKERS and change is None
     doubt = 1.0 if seen else _DOUBT
-    beyond = "" if seen else "adapters with more than two workers or compressed"
+    beyond = "" if seen else f"adapters with more than {_ADAPTED_WORKERS} workers or compressed"
     return LossGap(
         whole.low * own / doubt,
         whole.mid * own,
@@ -226,8 +229,8 @@ def rate_factor(
     # steps, one bit
     if strategy.localsgd is None or optimizer != "muon":
         return None
-    many = strategy.localsgd.k_steps >= _INTERVALS[1] and workers > 2
-    return 2.0 if many or workers > 4 else 1.0
+    most = _AT_DENSE_RATE[strategy.localsgd.k_steps >= _INTERVALS[1]]
+    return 2.0 if workers > most else 1.0
 
 
 def _of_gradients(method: str, workers: int) -> LossGap:

@@ -1,13 +1,13 @@
 """Cost of a step under each method: compute, bytes sent and memory."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, lru_cache
 from math import ceil, log2, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from thinwire.layout.message import HEADER_BYTES, factor_numels
-from thinwire.layout.traffic import AGREEING_DELAY, ring_bytes, travels_checksummed
+from thinwire.layout.message import HEADER_BYTES
+from thinwire.layout.traffic import AGREEING_DELAY, Messages, ring_bytes, travels_checksummed
 from thinwire.tools.compare.strategies import compression_of
 from thinwire.tools.planning.network import Network
 from thinwire.tools.planning.work import Shape, Workload
@@ -135,60 +135,52 @@ def _reduced(work: Workload, network: Network, *, width: float, passes: float) -
 
 def _powersgd(work: Workload, network: Network) -> Cost:
     """Return the cost of torch's PowerSGD hook, rank 2: one bucket, so after the backward pass."""
-    kept = [s for s in work.shapes if len(s) > 1 and 2 * sum(factor_numels(s, 2)) < prod(s)]
-    left, right = (sum(factor_numels(shape, 2)[side] for shape in kept) for side in (0, 1))
-    numel = sum(map(prod, kept))
-    words = left, right, sum(work.numels) - numel
-    sent = _Sent(sums=tuple(work.width * count for count in words if count))
-    wire_s = sent.seconds(network)
-    bucket = _Bucket(work.step_s, _passes(work, numel, 9), wire_s, wire_s, sent.by_rank(network))
-    return _overlapped(work, [bucket], 0.0, (4 * (numel + right), 8 * numel), 0.0)
+    from thinwire.compress.low_rank import LowRank
+
+    factors, numel, others = _sent(LowRank(2, min_numel=1), work.shapes, network.ranks)
+    sums = (*factors.sums, 4 * others)
+    sent = Messages((), 0, tuple(round(work.width / 4 * nbytes) for nbytes in sums if nbytes))
+    wire_s = _seconds(sent, network)
+    bucket = _Bucket(work.step_s, _passes(work, numel, 9), wire_s, wire_s, _by_rank(sent, network))
+    return _overlapped(work, [bucket], 0.0, (4 * numel + sum(factors.sums[1:]), 8 * numel), 0.0)
 
 
-@dataclass(frozen=True)
-class _Sent:
-    """Bytes that one rank sends: an all-to-all to owners, then a ring; or sums."""
+def _seconds(sent: Messages, network: Network, parts: int = 1, idle_s: float = 0.0) -> float:
+    """Return the seconds of one of `parts` equal parts of messages."""
+    found = sum(network.all_reduce_s(nbytes / parts, idle_s) for nbytes in sent.sums)
+    if sent.to_owners:
+        found += network.all_to_all_s(sum(sent.to_owners) / parts, idle_s)
+        idle_s = 0.0
+    if sent.to_all:
+        found += network.all_gather_s(sent.to_all / parts, idle_s)
+    return found
 
-    first_bytes: float = 0
-    """Bytes to all owners together; 0 if messages are gathered."""
-    row_bytes: float = 0
-    """Bytes that each rank forwards for every other rank."""
-    sums: tuple[float, ...] = ()
-    """Bytes of each all-reduce; one follows another."""
 
-    def seconds(self, network: Network, parts: int = 1, idle_s: float = 0.0) -> float:
-        """Return the seconds of one of `parts` equal parts."""
-        found = sum(network.all_reduce_s(nbytes / parts, idle_s) for nbytes in self.sums)
-        if self.first_bytes:
-            found += network.all_to_all_s(self.first_bytes / parts, idle_s)
-            idle_s = 0.0
-        if self.row_bytes:
-            found += network.all_gather_s(self.row_bytes / parts, idle_s)
-        return found
+def _by_rank(sent: Messages, network: Network) -> int:
+    """Return the bytes that a rank sends, each copy; a relay makes the copies itself."""
+    if network.relay:
+        return sent.to_all + sum(sent.sums)
+    return sent.sent(0, network.ranks)
 
-    def by_rank(self, network: Network) -> float:
-        """Return the bytes that a rank sends, each copy."""
-        summed = sum(self.sums)
-        copies = network.ranks - 1
-        if network.relay:
-            return self.first_bytes + self.row_bytes + summed
-        return self.first_bytes + copies * self.row_bytes + ring_bytes(network.ranks, summed)
 
-    def with_dense(self, nbytes: int, ranks: int) -> "_Sent":
-        """Return the same beside a dense sum, which is gathered if it is small."""
-        if travels_checksummed(nbytes, ranks):
-            return replace(self, row_bytes=self.row_bytes + nbytes)
-        return replace(self, sums=(*self.sums, nbytes))
+def _with_dense(sent: Messages, nbytes: int, ranks: int) -> Messages:
+    """Return the same beside a dense sum, which is gathered if it is small."""
+    if travels_checksummed(nbytes, ranks):
+        return sent._replace(to_all=sent.to_all + nbytes)
+    return sent._replace(sums=(*sent.sums, nbytes))
 
-    def received(self, ranks: int) -> float:
-        """Return the bytes of all messages and means, with a rank's own."""
-        return self.first_bytes + ranks * self.row_bytes + sum(self.sums)
+
+def _received(sent: Messages, ranks: int) -> int:
+    """Return the bytes of all messages and means, with a rank's own."""
+    return sum(sent.to_owners) + ranks * sent.to_all + sum(sent.sums)
 
 
 @lru_cache(maxsize=4096)  # strategies share messages
-def _sent(config: Any, shapes: Sequence[Shape], ranks: int) -> tuple[_Sent, int, int]:
+def _sent(config: Any, shapes: Sequence[Shape], ranks: int) -> tuple[Messages, int, int]:
     """Return what a rank sends of the tensors that are compressed, once the messages have their
     final length; then the numbers of these tensors, and of all others.
+
+    Of `to_owners` the first is the rank's own part, as 0, and the second that of all others.
     """
     import torch
 
@@ -197,20 +189,21 @@ def _sent(config: Any, shapes: Sequence[Shape], ranks: int) -> tuple[_Sent, int,
     numel = sum(map(prod, taken))
     others = sum(map(prod, shapes)) - numel
     if not taken:
-        return _Sent(), numel, others
+        return Messages((), 0), numel, others
     few = min(ranks, _MOST_OWNERS)
     step = config.settled_step
-    first, row_bytes, sums = config.messages(step, taken, few)
+    found = config.messages(step, taken, few)
+    first, row_bytes = found[:2]
     if not first:
-        return _Sent(0, row_bytes, sums), numel, others
+        return found, numel, others
     # entries count for the source that moves most, whole tensors for the first one
     busiest = max(first) if few > 2 and config.unsent_share(step) else first[0]
     dealt = sum(first) - busiest
     if few < ranks:
         # for more ranks equal shares of what a few owners have, each message with its header
-        row_bytes = HEADER_BYTES + (row_bytes - HEADER_BYTES) * few / ranks
+        row_bytes = HEADER_BYTES + ceil((row_bytes - HEADER_BYTES) * few / ranks)
         dealt += (ranks - few) * HEADER_BYTES
-    return _Sent(dealt, row_bytes), numel, others
+    return Messages((0, dealt), row_bytes), numel, others
 
 
 def _compressed(config: Any, work: Workload, network: Network) -> Cost:
@@ -224,7 +217,7 @@ def _compressed(config: Any, work: Workload, network: Network) -> Cost:
     @cache  # of layers that are alike
     def found(shapes: tuple[Shape, ...]) -> tuple[int, int, float, _Bucket]:
         sent, numel, others = _sent(config, shapes, sources.ranks)
-        inside = _inside(node, 4 * numel, sent.received(sources.ranks))
+        inside = _inside(node, 4 * numel, _received(sent, sources.ranks))
         encode_s = _passes(work, numel, config.passes)
         return numel, others, sum(sent.sums[1:]), _bucket(0.0, encode_s, sent, inside, sources)
 
@@ -234,7 +227,7 @@ def _compressed(config: Any, work: Workload, network: Network) -> Cost:
         if numel:
             buckets.append(bucket._replace(ready_s=ready_s))
     if rest:  # after the backward pass
-        dense = _Sent().with_dense(4 * rest, sources.ranks)
+        dense = _with_dense(Messages((), 0), 4 * rest, sources.ranks)
         inside = _inside(node, 4 * rest, 4 * rest)
         buckets.append(_bucket(work.step_s, 0.0, dense, inside, sources))
     # sums after the first need those of all, and leave together
@@ -264,16 +257,17 @@ def _inside(node: Network | None, nbytes: int, passed_on: float) -> tuple[float,
 
 
 def _bucket(
-    ready_s: float, encode_s: float, sent: _Sent, inside: tuple[float, float], sources: Network
+    ready_s: float, encode_s: float, sent: Messages, inside: tuple[float, float], sources: Network
 ) -> _Bucket:
     """Return the cost of messages, and of their first sum, with seconds and bytes in a node."""
-    begun, (inside_s, inside_bytes) = replace(sent, sums=sent.sums[:1]), inside
+    begun = sent._replace(sums=sent.sums[:1])
+    inside_s, inside_bytes = inside
     return _Bucket(
         ready_s,
         encode_s,
-        begun.seconds(sources) + inside_s,
-        sources.transfer_s(begun.by_rank(sources)) + inside_s,
-        sent.by_rank(sources) + inside_bytes,
+        _seconds(begun, sources) + inside_s,
+        sources.transfer_s(_by_rank(begun, sources)) + inside_s,
+        _by_rank(sent, sources) + inside_bytes,
     )
 
 
@@ -290,21 +284,21 @@ def _local(own: "LocalSGD", config: Any, work: Workload, network: Network) -> Co
     """Return the cost of local steps with one averaging, hidden by `delay` steps."""
     k, fragments, delay = own.k_steps, own.fragments, own.delay
     node, sources = _nodes(own.node_size or (1 if config is None else None), network)
-    sent = _Sent(sums=(4 * work.numel,))
+    sent = Messages((), 0, (4 * work.numel,))
     passes = _MEAN_PASSES
     kept = 1
     brief = 0
     if config is not None:
         sent, _, rest = _sent(config, work.shapes, sources.ranks)
-        sent = sent.with_dense(4 * rest, sources.ranks) if rest else sent
+        sent = _with_dense(sent, 4 * rest, sources.ranks) if rest else sent
         passes = config.passes
         kept = 2
         # entries are chosen from the whole change, and so is a sum made
         brief = 4 * work.numel if sent.sums or config.unsent_share(config.settled_step) else 0
-    wire_s = sent.seconds(sources, fragments, k / fragments * work.step_s)
-    nbytes = sent.by_rank(sources)
-    held = sent.received(sources.ranks) + brief
-    held += sent.row_bytes + sum(sent.sums)  # and its own message
+    wire_s = _seconds(sent, sources, fragments, k / fragments * work.step_s)
+    nbytes: float = _by_rank(sent, sources)
+    # with its own message once more
+    held = _received(sent, sources.ranks + 1) + sum(sent.sums) + brief
     if node is not None:  # the mean over a node, and what its first rank passes on
         whole = 4 * work.numel / fragments
         wire_s += node.all_reduce_s(whole) + node.broadcast_s(nbytes / fragments)

@@ -244,18 +244,17 @@ def plan(
     given = {"link": link, "up": up, "down": down, "latency": latency, "loss": loss}
     if probe is not None:
         _require_alone("probe", probe, params=params, matrix=matrix, **given)
-        measured = Probe.read(Path(probe))
-        network, work, lost = measured.network, measured.work, measured.loss
+        network, work, named, lost = Probe.read(Path(probe))
         if workers not in (None, network.ranks):
             raise ValueError(
                 f"workers={workers}, but probe={str(probe)!r} was measured with {network.ranks} "
                 "ranks; omit workers, or run the probe with as many ranks"
             )
-        if task is not None and (task != measured.task or step_seconds is not None):
+        if task is not None and (task != named or step_seconds is not None):
             work = _of_task(task, step_seconds, device, network.ranks)
         else:
             _require_alone("probe", probe, step_seconds=step_seconds, device=device)
-        task = task or measured.task
+        task = task or named
     else:
         network, lost, grouped = _assumed_network(workers, given, matrix, shard)
         if task is None:
@@ -336,7 +335,7 @@ def _offered(
             continue
         # on a sharded model dense is HSDP; changes are compressed shard by shard
         if shard > 1 and (
-            one.hook or not getattr(strategy.gradient_compression, "elementwise", True)
+            one.recipe.hook or not getattr(strategy.gradient_compression, "elementwise", True)
         ):
             continue
         yield one, network
@@ -390,7 +389,7 @@ def _assumed_network(
     link, up, down, latency, loss = given.values()
     delay = "0ms" if latency is None else latency
     share = "0%" if loss is None else loss
-    line = Link.of(link, up, down, delay, loss=share, at_most=_FASTEST_BIT_S)
+    line = Link.parse(link, delay, up=up, down=down, loss=share, at_most=_FASTEST_BIT_S)
     if matrix is None:
         bit_s = line.rate_bit_s or _UNLIMITED_BIT_S
         network = Network(bit_s, line.latency_s, workers or 2, down_bit_s=line.down_bit_s)
@@ -471,7 +470,7 @@ def _step_seconds(
     found = []
     for work in works:
         part = work.sharded(shard).by(one.recipe.optimizer)
-        mid = cost_of(one.strategy, one.hook, part, network).step_s
+        mid = cost_of(one.strategy, one.recipe.hook, part, network).step_s
         # compute within 10 %, the rest within 20 %
         doubt = _DOUBT * part.step_s + _DOUBT_ON_TOP * (mid - part.step_s)
         found.append((work.numel, (mid - doubt, mid, mid + doubt)))
@@ -500,11 +499,11 @@ def _row(
     optimizer = one.recipe.optimizer
     strategy = one.strategy
     part = work.sharded(shard).by(optimizer)
-    cost = cost_of(strategy, one.hook, part, network)
+    cost = cost_of(strategy, one.recipe.hook, part, network)
     memory = memory_of(cost, part, optimizer)
     brief = {key: memory[key] for key in BRIEF}
     size = work.numel + work.frozen
-    method = one.hook or one.recipe.name
+    method = one.recipe.hook or one.recipe.name
     lora = bool(work.frozen)
     gap = loss_gap(method, strategy, optimizer, size, network.ranks, adapters=lora)
     steps = steps_to_dense_loss(gap.mid, size)
@@ -524,7 +523,7 @@ def _row(
         not gap.unmeasured,
         seconds[1] / dense_s * steps if reaches else steps,
         seconds[2] / dense_s * most_steps,
-        None if one.hook else strategy.to_dict(),
+        None if one.recipe.hook else strategy.to_dict(),
         OPTIMIZERS.get(optimizer or ""),
         reaches,
         work.bytes_inside(optimizer, shard),
@@ -563,8 +562,7 @@ def _recommended(rows: Sequence[Row], groups: Mapping[int, Sequence[str]]) -> tu
     dense = next(row for row in rows if row.name == "dense")
     if best.time_at_worst * _WORTH > dense.time_at_worst:
         best = dense
-    unmeasured = best.loss_gap_source.partition(_UNMEASURED)[2]
-    beyond = f"{_UNMEASURED}{unmeasured}" if unmeasured else ""
+    beyond = "".join(best.loss_gap_source.partition(_UNMEASURED)[1:])
     if best is dense:
         return "dense", (
             f"use dense: its step of {dense.step_seconds[1]:.3g} s waits for the network "

@@ -7,11 +7,11 @@ from functools import cached_property
 from itertools import accumulate
 from math import ceil, isqrt, prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from thinwire._version import __version__
 from thinwire.tools.planning.network import FRAMES, Network
-from thinwire.tools.run.config import muon_flops, muon_seconds
+from thinwire.tools.run.config import muon_seconds
 
 Shape = tuple[int, ...]
 _FORWARD_SHARE = 1 / 3
@@ -58,8 +58,8 @@ class Workload:
     forward: float | None = None
     ready_s: Sequence[float] | None = None
     muon_s: float | None = None
-    muon_numel: int | None = None
-    muon_largest: int | None = None
+    muon_numel: int = 0
+    muon_largest: int = 0
     """Numbers of the largest matrix that Muon trains."""
     width: float = 4.0
     frozen: int = 0
@@ -70,18 +70,16 @@ class Workload:
         """Return the work of a transformer of `whole` parameters, of which `numel` change."""
         if frozen := whole - numel:  # AdamW trains adapters
             shapes = adapters(numel, whole)
-            return cls(numel, shapes, step_s, cuda, muon_numel=0, frozen=frozen)
+            return cls(numel, shapes, step_s, cuda, frozen=frozen)
         shapes = transformer(numel)
         hidden = [shape for shape in shapes[1:] if len(shape) > 1]
-        flops = sum(muon_flops(min(shape), max(shape), cuda=cuda) for shape in hidden)
-        muon_numel = sum(map(prod, hidden))
         return cls(
             numel,
             shapes,
             step_s,
             cuda,
-            muon_s=muon_seconds(flops, muon_numel, cuda=cuda, side=shapes[0][1]),
-            muon_numel=muon_numel,
+            muon_s=muon_seconds(hidden, cuda=cuda),
+            muon_numel=sum(map(prod, hidden)),
             muon_largest=max(map(prod, hidden), default=0),
         )
 
@@ -101,27 +99,25 @@ class Workload:
             return self
         shapes = tuple((ceil(s[0] / ranks), *s[1:]) if s else () for s in self.shapes)
         numel = sum(map(prod, shapes))
-        muon_numel = None if self.muon_numel is None else ceil(self.muon_numel / ranks)
         muon_s = None if self.muon_s is None else self.muon_s / ranks
         return replace(
             self,
             numel=numel,
             shapes=shapes,
-            muon_numel=muon_numel,
+            muon_numel=ceil(self.muon_numel / ranks),
             muon_s=muon_s,
             frozen=self.frozen // ranks,
         )
 
     def by_muon(self, optimizer: str | None) -> int:
-        """Return the number of parameters that Muon trains; all if unknown, 0 with others."""
-        muon_numel = self.numel if self.muon_numel is None else self.muon_numel
-        return muon_numel if optimizer == "muon" else 0
+        """Return the number of parameters that Muon trains; 0 with others."""
+        return self.muon_numel if optimizer == "muon" else 0
 
     @property
     def muon_at_once(self) -> int:
         """Numbers of the matrices that Muon updates at a time."""
-        largest = max(self.numels) if self.muon_largest is None else self.muon_largest
-        return max(largest, min(_MUON_BATCH, self.by_muon("muon"))) if self.cuda else largest
+        batch = min(_MUON_BATCH, self.muon_numel) if self.cuda else 0
+        return max(self.muon_largest, batch)
 
     def bytes_inside(self, optimizer: str | None, ranks: int) -> float:
         """Return the bytes that one of `ranks` that share the model sends the others in a step."""
@@ -173,8 +169,7 @@ FORMAT = 1
 _SMALL_BYTES = 256
 
 
-@dataclass(frozen=True)
-class Probe:
+class Probe(NamedTuple):
     """Network between ranks, work of the slowest rank, name of the task, and stated loss."""
 
     network: Network
@@ -247,6 +242,6 @@ def work_of(found: Mapping[str, Any]) -> Workload:
         found["ready_s"],
         found["muon_s"],
         found["muon_parameters"],
-        found.get("muon_largest"),
+        found.get("muon_largest", 0),
         found["gradient_bytes"] / found["parameters"],
     )

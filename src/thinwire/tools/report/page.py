@@ -3,10 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
-
-from thinwire._files import replace_file
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -116,14 +113,8 @@ class Column:
     """One measure: a text for each strategy, "-" if missing, and the indices of the best."""
 
     label: str
-    unit: str
     texts: tuple[str, ...]
     best: frozenset[int] = frozenset()
-
-    @property
-    def whole_label(self) -> str:
-        """The measure with its unit."""
-        return f"{self.label}, {self.unit}" if self.unit else self.label
 
 
 def page(template: str, **values: Any) -> str:
@@ -148,12 +139,6 @@ def templates(package: str, **filters: Callable[..., str]) -> "Environment":
     )
     environment.filters |= filters
     return environment
-
-
-def write_page(text: str, path: Path) -> None:
-    """Write a file atomically."""
-    # a file's name need not be text
-    replace_file(path, text.encode("utf-8", "backslashreplace"))
 
 
 def bytes_text(count: float) -> str:

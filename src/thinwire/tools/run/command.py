@@ -11,12 +11,10 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Annotated, Self, final
-
-from cyclopts import Parameter
+from typing import IO, Self, final
 
 from thinwire._launched import launched_rank
-from thinwire.tools.app import Count
+from thinwire.tools.app import Count, Flag
 from thinwire.tools.network.netns import Link, Network, network, why_unavailable
 from thinwire.tools.run.config import MOST_WORKERS, require_within
 from thinwire.tools.run.launch import end, environments, signal_group, start
@@ -154,7 +152,7 @@ def run(
     down: str | None = None,
     loss: str = "0%",
     congestion: str | None = None,
-    quiet: Annotated[bool, Parameter(negative="")] = False,
+    quiet: Flag = False,
 ) -> None:
     """Run your own Python script on several ranks over an emulated link.
 
@@ -182,7 +180,7 @@ def run(
             "WORLD_SIZE unset"
         )
     require_within("workers", workers, 1, MOST_WORKERS)
-    shape = Link.of(link, up, down, latency, loss=loss, congestion=congestion)
+    shape = Link.parse(link, latency, up=up, down=down, loss=loss, congestion=congestion)
     _require_script(script)
     misplaced = [word for word in script[1:] if word.partition("=")[0] in _OF_LINK]
     if misplaced and link is None and up is None:

@@ -16,8 +16,8 @@ from torch import nn
 from thinwire.checkpoint import random_state, set_random_state
 from thinwire.optim import Muon, muon_groups
 from thinwire.tools.run.built_in import ByteTransformer, LossFunction, Pair, loss_of, muon_shapes
-from thinwire.tools.run.config import ModelSize, muon_flops, muon_seconds
-from thinwire.tools.run.task import OwnTask, TaskError, called, device_of, made, own, run_alike
+from thinwire.tools.run.config import ModelSize, TaskError, muon_seconds
+from thinwire.tools.run.task import OwnTask, called, device_of, made, own, run_alike
 
 STEPS_S = 4.0
 """Seconds for a model's steps, half of them for Muon's; each is made at least once."""
@@ -32,8 +32,8 @@ def step_of_built_in(size: ModelSize, batch: int, device: str, most_s: float) ->
     target = run_alike(lambda: device_of(device, dist.get_rank()), None)
     model = ByteTransformer(size).to(target)
     inputs, targets = torch.randint(256, (2, batch, size.context)).to(target)
-    clock = _Clock(model, loss_of, (inputs, targets), target)
-    return _timed(None, clock, lambda: torch.optim.AdamW(model.parameters(), lr=_LR), most_s)
+    clock = _Clock(None, model, loss_of, (inputs, targets), target)
+    return _timed(clock, lambda: torch.optim.AdamW(model.parameters(), lr=_LR), most_s)
 
 
 def step_of_task(task: str, device: str, workers: int, most_s: float = STEPS_S) -> dict[str, Any]:
@@ -42,8 +42,8 @@ def step_of_task(task: str, device: str, workers: int, most_s: float = STEPS_S) 
     target = run_alike(lambda: device_of(device, rank), task)
     work = OwnTask(task, 0, rank, workers, target)
     make = work.make_optimizer or (lambda params: torch.optim.AdamW(params, lr=_LR))
-    clock = _Clock(work.model, work.loss_fn, work.first, target)
-    return _timed(task, clock, lambda: make(list(work.model.parameters())), most_s)
+    clock = _Clock(task, work.model, work.loss_fn, work.first, target)
+    return _timed(clock, lambda: make(list(work.model.parameters())), most_s)
 
 
 def step_of_task_here(
@@ -58,17 +58,13 @@ def step_of_task_here(
         model = made(task, 0).model
     if not _trained(model):
         raise TaskError(f"task={task!r}: its model has no parameter with requires_grad=True")
-    found = _described(model)
-    cuda = device == "cuda"
-    side = max((min(shape) for shape in found["shapes"] if len(shape) > 1), default=0)
-    numel, flops = found["muon_parameters"], found["muon_flops"]
     return {
-        **found,
+        **_described(model),
         "device": device,
         "forward_s": None,
         "step_s": float(step_s),
         "ready_s": None,
-        "muon_s": muon_seconds(flops, numel, cuda=cuda, side=side),
+        "muon_s": muon_seconds(muon_shapes(model), cuda=device == "cuda"),
     }
 
 
@@ -97,28 +93,23 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 def _described(model: nn.Module) -> dict[str, Any]:
     params = _trained(model)
     hidden = muon_shapes(model)
-    cuda = params[0].is_cuda if params else False
     return {
         "parameters": sum(p.numel() for p in params),
         "shapes": [list(p.shape) for p in params],
         "gradient_bytes": sum(p.nbytes for p in params),
         "muon_parameters": sum(shape.numel() for shape in hidden),
         "muon_largest": max((shape.numel() for shape in hidden), default=0),
-        "muon_flops": sum(muon_flops(min(s), max(s), cuda=cuda) for s in hidden),
     }
 
 
 def _timed(
-    task: str | None,
-    clock: "_Clock",
-    make_optimizer: Callable[[], torch.optim.Optimizer],
-    most_s: float,
+    clock: "_Clock", make_optimizer: Callable[[], torch.optim.Optimizer], most_s: float
 ) -> dict[str, Any]:
     params = _trained(clock.model)
     hooks = [p.register_post_accumulate_grad_hook(clock.mark) for p in params]  # type: ignore[no-untyped-call]
     dist.barrier()
     try:
-        runs = run_alike(lambda: _steps(task, clock, make_optimizer, most_s / 2), task)
+        runs = run_alike(lambda: _steps(clock, make_optimizer(), most_s / 2), clock.task)
     finally:
         for hook in hooks:
             hook.remove()
@@ -130,7 +121,7 @@ def _timed(
         "step_s": median(run["end"] for run in timed),
         **_described(clock.model),
         "ready_s": ready,
-        "muon_s": run_alike(lambda: _longer_by_muon(clock, timed, most_s / 2), task),
+        "muon_s": run_alike(lambda: _longer_by_muon(clock, timed, most_s / 2), clock.task),
     }
 
 
@@ -140,9 +131,8 @@ def _longer_by_muon(clock: "_Clock", timed: list[dict[str, Any]], most_s: float)
         optimizer = Muon(muon_groups(clock.model), lr=_LR)
     except (TypeError, ValueError):
         return None
-    found = _described(clock.model)
-    numel, flops = found["muon_parameters"], found["muon_flops"]
-    longer_s = muon_seconds(flops, numel, cuda=clock.cuda, flop_s=_flop_s(clock.device))
+    hidden = muon_shapes(clock.model)
+    longer_s = muon_seconds(hidden, cuda=clock.cuda, flop_s=_flop_s(clock.device))
     if (_UNTIMED_STEPS + 1) * (timed[-1]["end"] + longer_s) > most_s:
         return longer_s
     runs = [clock.step(optimizer) for _ in range(_UNTIMED_STEPS + 1)][-2:]
@@ -164,20 +154,16 @@ def _flop_s(device: torch.device) -> float:
 
 
 def _steps(
-    task: str | None,
-    clock: "_Clock",
-    make_optimizer: Callable[[], torch.optim.Optimizer],
-    most_s: float,
+    clock: "_Clock", optimizer: torch.optim.Optimizer, most_s: float
 ) -> list[dict[str, Any]]:
     runs: list[dict[str, Any]] = []
     begin_s = time.perf_counter()
-    optimizer = make_optimizer()
     last_s = 0.0
     while len(runs) < _UNTIMED_STEPS + _MOST_STEPS and (
         not runs or time.perf_counter() - begin_s + last_s < most_s
     ):
         problem = f"step {len(runs) + 1} raised "
-        runs.append(own(task, problem, lambda: clock.step(optimizer)))
+        runs.append(own(clock.task, problem, lambda: clock.step(optimizer)))
         last_s = runs[-1]["end"]
     return runs
 
@@ -186,6 +172,7 @@ def _steps(
 class _Clock:
     """Times of the events of a step; on a GPU, as its stream sees them."""
 
+    task: str | None
     model: nn.Module
     loss_fn: LossFunction
     batch: Pair

@@ -6,7 +6,7 @@ Made of the standard library alone: a bad name is refused before torch is import
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from dataclasses import field as with_default
 from pathlib import Path
@@ -14,6 +14,10 @@ from typing import Any, Literal, Self
 
 DEVICES = ("auto", "cpu", "cuda")
 MOST_WORKERS = 64
+
+
+class TaskError(ValueError):
+    """A user's task cannot be trained; the message says what to change."""
 
 
 def require_task(task: str) -> None:
@@ -164,21 +168,21 @@ class Recipe:
     code: str | None = None
     file: str | None = None
     optimizer: str | None = None
+    hook: str = ""
+    """Hook of torch, if it is one."""
 
     def document(self, ramp_steps: int) -> dict[str, Any] | None:
         """Content of the strategy file; None for torch's own hooks."""
         if self.field is None:
-            return dict(self.options["document"]) if "document" in self.options else None
-        if not self.field:
-            return {}
+            return None if self.hook else dict(self.options.get("document", {}))
         ramp = {self.ramp: ramp_steps} if self.ramp else {}
         return {self.field: {**self.options, **ramp}}
 
     def arguments(self, ramp_steps: int) -> dict[str, Any]:
         """Keyword arguments of the trainer."""
-        if self.field:
-            return {"document": self.document(ramp_steps), "field": self.field}
-        return dict(self.options)
+        if self.options:
+            return {"document": self.document(ramp_steps)}
+        return {"hook": self.hook}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +217,7 @@ class RunConfig(Training):
     held_out_file: str
     held_out_sequences: int
     interface: str | None
-    launched_unix_s: float
+    launched_unix_s: float = 0.0
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -252,7 +256,7 @@ _MUON_PASSES = 8
 """Passes over the numbers that Muon makes beside its products, above AdamW's."""
 
 
-def muon_flops(short: float, long: float, *, cuda: bool) -> float:
+def _muon_flops(short: float, long: float, *, cuda: bool) -> float:
     """Return the operations of Muon's five iterations for a matrix; see `newton_schulz`."""
     if cuda or 2 * long <= 3 * short:
         return 20 * short**2 * long + 10 * short**3
@@ -260,8 +264,12 @@ def muon_flops(short: float, long: float, *, cuda: bool) -> float:
 
 
 def muon_seconds(
-    flops: float, numel: int, *, cuda: bool, flop_s: float | None = None, side: float = 0
+    shapes: Iterable[Sequence[int]], *, cuda: bool, flop_s: float | None = None
 ) -> float:
-    """Return by how much an update by Muon is longer than by AdamW; most products are of `side`."""
-    faster = min(_MOST_FASTER, max(1.0, side / _SIDE)) if cuda else 1.0
-    return flops / (flop_s or faster * _FLOP_S[cuda]) + _MUON_PASSES * numel * PASS_S[cuda]
+    """Return by how much an update of these matrices by Muon is longer than by AdamW."""
+    sides = [(min(shape), max(shape)) for shape in shapes]
+    flops = sum(_muon_flops(*pair, cuda=cuda) for pair in sides)
+    largest = max((short for short, _ in sides), default=0)
+    faster = min(_MOST_FASTER, max(1.0, largest / _SIDE)) if cuda else 1.0
+    passes_s = _MUON_PASSES * sum(map(math.prod, sides)) * PASS_S[cuda]
+    return flops / (flop_s or faster * _FLOP_S[cuda]) + passes_s

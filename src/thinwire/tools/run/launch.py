@@ -22,7 +22,7 @@ from typing import IO, Any, final
 from thinwire.errors import ThinwireError
 from thinwire.tools.network import enter
 from thinwire.tools.network.netns import Network
-from thinwire.tools.run.config import Job
+from thinwire.tools.run.config import Job, TaskError
 
 Event = dict[str, Any]
 News = Generator[Event, None, None]
@@ -194,10 +194,6 @@ class WorkerError(ThinwireError):
     """A worker of the comparison failed, died or fell silent; all workers were ended."""
 
 
-class TaskRefused(ValueError):
-    """A user's task cannot be trained; all workers were ended."""
-
-
 def run_workers(job: Job, workers: int, network: Network | None, work: Path) -> News:
     """Run one job and yield rank 0's events as they come; the last one is the result."""
     work.mkdir(parents=True, exist_ok=True)
@@ -250,14 +246,11 @@ def _watch(workers: list["subprocess.Popen[bytes]"], timeout_s: float, work: Pat
 
 def failure_of(
     errors: Sequence[Mapping[str, Any]], statuses: Sequence[int | None], work: Path
-) -> WorkerError | TaskRefused:
-    """Return the error for the reports of the workers; see `explain`."""
-    refusals = [error["message"] for error in errors if error["kind"] == "TaskError"]
-    return TaskRefused(refusals[0]) if refusals else WorkerError(explain(errors, statuses, work))
-
-
-def explain(errors: Sequence[Mapping[str, Any]], statuses: Sequence[int | None], work: Path) -> str:
+) -> WorkerError | TaskError:
     """Return the cause of a failure, without its consequences on other ranks."""
+    refusals = [error["message"] for error in errors if error["kind"] == "TaskError"]
+    if refusals:
+        return TaskError(refusals[0])
     # a rank that dies after an error of its own died of that
     spoke = {error["rank"] for error in errors}
     silent = {rank: s for rank, s in enumerate(statuses) if s and rank not in spoke}
@@ -268,18 +261,16 @@ def explain(errors: Sequence[Mapping[str, Any]], statuses: Sequence[int | None],
         if status < 0
     ]
     if killed:
-        return "; ".join(killed)
-    if silent:
-        ended = "; ".join(f"worker {r} ended with status {s}" for r, s in silent.items())
-        return f"{ended}, without a result\n{_log_tail(work)}".rstrip()
-    if errors:
+        return WorkerError("; ".join(killed))
+    if errors and not silent:
         first = min(errors, key=lambda error: float(error["unix_s"]))
         lines = str(first["message"]).strip().splitlines() or [""]
         short = [line[:_LONGEST_LINE] for line in lines[:_MOST_LINES]]
-        return "\n  ".join(
-            [f"worker {first['rank']} failed: {first['kind']}: {short[0]}", *short[1:]]
-        )
-    return f"a worker ended without a result\n{_log_tail(work)}".rstrip()
+        head = f"worker {first['rank']} failed: {first['kind']}: {short[0]}"
+        return WorkerError("\n  ".join([head, *short[1:]]))
+    ended = "; ".join(f"worker {r} ended with status {s}" for r, s in silent.items())
+    text = f"{ended or 'a worker ended'}, without a result\n{_log_tail(work)}"
+    return WorkerError(text.rstrip())
 
 
 def _log_tail(work: Path) -> str:
@@ -293,12 +284,19 @@ def _log_tail(work: Path) -> str:
     return "\n".join(f"  {line}" for line in found[-_MOST_LINES:])
 
 
+def everyones(own: Any) -> list[Any]:
+    """Return a value of every rank."""
+    import torch.distributed as dist
+
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    return parts
+
+
 @contextlib.contextmanager
 def joined(shared: Mapping[str, Any], timeout_s: float) -> Iterator[None]:
     """Join the process group of all ranks; raise ValueError if their settings differ."""
     import torch.distributed as dist
-
-    from thinwire.tools.run.task import everyones
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     try:
@@ -317,8 +315,6 @@ def joined(shared: Mapping[str, Any], timeout_s: float) -> Iterator[None]:
 
 def by_first(check: Callable[[], None]) -> None:
     """Run a check on rank 0; raise its ValueError on all ranks."""
-    from thinwire.tools.run.task import everyones
-
     problem = ""
     try:
         if int(os.environ["RANK"]) == 0:

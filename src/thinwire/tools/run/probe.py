@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from thinwire.layout.traffic import streams_between
 from thinwire.tools.doctor.machine import announced, setting
-from thinwire.tools.doctor.pairs import TOKEN_BYTES, Answering, Peer, round_trip_s
+from thinwire.tools.doctor.pairs import TOKEN_BYTES, Answering, Peer, round_trip
 from thinwire.tools.run.compute import STEPS_S, step_of_built_in, step_of_task
 from thinwire.tools.run.config import ModelSize
-from thinwire.tools.run.task import TaskError, everyones
+from thinwire.tools.run.launch import everyones
 
 _MOST_S, _PATIENCE_S = 10.0, 30.0
 _PAIRS_BYTES, _TOGETHER_BYTES, _LEAST_BYTES = 16 * 2**20, 15 * 2**20, 2**18
@@ -46,7 +46,7 @@ def probe(
             tell("all ranks at once")
             together = network.together()
     except OSError as error:
-        raise TaskError(f"rank {dist.get_rank()} cannot measure its lines: {error}") from error
+        raise OSError(f"rank {dist.get_rank()} cannot measure its lines: {error}") from error
     call = network.call()
     tell("a step of the model")
     left_s = min(STEPS_S, max(0.0, _MOST_S - (time.perf_counter() - begin_s)))
@@ -110,7 +110,7 @@ class _Network:
             if to is None:
                 continue
             with self.peers[to].connect() as connection:
-                latency_s = round_trip_s(connection) / 2
+                latency_s = round_trip(connection)[0] / 2
             self.latency_s = max(self.latency_s, latency_s)
             line: dict[str, Any] = {"bytes_s": None}
             if _FLIGHTS * latency_s <= share_s and share_bytes >= _LEAST_BYTES:

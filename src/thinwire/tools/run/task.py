@@ -18,16 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinwire.errors import ThinwireError
 from thinwire.task import Task
 from thinwire.tools.run.built_in import Digits, LossFunction, NextByte, Pair, seed_of
-from thinwire.tools.run.config import ConvolutionSize, RunConfig
+from thinwire.tools.run.config import ConvolutionSize, RunConfig, TaskError
+from thinwire.tools.run.launch import everyones
 
 R = TypeVar("R")
-
-
-class TaskError(ThinwireError, ValueError):
-    """A user's task cannot be trained; the message says what to change."""
 
 
 def work_of(config: RunConfig) -> "Workload":
@@ -56,13 +52,6 @@ def require_gpu() -> None:
     """Raise TaskError if torch finds no GPU."""
     if not torch.cuda.is_available():
         raise TaskError("device='cuda', but torch finds no GPU; use --device cpu, or omit it")
-
-
-def everyones(own: Any) -> list[Any]:
-    """Return a value of every rank."""
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, own)
-    return parts
 
 
 def own(word: str | None, problem: str, work: Callable[[], R]) -> R:

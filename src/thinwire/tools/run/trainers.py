@@ -124,7 +124,7 @@ class DDPTrainer:
         self.hook = hook
         self.steps = 0
         self.steady_from_step = 2  # DDP rebuilds its buckets after the first
-        self.settings: Mapping[str, Any] = {"shard": setup.shard}
+        self.settings: Mapping[str, Any] = {}
         if hook and setup.shard > 1:
             raise ValueError(
                 f"{hook} is a hook of DDP, which needs whole models, but shard={setup.shard}; omit "
@@ -148,7 +148,6 @@ class DDPTrainer:
             )
             ddp.register_comm_hook(self.state, powerSGD_hook.powerSGD_hook)
             self.steady_from_step = _DENSE_STEPS + 1
-            self.settings = {**self.settings, "rank": _RANK, "dense_steps": _DENSE_STEPS}
         return ddp
 
     def train_step(self, inputs: Any, targets: Any) -> Tensor:
@@ -179,17 +178,10 @@ class DDPTrainer:
 @final
 class Prepared:
     """The optimizer, or the one that LARS or LAMB takes over, under any strategy without a
-    pipeline; attributes as of `DDPTrainer`. Settings of `field` are reported by themselves.
+    pipeline; attributes as of `DDPTrainer`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        setup: Setup,
-        *,
-        document: Mapping[str, Any],
-        field: str | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, setup: Setup, *, document: Mapping[str, Any]) -> None:
         strategy = tw.DistributedStrategy.from_dict(document)
         mesh = setup.sharded(model, within=True)
         optimizer = _optimizer(model, strategy, setup)
@@ -213,10 +205,7 @@ class Prepared:
         self.drifting = local is not None and (local.fragments > 1 or local.delay > 0)
         taken_over = strategy.lars is not None or strategy.lamb is not None
         named = {"optimizer": type(self.optimizer).__name__} if taken_over else {}
-        shown = {**document} if field is None else {**document[field]}
-        for changes in (shown.pop("compression", None) or {}).values():
-            shown |= changes
-        self.settings: Mapping[str, Any] = {**named, **shown}
+        self.settings: Mapping[str, Any] = {**named, **document}
         self.agreed = True
         self.finish_s = 0.0
         self.step_s = {True: 0.0, False: 0.0}

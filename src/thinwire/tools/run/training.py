@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from thinwire.errors import Mismatch, NonFinite, ThinwireError
 from thinwire.tools.network.netns import interface_bytes
-from thinwire.tools.run.config import OPTIMIZERS, RunConfig
+from thinwire.tools.run.config import OPTIMIZERS, RunConfig, TaskError
 from thinwire.tools.run.launch import Events
-from thinwire.tools.run.task import TaskError, Workload, untouched, work_of
+from thinwire.tools.run.task import Workload, untouched, work_of
 from thinwire.tools.run.trainers import Setup, bare_step, build_trainer, gradient_bytes
 
 _WARM_UP_SHARE, _LAST_FACTOR = 0.1, 0.1
@@ -212,8 +212,8 @@ class TrainingRun:
         )
         self.peaks = self._peaks()
         self.step_s: list[float] = []
-        # bytes up to each step: by the library's count, and sent and received on the interface
-        self.bytes = [torch.zeros(3, dtype=torch.float64)]
+        # bytes sent up to each step: by the library's count, and by the interface's
+        self.bytes = [torch.zeros(2, dtype=torch.float64)]
         self.evaluations: list[dict[str, float]] = []
 
     @property
@@ -293,15 +293,14 @@ class TrainingRun:
         self.bytes[-1][0] = self.trainer.sent_bytes()
         self._count_kernel_bytes()
 
-    def _kernel_bytes(self) -> torch.Tensor:
-        """Return bytes (sent, received) of this rank's own interface; zeros without one."""
-        counts = interface_bytes(self.config.interface) if self.config.interface else (0, 0)
-        return torch.tensor(counts, dtype=torch.float64)
+    def _kernel_bytes(self) -> int:
+        """Return the bytes that this rank's own interface has sent; 0 without one."""
+        return interface_bytes(self.config.interface) if self.config.interface else 0
 
     def _count_kernel_bytes(self) -> None:
-        counts = self._kernel_bytes()
-        self.bytes[-1][1:] += counts - self.mark_bytes
-        self.mark_bytes = counts
+        count = self._kernel_bytes()
+        self.bytes[-1][1] += count - self.mark_bytes
+        self.mark_bytes = count
 
     def _evaluate(self) -> float:
         if self.step:
@@ -312,9 +311,8 @@ class TrainingRun:
                 f"the training diverged: held-out loss {loss} after {self.step} steps at a peak "
                 f"learning rate of {max(self.peaks):g}; lower it with --lr"
             )
-        library, kernel, _ = self.bytes[-1].tolist()
         point = {"step": self.step, "seconds": sum(self.step_s), "loss": loss}
-        self.evaluations.append({**point, "library_bytes": library, "kernel_bytes": kernel})
+        self.evaluations.append({**point, "library_bytes": float(self.bytes[-1][0])})
         if self.step:
             self.bare.measure(_BARE_STEPS_BETWEEN)
         self._start_clock()
@@ -322,8 +320,7 @@ class TrainingRun:
 
     def _result(self) -> dict[str, Any]:
         steady = max(0, min(self.trainer.steady_from_step, self.step - _FEWEST_STEADY_STEPS))
-        sent, kernel_sent, kernel_received = self._mean_bytes_per_step(steady)
-        measured = self.config.interface is not None
+        sent, kernel_sent = self._mean_bytes_per_step(steady)
         optimizer = OPTIMIZERS[self.setup.optimizer]
         if self.setup.make_optimizer is not None:
             optimizer = f"the task's {type(self.trainer.optimizer).__name__}"
@@ -338,13 +335,11 @@ class TrainingRun:
             "alike": self.work.alike,
             "steady_from_step": steady,
             "step_ms": [1e3 * s for s in self.step_s],
-            "bare_step_ms": [1e3 * s for s in self.bare.seconds],
             "median_step_ms": 1e3
             * median(_round_means(self.step_s[steady:], self.trainer.round_steps)),
             "median_bare_step_ms": 1e3 * median(self.bare.seconds),
             "library_bytes_per_step": sent,
-            "kernel_sent_bytes_per_step": kernel_sent if measured else None,
-            "kernel_received_bytes_per_step": kernel_received if measured else None,
+            "kernel_sent_bytes_per_step": kernel_sent if self.config.interface else None,
             "settings": {"lr": max(self.peaks), "optimizer": optimizer, **self.trainer.settings},
         }
 
