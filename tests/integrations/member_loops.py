@@ -240,8 +240,10 @@ def in_transformers(events: Events, address: str, founders: int) -> Ended:
         def on_evaluate(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
             events.evaluated.append(state.global_step)
 
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = adapted(events.rank)  # its imports take seconds, while a run would go on
     with events.run(address, founders) as members:
-        model = adapted(events.rank)
         trainer = member_trainer(members, events.folder, model, [Watch()])
         at_first = trainer.evaluate()["eval_loss"]
         trainer.train()

@@ -90,7 +90,7 @@ def alone(rank: int, size: int, address: str, arguments: dict[str, Any], folder:
         ({"load_best_model_at_end": True}, "choose among the checkpoints"),
         ({"metric_for_best_model": "loss"}, "choose among the checkpoints"),
         ({"eval_on_start": True}, "call evaluate"),
-        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "set another lr_scheduler_type"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "reduce_lr_on_plateau"),
         ({"train_sampling_strategy": "group_by_length"}, "set 'random'"),
         ({"join": {"keep_batch": True}}, "keep_batch=True"),
         (
