@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader
 import thinwire as tw
 from tests.integrations.frameworks import Text, gpt2, lightning_trainer, losses_of, student_of
 from tests.integrations.task import BATCH, Plan, adamw, task
-from tests.members.training import TIMEOUT_S, wait_for
+from tests.members.training import TIMEOUT_S, stop_for, wait_for
 
 STEPS, EVERY = 60, 12
 """Steps of a run, and how many lie between two evaluations and two checkpoints."""
@@ -42,31 +43,47 @@ class Events:
     """Member that leaves at step 30."""
     joins: int | None = None
     """Process that joins a run of the others."""
+    loads: bool = False
+    """Whether it has a checkpoint of them."""
+    away: int | None = None
+    """Process that is stopped at step 22, for longer than the time-out."""
+    strategy: tw.DistributedStrategy = STRATEGY
+    timeout_s: float = TIMEOUT_S
     members: Any = None
     entered: int = -1
     steps: list[int] = field(default_factory=list)
     evaluated: list[int] = field(default_factory=list)
 
-    def stepped(self, step: int) -> None:
-        """Called after each step of the run."""
+    def stepped(self, step: int, rate: float | None = None) -> None:
+        """Called after each step of the run, with the rate of the next one."""
         self.steps.append(step)
+        if rate is not None:
+            assert rate == pytest.approx(0.03 * (1 - step / STEPS))
         if step == 22 and self.members.rank == self.killed:
             os.kill(os.getpid(), signal.SIGKILL)
         if step == 30 and self.members.rank == self.leaves:
             self.members.leave()
-        if self.joins is not None and self.members.rank == 0:
+        if self.rank == self.away and step >= 22 and self.steps[-2] < 22:
+            stop_for(self.timeout_s + 3, self.folder / "coming")
+        if self.members.rank == 0 and {self.joins, self.away} != {None}:
             if step == 26:
                 (self.folder / "go").touch()
                 with tw.busy(60):
                     wait_for(str(self.folder / "coming"))
-            time.sleep(0.1)
+            time.sleep(0.1 * (step > 26))
+
+    @property
+    def start(self) -> str | None:
+        """The checkpoint that this process begins with."""
+        names = [*self.folder.glob("*step=24.ckpt"), self.folder / "checkpoint-24"]
+        return str(names[0]) if self.loads and self.rank == self.joins else None
 
     @contextmanager
     def run(self, address: str, founders: int) -> Iterator[Any]:
         if self.rank == self.joins:
             wait_for(str(self.folder / "go"))
             (self.folder / "coming").touch()
-        options = {"start_members": founders, "timeout": TIMEOUT_S}
+        options = {"start_members": founders, "timeout": self.timeout_s}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             warnings.filterwarnings("error", module="thinwire")
@@ -86,7 +103,6 @@ class Ended:
     evaluated: list[int]
     saved: bool
     losses: list[float] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
 
 
 class MemberLoop(Protocol):
@@ -121,7 +137,7 @@ def in_accelerate(events: Events, address: str, founders: int) -> Ended:
         model, data = task(events.rank)
         optimizer, loader = accelerator.prepare(adamw(model), shared(data, members))
         model = accelerator.prepare_model(model, evaluation_mode=True)
-        engine = STRATEGY.prepare(model, optimizer, members=members)
+        engine = events.strategy.prepare(model, optimizer, members=members)
         engine.follow_steps()
         done = False
         while not done:
@@ -149,37 +165,60 @@ def in_accelerate(events: Events, address: str, founders: int) -> Ended:
 
 
 def in_lightning(events: Events, address: str, founders: int) -> Ended:
-    from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-
-    from thinwire.integrations.lightning import ThinwireCallback
+    from lightning.pytorch.callbacks import Callback
 
     class Watch(Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            events.stepped(trainer.global_step)
+            events.stepped(trainer.global_step, trainer.optimizers[0].param_groups[0]["lr"])
 
         def on_validation_end(self, trainer: Any, *_: Any) -> None:
             events.evaluated.append(trainer.global_step)
 
     with events.run(address, founders) as members:
-        student, data = student_of(Plan("localsgd", seed=events.rank)), task()[1]
-        keep = ModelCheckpoint(
-            dirpath=events.folder, filename="{step}", every_n_train_steps=EVERY, save_top_k=-1
-        )
-        trainer = lightning_trainer(
-            [ThinwireCallback(STRATEGY, members=members), Watch(), keep],
-            events.folder,
-            "auto",
-            devices=1,
-            max_epochs=None,
-            max_steps=STEPS,
-            val_check_interval=EVERY,
-            check_val_every_n_epoch=None,
-            num_sanity_val_steps=0,
-            enable_checkpointing=True,
-        )
-        trainer.fit(student, shared(data, members), DataLoader(data, 2 * BATCH))
+        student = student_of(Plan("localsgd", falling, seed=events.rank))
+        trainer, fit = member_fit(members, events.folder, student, [Watch()], events.strategy)
+        fit(events.start)
         trainer.save_checkpoint(events.folder / f"final {events.rank}")
     return ended(events, student.net, START, held_out_loss(student.net), losses=student.losses)
+
+
+def falling(model: nn.Module) -> Any:
+    """AdamW, whose rate falls with the steps."""
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.03)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def member_fit(
+    members: Any,
+    folder: Path,
+    student: Any = None,
+    callbacks: Any = (),
+    strategy: Any = STRATEGY,
+    **arguments: Any,
+) -> tuple[Any, Callable[[str | None], None]]:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from thinwire.integrations.lightning import ThinwireCallback
+
+    data, student = task()[1], student or student_of(Plan("localsgd"))
+    keep = ModelCheckpoint(
+        dirpath=folder, filename="{step}", every_n_train_steps=EVERY, save_top_k=-1
+    )
+    settings = {
+        "strategy": "auto",
+        "devices": 1,
+        "max_epochs": None,
+        "max_steps": STEPS,
+        "val_check_interval": EVERY,
+        "check_val_every_n_epoch": None,
+        "num_sanity_val_steps": 0,
+        "enable_checkpointing": True,
+    }
+    ours = ThinwireCallback(strategy, members=members)
+    trainer = lightning_trainer([ours, *callbacks, keep], folder, **settings | arguments)
+    loaders = shared(data, members), DataLoader(data, 2 * BATCH)
+    return trainer, lambda start: trainer.fit(student, *loaders, ckpt_path=start)
 
 
 def adapted(rank: int) -> Any:
@@ -233,9 +272,9 @@ def in_transformers(events: Events, address: str, founders: int) -> Ended:
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
             self.before = events.members.step
 
-        def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        def on_step_begin(self, args: Any, state: Any, *_: Any, **given: Any) -> None:
             if state.global_step:
-                events.stepped(state.global_step)
+                events.stepped(state.global_step, given["lr_scheduler"].get_last_lr()[0])
 
         def on_evaluate(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
             events.evaluated.append(state.global_step)
@@ -244,15 +283,15 @@ def in_transformers(events: Events, address: str, founders: int) -> Ended:
         warnings.simplefilter("ignore")
         model = adapted(events.rank)  # its imports take seconds, while a run would go on
     with events.run(address, founders) as members:
-        trainer = member_trainer(members, events.folder, model, [Watch()])
+        given = {"strategy": events.strategy}
+        trainer = member_trainer(members, events.folder, model, [Watch()], **given)
         at_first = trainer.evaluate()["eval_loss"]
-        trainer.train()
+        trainer.train(resume_from_checkpoint=events.start)
         trainer.save_model(events.folder / f"final {events.rank}")
-        rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
     evaluated = [step for step in events.evaluated if step]
     loss = trainer.evaluate()["eval_loss"]
     events.evaluated[:] = evaluated
-    return ended(events, model, at_first, loss, losses=losses_of(trainer), rates=rates)
+    return ended(events, model, at_first, loss, losses=losses_of(trainer))
 
 
 LOOPS: dict[str, Callable[[Events, str, int], Ended]] = {

@@ -20,6 +20,7 @@ from tests.integrations.packages import needs
 from tests.integrations.task import equal
 from tests.members.places import meeting_place
 from tests.ranks import Lost, Pool
+from tests.waiting import time_out
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(240)]
 FRAMEWORKS = [pytest.param(name, marks=needs(name)) for name in LOOPS]
@@ -75,6 +76,38 @@ def test_one_leaves_and_the_others_train_on(ranks: Pool, tmp_path: Path, framewo
     assert left.evaluated == [*range(EVERY, 30, EVERY)] and not left.saved
     assert sorted([first.saved, second.saved]) == [False, True]
     assert sorted([*first.evaluated, *second.evaluated]) == [*range(3 * EVERY, STEPS + 1, EVERY)]
+
+
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+    "late, and one is away": (3, {"away": 1, "timeout_s": time_out(2.0)}),
+    "parts, and a joiner has a checkpoint": (2, {"joins": 2, "loads": True}),
+}
+CONFIGS = {
+    "late": tw.LocalSGD(4, begin_step=0, delay=2),
+    "parts": tw.LocalSGD(4, begin_step=0, fragments=2, compression=tw.Quantized(4)),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_members_end_alike(ranks: Pool, tmp_path: Path, framework: str, name: str) -> None:
+    founders, events = RUNS[name]
+    strategy = tw.DistributedStrategy(localsgd=CONFIGS[name.partition(",")[0]])
+    found = trained(ranks, framework, tmp_path / "run", 3, founders, strategy=strategy, **events)
+    assert all(isinstance(one, Ended) for one in found), found
+    late = found[events.get("away", 2)]
+    for one in found:
+        assert equal(one.parameters, found[0].parameters)
+        assert one.steps == sorted({*one.steps}) and one.steps[-1] <= STEPS
+        assert one.held_out < one.at_first
+    assert [one.saved for one in found].count(True) == 1
+    if "away" in events:
+        jumps = [b - a for a, b in zip(late.steps, late.steps[1:], strict=False)]
+        assert sum(jump > 1 for jump in jumps) == 1
+    else:
+        assert 26 < late.steps[0] < STEPS
+    evaluated = sorted(step for one in found for step in one.evaluated)
+    assert evaluated == [*range(EVERY, STEPS + 1, EVERY)]
 
 
 def alone(rank: int, size: int, address: str, arguments: dict[str, Any], folder: Path) -> None:
