@@ -15,20 +15,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
 
 import thinwire as tw
-from tests.integrations.frameworks import Text, gpt2, lightning_trainer, losses_of, student_of
-from tests.integrations.task import BATCH, Plan, adamw, task
+from tests.integrations.frameworks import losses_of
+from tests.integrations.member_trainers import (
+    EVERY,
+    STEPS,
+    STRATEGY,
+    adapted,
+    of_lightning,
+    of_transformers,
+    shared,
+)
+from tests.integrations.task import adamw, task
 from tests.members.training import TIMEOUT_S, stop_for, wait_for
 
-STEPS, EVERY = 60, 12
-"""Steps of a run, and how many lie between two evaluations and two checkpoints."""
 START = math.log(4)
 """Loss of a classifier of `task` that knows nothing."""
-STRATEGY = tw.DistributedStrategy(
-    localsgd=tw.LocalSGD(4, begin_step=0, compression=tw.Quantized(4))
-)
 
 
 @dataclass
@@ -73,6 +76,12 @@ class Events:
             time.sleep(0.1 * (step > 26))
 
     @property
+    def given(self) -> dict[str, Any]:
+        """What the Trainer of this member is made with."""
+        watched = {"stepped": self.stepped, "evaluated": self.evaluated.append}
+        return {"strategy": self.strategy, **watched}
+
+    @property
     def start(self) -> str | None:
         """The checkpoint that this process begins with."""
         names = [*self.folder.glob("*step=24.ckpt"), self.folder / "checkpoint-24"]
@@ -84,11 +93,17 @@ class Events:
             wait_for(str(self.folder / "go"))
             (self.folder / "coming").touch()
         options = {"start_members": founders, "timeout": self.timeout_s}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            warnings.filterwarnings("error", module="thinwire")
-            with tw.join(address, run="test", **options) as self.members:
-                yield self.members
+        with own_warnings(), tw.join(address, run="test", **options) as self.members:
+            yield self.members
+
+
+@contextmanager
+def own_warnings() -> Iterator[None]:
+    """Those of the frameworks are not ours to mend."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", module="thinwire")
+        yield
 
 
 @dataclass
@@ -116,10 +131,6 @@ def ended(events: Events, model: nn.Module, at_first: float, held_out: float, **
     saved = (events.folder / f"final {events.rank}").exists()
     found = parameters, at_first, held_out, events.steps[0], events.steps, events.evaluated, saved
     return Ended(*found, **more)
-
-
-def shared(data: Any, members: Any) -> Any:
-    return DataLoader(data, BATCH, sampler=tw.ShardedSampler(data, members=members))
 
 
 @torch.no_grad()
@@ -165,133 +176,26 @@ def in_accelerate(events: Events, address: str, founders: int) -> Ended:
 
 
 def in_lightning(events: Events, address: str, founders: int) -> Ended:
-    from lightning.pytorch.callbacks import Callback
-
-    class Watch(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            events.stepped(trainer.global_step, trainer.optimizers[0].param_groups[0]["lr"])
-
-        def on_validation_end(self, trainer: Any, *_: Any) -> None:
-            events.evaluated.append(trainer.global_step)
-
     with events.run(address, founders) as members:
-        student = student_of(Plan("localsgd", falling, seed=events.rank))
-        trainer, fit = member_fit(members, events.folder, student, [Watch()], events.strategy)
-        fit(events.start)
-        trainer.save_checkpoint(events.folder / f"final {events.rank}")
+        made = of_lightning(members, events.folder, events.rank, **events.given)
+        made.train(events.start)
+        made.trainer.save_checkpoint(events.folder / f"final {events.rank}")
+    student: Any = made.model
     return ended(events, student.net, START, held_out_loss(student.net), losses=student.losses)
 
 
-def falling(model: nn.Module) -> Any:
-    """AdamW, whose rate falls with the steps."""
-    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.03)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def member_fit(
-    members: Any,
-    folder: Path,
-    student: Any = None,
-    callbacks: Any = (),
-    strategy: Any = STRATEGY,
-    **arguments: Any,
-) -> tuple[Any, Callable[[str | None], None]]:
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    from thinwire.integrations.lightning import ThinwireCallback
-
-    data, student = task()[1], student or student_of(Plan("localsgd"))
-    keep = ModelCheckpoint(
-        dirpath=folder, filename="{step}", every_n_train_steps=EVERY, save_top_k=-1
-    )
-    settings = {
-        "strategy": "auto",
-        "devices": 1,
-        "max_epochs": None,
-        "max_steps": STEPS,
-        "val_check_interval": EVERY,
-        "check_val_every_n_epoch": None,
-        "num_sanity_val_steps": 0,
-        "enable_checkpointing": True,
-    }
-    ours = ThinwireCallback(strategy, members=members)
-    trainer = lightning_trainer([ours, *callbacks, keep], folder, **settings | arguments)
-    loaders = shared(data, members), DataLoader(data, 2 * BATCH)
-    return trainer, lambda start: trainer.fit(student, *loaders, ckpt_path=start)
-
-
-def adapted(rank: int) -> Any:
-    """LoRA of PEFT: the same base everywhere, and other adapters than those of the run."""
-    from peft import LoraConfig, get_peft_model
-
-    model = gpt2()
-    torch.manual_seed(rank)
-    return get_peft_model(model, LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
-
-
-def member_trainer(
-    members: Any, folder: Path, model: Any = None, callbacks: Any = (), **arguments: Any
-) -> Any:
-    from transformers import Trainer, TrainingArguments
-    from transformers.utils import logging
-
-    from thinwire.integrations.transformers import ThinwireCallback
-
-    logging.set_verbosity_error()
-    settings = {
-        "output_dir": str(folder),
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 0.03,
-        "lr_scheduler_type": "linear",
-        "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": EVERY,
-        "save_strategy": "steps",
-        "save_steps": EVERY,
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-    }
-    ours = ThinwireCallback(arguments.pop("strategy", STRATEGY), members=members)
-    return Trainer(
-        gpt2() if model is None else model,
-        TrainingArguments(**settings | arguments),
-        train_dataset=Text(),
-        eval_dataset=Text(first=400, pieces=16),
-        callbacks=[ours, *callbacks],
-    )
-
-
 def in_transformers(events: Events, address: str, founders: int) -> Ended:
-    from transformers import TrainerCallback
-
-    class Watch(TrainerCallback):
-        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-            self.before = events.members.step
-
-        def on_step_begin(self, args: Any, state: Any, *_: Any, **given: Any) -> None:
-            if state.global_step:
-                events.stepped(state.global_step, given["lr_scheduler"].get_last_lr()[0])
-
-        def on_evaluate(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-            events.evaluated.append(state.global_step)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with own_warnings():
         model = adapted(events.rank)  # its imports take seconds, while a run would go on
     with events.run(address, founders) as members:
-        given = {"strategy": events.strategy}
-        trainer = member_trainer(members, events.folder, model, [Watch()], **given)
-        at_first = trainer.evaluate()["eval_loss"]
-        trainer.train(resume_from_checkpoint=events.start)
-        trainer.save_model(events.folder / f"final {events.rank}")
-    evaluated = [step for step in events.evaluated if step]
-    loss = trainer.evaluate()["eval_loss"]
-    events.evaluated[:] = evaluated
-    return ended(events, model, at_first, loss, losses=losses_of(trainer))
+        made = of_transformers(members, events.folder, model=model, **events.given)
+        at_first = made.trainer.evaluate()["eval_loss"]
+        made.train(events.start)
+        made.trainer.save_model(events.folder / f"final {events.rank}")
+    found = list(events.evaluated)
+    loss = made.trainer.evaluate()["eval_loss"]
+    events.evaluated[:] = found
+    return ended(events, model, at_first, loss, losses=losses_of(made.trainer))
 
 
 LOOPS: dict[str, Callable[[Events, str, int], Ended]] = {
