@@ -128,8 +128,12 @@ class _PerRankCallback(Callback):
             for i, state in enumerate(self._states):
                 state.remove(Path(filepath).parent, _name(filepath, i))
 
-        saving = {"save_checkpoint": save_checkpoint, "remove_checkpoint": remove_checkpoint}
-        change_(self._saving, strategy, **saving)
+        change_(
+            self._saving,
+            strategy,
+            save_checkpoint=save_checkpoint,
+            remove_checkpoint=remove_checkpoint,
+        )
         change_(self._saving, trainer, save_checkpoint=save_equal)
 
     def _alone(self) -> AbstractContextManager[None]:

@@ -72,6 +72,16 @@ class _BesideCheckpoint:
             )
         return Path(self.folder)
 
+    def _entries(self, state_dict: Mapping[str, Any], **kinds: Any) -> list[Any]:
+        """Return entries of a state that this class saved, of these kinds."""
+        found = [state_dict.get(name) for name in kinds]
+        if not all(map(isinstance, found, kinds.values())):
+            raise ValueError(
+                f"state_dict must hold {' and '.join(kinds)}, got the keys {sorted(state_dict)}: "
+                f"pass the result of {type(self).__name__}.state_dict()"
+            )
+        return found
+
 
 _taken: "weakref.WeakKeyDictionary[Any, set[str]]" = weakref.WeakKeyDictionary()
 """Names in use, by accelerator."""
@@ -132,15 +142,9 @@ class PerRankState(_BesideCheckpoint):
         """
         folder = self._parent()
         group = self._group
-        state: Any
-        try:
-            state = self._stateful.state_dict()
-        except Exception as error:  # reported to the others, which wait for this rank
-            state = error
 
         def write() -> str:
-            if isinstance(state, Exception):
-                raise state
+            state = self._stateful.state_dict()
             file = self._file(folder, self.name, group.rank)
             # until the framework has written its own file, that one belongs to the previous state
             if file.exists() and self._in_use != _before(file):
@@ -164,12 +168,7 @@ class PerRankState(_BesideCheckpoint):
                 saved states differ in more than floating-point tensors. Raised on all ranks;
                 nothing has changed.
         """
-        sums, name = state_dict.get("sha256"), state_dict.get("name")
-        if not isinstance(sums, Sequence) or not sums or not isinstance(name, str):
-            raise ValueError(
-                "state_dict must hold the name and the checksums of the ranks' files, got the "
-                f"keys {sorted(state_dict)}: pass the result of PerRankState.state_dict()"
-            )
+        sums, name = self._entries(state_dict, sha256=Sequence, name=str)
         folder = self._parent()
         group = self._group
         own = list[Any]()
@@ -271,12 +270,7 @@ class EngineState(_BesideCheckpoint):
             CheckpointError: As `engine.load`; `CheckpointMismatch` where the folder has only
                 checkpoints of other steps than the framework's.
         """
-        name, step = state_dict.get("name"), state_dict.get("step")
-        if not isinstance(name, str) or not isinstance(step, int):
-            raise ValueError(
-                "state_dict must hold the name of the engine's folder and a step, got the keys "
-                f"{sorted(state_dict)}: pass the result of EngineState.state_dict()"
-            )
+        name, step = self._entries(state_dict, name=str, step=int)
         self._engine.load(self._parent() / Path(name).name, step=step)
 
     def remove(self, folder: str | Path, name: str) -> None:

@@ -32,7 +32,6 @@ from thinwire.integrations.per_rank import (
     run_ends,
 )
 from thinwire.local.model import bare_optimizer
-from thinwire.local.updates import LocalUpdates
 from thinwire.logs import PREFIX, log_stats
 from thinwire.members.members import Member, Members, member_of
 from thinwire.sampler import ShardedSampler
@@ -149,9 +148,9 @@ class ThinwireCallback(TrainerCallback):
     ) -> None:
         """Prepare the engine without DDP's averaging, and resume from the loaded checkpoint."""
         self._undo.close()  # DDP has been made
-        model, wrapper = kwargs["model"], kwargs["optimizer"]
+        members, model, wrapper = self._members, kwargs["model"], kwargs["optimizer"]
         _require_arguments(args, state, wrapper)
-        if (member := member_of(self._members)) is not None:
+        if (member := member_of(members)) is not None:
             _require_member_arguments(args, member, self._strategy)
             self._share_samples(args, state, kwargs["train_dataloader"])
         optimizer: Any = bare_optimizer(wrapper)
@@ -165,7 +164,7 @@ class ThinwireCallback(TrainerCallback):
                 *(model, optimizer),
                 grad_clip=clip,
                 find_unused_parameters=bool(args.ddp_find_unused_parameters),
-                members=self._members,
+                members=members,
             )
         except StrategyError as error:
             if clip is None:
@@ -174,33 +173,36 @@ class ThinwireCallback(TrainerCallback):
                 f"{error}. Inside the Trainer grad_clip is max_grad_norm={args.max_grad_norm} of "
                 "TrainingArguments: 0 turns it off"
             ) from error.__cause__
-        self._undo.callback(self.engine.close)
+        undo = self._undo
+        undo.callback(self.engine.close)
+        undo.callback(self._alone.close)
         if self._publish is not None:
             self.engine.publish(**self._publish)
         for ddp in living(DistributedDataParallel):
             if ddp.module is model:
-                self._undo.enter_context(ddp.no_sync())
+                undo.enter_context(ddp.no_sync())
         trainer = _trainer_in(state)
-        if (sync := self.engine.sync) is not None:
-            step = partial(self._observe, sync, trainer, trainer.training_step)
-            change_(self._undo, trainer, training_step=step)
+        change_(undo, self, _trainer=trainer)
+        if self.engine.sync is not None:
+            change_(undo, trainer, training_step=partial(self._observe, trainer.training_step))
         self.engine.follow_steps()
         self._log_numbers_in(trainer)
         # after those that ask for evaluations, or put other weights into the model
         handler = trainer.callback_handler
         callbacks = sorted(handler.callbacks, key=lambda callback: callback is self)
-        change_(self._undo, handler, callbacks=callbacks)
+        change_(undo, handler, callbacks=callbacks)
         # the engine clips, after the exchange
-        measure = trainer.accelerator.clip_grad_norm_
-        norm = {"clip_grad_norm_": lambda parameters, *_: measure(parameters, math.inf)}
-        change_(self._undo, trainer.accelerator, **norm)
-        self._undo.callback(self._alone.close)
+        clip_ = trainer.accelerator.clip_grad_norm_
+        change_(
+            undo,
+            trainer.accelerator,
+            clip_grad_norm_=lambda parameters, *_: clip_(parameters, math.inf),
+        )
         self._ended = False
-        if resumed and not (self._members is not None and self._members.step):
+        if resumed and not (members and members.step):  # else they have sent the state
             self._resume(_folder(args, state), state, loaded)
-        if self._members is not None:
-            change_(self._undo, self, _trainer=trainer)
-            self._continue(self._members, state, kwargs["lr_scheduler"])
+        if members is not None:
+            self._continue(members, state, kwargs["lr_scheduler"])
 
     def _log_numbers_in(self, trainer: Trainer) -> None:
         """Add the numbers of the engine to the Trainer's logs of the training loss."""
@@ -234,9 +236,11 @@ class ThinwireCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Write the state of all ranks into the checkpoint."""
         if not args.save_only_model:
-            extra = {"step": state.global_step, "parameters": _checksum(kwargs["model"])}
-            if self._sampler is not None:
-                extra["sampler"] = self._sampler
+            extra = {
+                "step": state.global_step,
+                "parameters": _checksum(kwargs["model"]),
+                "sampler": self._sampler,
+            }
             self.engine.save(_folder(args, state), extra=extra, keep=1)
 
     def on_train_end(
@@ -328,12 +332,11 @@ class ThinwireCallback(TrainerCallback):
 
         on_all_ranks(group, "comparing the checkpoint with that of the Trainer", is_the_same)
 
-    def _observe(
-        self, sync: LocalUpdates, trainer: Any, step: Any, *args: Any, **given: Any
-    ) -> Any:
+    def _observe(self, step: Any, *args: Any, **kwargs: Any) -> Any:
         """Train a microstep and observe its loss, of which the Trainer has taken a part."""
-        loss = step(*args, **given)
-        sync.observe(loss * trainer.current_gradient_accumulation_steps)
+        loss = step(*args, **kwargs)
+        sync: Any = self.engine.sync
+        sync.observe(loss * self._trainer.current_gradient_accumulation_steps)
         return loss
 
 
