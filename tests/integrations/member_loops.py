@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -176,6 +177,8 @@ def in_accelerate(events: Events, address: str, founders: int) -> Ended:
 
 
 def in_lightning(events: Events, address: str, founders: int) -> Ended:
+    with own_warnings():
+        import_module("thinwire.integrations.lightning")  # seconds, while a run would go on
     with events.run(address, founders) as members:
         made = of_lightning(members, events.folder, events.rank, **events.given)
         made.train(events.start)
@@ -186,7 +189,8 @@ def in_lightning(events: Events, address: str, founders: int) -> Ended:
 
 def in_transformers(events: Events, address: str, founders: int) -> Ended:
     with own_warnings():
-        model = adapted(events.rank)  # its imports take seconds, while a run would go on
+        model = adapted(events.rank)  # whose imports take seconds
+        import_module("thinwire.integrations.transformers")
     with events.run(address, founders) as members:
         made = of_transformers(members, events.folder, model=model, **events.given)
         at_first = made.trainer.evaluate()["eval_loss"]

@@ -44,7 +44,7 @@ def test_one_dies_and_another_joins(ranks: Pool, tmp_path: Path, framework: str)
     [joiner] = found[3:]
     others = [one for one in found if isinstance(one, Ended)]
     assert [isinstance(one, Lost) for one in found].count(True) == 1
-    assert len(others) == 3, found
+    assert len(others) == 3, [getattr(one, "traceback", "") for one in found]
     for run in (calm, others):
         assert all(equal(run[0].parameters, one.parameters) for one in run)
         assert all(one.held_out == run[0].held_out for one in run)
