@@ -298,7 +298,9 @@ class ThinwireCallback(_PerRankCallback):
 
     Raises:
         StrategyError: At construction: the Trainer has its own argument for a field; the text names
-            it. At the start of the fit: an optimizer that does not go with the strategy.
+            it. At the start of the fit: an optimizer that does not go with the strategy, or
+            settings of the Trainer that do not go with members.
+        Mismatch: At the start of the fit: `max_steps` differs between members.
         ValueError: At the start of the fit: as `LocalAveraging`.
     """
 

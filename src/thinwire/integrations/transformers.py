@@ -82,6 +82,7 @@ class ThinwireCallback(TrainerCallback):
     `epoch` counts the passes of all members over the data, of which `ShardedSampler` gives this
     one a part. The first member is process 0: it evaluates and saves, after the averaging at or
     after the step that asks for it, while the others wait. If it is lost the next one does.
+    `trainer.args` is then a copy of your arguments, whose process index is the member's rank.
 
     Example::
 
@@ -99,6 +100,7 @@ class ThinwireCallback(TrainerCallback):
         StrategyError: At construction: the Trainer has its own argument for a field; the text names
             it. When training begins: arguments of the Trainer, or an optimizer, that do not go with
             the strategy.
+        Mismatch: When training begins: `max_steps` differs between members.
         CheckpointError: When training begins: the checkpoint to resume from has no state of this
             strategy.
     """
