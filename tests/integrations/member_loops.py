@@ -8,26 +8,31 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
 
 import thinwire as tw
-from tests.integrations.frameworks import Text, gpt2, lightning_trainer, losses_of, student_of
-from tests.integrations.task import BATCH, Plan, adamw, task
-from tests.members.training import TIMEOUT_S, wait_for
+from tests.integrations.frameworks import losses_of
+from tests.integrations.member_trainers import (
+    EVERY,
+    STEPS,
+    STRATEGY,
+    adapted,
+    of_lightning,
+    of_transformers,
+    shared,
+)
+from tests.integrations.task import adamw, task
+from tests.members.training import TIMEOUT_S, stop_for, wait_for
 
-STEPS, EVERY = 60, 12
-"""Steps of a run, and how many lie between two evaluations and two checkpoints."""
 START = math.log(4)
 """Loss of a classifier of `task` that knows nothing."""
-STRATEGY = tw.DistributedStrategy(
-    localsgd=tw.LocalSGD(4, begin_step=0, compression=tw.Quantized(4))
-)
 
 
 @dataclass
@@ -42,36 +47,64 @@ class Events:
     """Member that leaves at step 30."""
     joins: int | None = None
     """Process that joins a run of the others."""
+    loads: bool = False
+    """Whether it has a checkpoint of them."""
+    away: int | None = None
+    """Process that is stopped at step 22, for longer than the time-out."""
+    strategy: tw.DistributedStrategy = STRATEGY
+    timeout_s: float = TIMEOUT_S
     members: Any = None
     entered: int = -1
     steps: list[int] = field(default_factory=list)
     evaluated: list[int] = field(default_factory=list)
 
-    def stepped(self, step: int) -> None:
-        """Called after each step of the run."""
+    def stepped(self, step: int, rate: float | None = None) -> None:
+        """Called after each step of the run, with the rate of the next one."""
         self.steps.append(step)
+        if rate is not None:
+            assert rate == pytest.approx(0.03 * (1 - step / STEPS))
         if step == 22 and self.members.rank == self.killed:
             os.kill(os.getpid(), signal.SIGKILL)
         if step == 30 and self.members.rank == self.leaves:
             self.members.leave()
-        if self.joins is not None and self.members.rank == 0:
+        if self.rank == self.away and step >= 22 and self.steps[-2] < 22:
+            stop_for(self.timeout_s + 3, self.folder / "coming")
+        if self.members.rank == 0 and {self.joins, self.away} != {None}:
             if step == 26:
                 (self.folder / "go").touch()
                 with tw.busy(60):
                     wait_for(str(self.folder / "coming"))
-            time.sleep(0.1)
+            time.sleep(0.1 * (step > 26))
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What the Trainer of this member is made with."""
+        watched = {"stepped": self.stepped, "evaluated": self.evaluated.append}
+        return {"strategy": self.strategy, **watched}
+
+    @property
+    def start(self) -> str | None:
+        """The checkpoint that this process begins with."""
+        names = [*self.folder.glob("*step=24.ckpt"), self.folder / "checkpoint-24"]
+        return str(names[0]) if self.loads and self.rank == self.joins else None
 
     @contextmanager
     def run(self, address: str, founders: int) -> Iterator[Any]:
         if self.rank == self.joins:
             wait_for(str(self.folder / "go"))
             (self.folder / "coming").touch()
-        options = {"start_members": founders, "timeout": TIMEOUT_S}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            warnings.filterwarnings("error", module="thinwire")
-            with tw.join(address, run="test", **options) as self.members:
-                yield self.members
+        options = {"start_members": founders, "timeout": self.timeout_s}
+        with own_warnings(), tw.join(address, run="test", **options) as self.members:
+            yield self.members
+
+
+@contextmanager
+def own_warnings() -> Iterator[None]:
+    """Those of the frameworks are not ours to mend."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", module="thinwire")
+        yield
 
 
 @dataclass
@@ -86,7 +119,6 @@ class Ended:
     evaluated: list[int]
     saved: bool
     losses: list[float] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
 
 
 class MemberLoop(Protocol):
@@ -100,10 +132,6 @@ def ended(events: Events, model: nn.Module, at_first: float, held_out: float, **
     saved = (events.folder / f"final {events.rank}").exists()
     found = parameters, at_first, held_out, events.steps[0], events.steps, events.evaluated, saved
     return Ended(*found, **more)
-
-
-def shared(data: Any, members: Any) -> Any:
-    return DataLoader(data, BATCH, sampler=tw.ShardedSampler(data, members=members))
 
 
 @torch.no_grad()
@@ -121,7 +149,7 @@ def in_accelerate(events: Events, address: str, founders: int) -> Ended:
         model, data = task(events.rank)
         optimizer, loader = accelerator.prepare(adamw(model), shared(data, members))
         model = accelerator.prepare_model(model, evaluation_mode=True)
-        engine = STRATEGY.prepare(model, optimizer, members=members)
+        engine = events.strategy.prepare(model, optimizer, members=members)
         engine.follow_steps()
         done = False
         while not done:
@@ -149,108 +177,29 @@ def in_accelerate(events: Events, address: str, founders: int) -> Ended:
 
 
 def in_lightning(events: Events, address: str, founders: int) -> Ended:
-    from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-
-    from thinwire.integrations.lightning import ThinwireCallback
-
-    class Watch(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            events.stepped(trainer.global_step)
-
-        def on_validation_end(self, trainer: Any, *_: Any) -> None:
-            events.evaluated.append(trainer.global_step)
-
+    with own_warnings():
+        import_module("thinwire.integrations.lightning")  # seconds, while a run would go on
     with events.run(address, founders) as members:
-        student, data = student_of(Plan("localsgd", seed=events.rank)), task()[1]
-        keep = ModelCheckpoint(
-            dirpath=events.folder, filename="{step}", every_n_train_steps=EVERY, save_top_k=-1
-        )
-        trainer = lightning_trainer(
-            [ThinwireCallback(STRATEGY, members=members), Watch(), keep],
-            events.folder,
-            "auto",
-            devices=1,
-            max_epochs=None,
-            max_steps=STEPS,
-            val_check_interval=EVERY,
-            check_val_every_n_epoch=None,
-            num_sanity_val_steps=0,
-            enable_checkpointing=True,
-        )
-        trainer.fit(student, shared(data, members), DataLoader(data, 2 * BATCH))
-        trainer.save_checkpoint(events.folder / f"final {events.rank}")
+        made = of_lightning(members, events.folder, events.rank, **events.given)
+        made.train(events.start)
+        made.trainer.save_checkpoint(events.folder / f"final {events.rank}")
+    student: Any = made.model
     return ended(events, student.net, START, held_out_loss(student.net), losses=student.losses)
 
 
-def adapted(rank: int) -> Any:
-    """LoRA of PEFT: the same base everywhere, and other adapters than those of the run."""
-    from peft import LoraConfig, get_peft_model
-
-    model = gpt2()
-    torch.manual_seed(rank)
-    return get_peft_model(model, LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
-
-
-def member_trainer(
-    members: Any, folder: Path, model: Any = None, callbacks: Any = (), **arguments: Any
-) -> Any:
-    from transformers import Trainer, TrainingArguments
-    from transformers.utils import logging
-
-    from thinwire.integrations.transformers import ThinwireCallback
-
-    logging.set_verbosity_error()
-    settings = {
-        "output_dir": str(folder),
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 0.03,
-        "lr_scheduler_type": "linear",
-        "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": EVERY,
-        "save_strategy": "steps",
-        "save_steps": EVERY,
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-    }
-    ours = ThinwireCallback(arguments.pop("strategy", STRATEGY), members=members)
-    return Trainer(
-        gpt2() if model is None else model,
-        TrainingArguments(**settings | arguments),
-        train_dataset=Text(),
-        eval_dataset=Text(first=400, pieces=16),
-        callbacks=[ours, *callbacks],
-    )
-
-
 def in_transformers(events: Events, address: str, founders: int) -> Ended:
-    from transformers import TrainerCallback
-
-    class Watch(TrainerCallback):
-        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-            self.before = events.members.step
-
-        def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-            if state.global_step:
-                events.stepped(state.global_step)
-
-        def on_evaluate(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-            events.evaluated.append(state.global_step)
-
+    with own_warnings():
+        model = adapted(events.rank)  # whose imports take seconds
+        import_module("thinwire.integrations.transformers")
     with events.run(address, founders) as members:
-        model = adapted(events.rank)
-        trainer = member_trainer(members, events.folder, model, [Watch()])
-        at_first = trainer.evaluate()["eval_loss"]
-        trainer.train()
-        trainer.save_model(events.folder / f"final {events.rank}")
-        rates = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
-    evaluated = [step for step in events.evaluated if step]
-    loss = trainer.evaluate()["eval_loss"]
-    events.evaluated[:] = evaluated
-    return ended(events, model, at_first, loss, losses=losses_of(trainer), rates=rates)
+        made = of_transformers(members, events.folder, model=model, **events.given)
+        at_first = made.trainer.evaluate()["eval_loss"]
+        made.train(events.start)
+        made.trainer.save_model(events.folder / f"final {events.rank}")
+    found = list(events.evaluated)
+    loss = made.trainer.evaluate()["eval_loss"]
+    events.evaluated[:] = found
+    return ended(events, model, at_first, loss, losses=losses_of(made.trainer))
 
 
 LOOPS: dict[str, Callable[[Events, str, int], Ended]] = {

@@ -25,12 +25,11 @@ def module(make: Any, seed: int = 0) -> Any:
     return student_of(Plan("none", make, seed=seed))
 
 
-def observed_losses(rank: int, size: int, folder: Path) -> tuple[list[float], list[float]]:
+def observed_losses(rank: int, size: int, folder: Path, method: Any) -> Any:
     with as_under_torchrun(rank, size):
-        from thinwire.integrations.lightning import LocalAveraging
-
-        student, averaging = module(sgd), LocalAveraging(ADAPTIVE)
-        trainer = trainer_of(averaging, folder, accumulate_grad_batches=3, max_steps=1)
+        student, (part, _) = module(sgd), lightning_part(method)
+        accumulated = {"accumulate_grad_batches": 3, "limit_train_batches": 4}
+        trainer = trainer_of(part, folder, max_epochs=2, **accumulated)
         observe = LocalUpdates.observe
         with patch.object(LocalUpdates, "observe", autospec=True, side_effect=observe) as spy:
             trainer.fit(student, loader(rank))
@@ -38,37 +37,12 @@ def observed_losses(rank: int, size: int, folder: Path) -> tuple[list[float], li
     return seen, student.losses
 
 
-def test_losses_observed_equal_the_batches(ranks: Pool, tmp_path: Path) -> None:
-    """Not the shares of them that Lightning lets accumulate."""
-    for seen, losses in ranks.run(observed_losses, tmp_path):
-        assert len(losses) == 3
+@pytest.mark.parametrize("method", [ADAPTIVE, "adaptive_localsgd"], ids=["alone", "strategy"])
+def test_losses_observed_equal_the_batches(ranks: Pool, tmp_path: Path, method: Any) -> None:
+    """Not the shares of them that Lightning lets accumulate, also of the last ones."""
+    for seen, losses in ranks.run(observed_losses, tmp_path, method):
+        assert len(losses) == 8
         assert seen == pytest.approx(losses, rel=1e-6)
-
-
-def losses_of_updates(rank: int, size: int, folder: Path) -> tuple[list[float], list[float]]:
-    with as_under_torchrun(rank, size):
-        from thinwire.integrations.lightning import ThinwireCallback
-
-        heard: list[float] = []
-        loss = ThinwireCallback._loss
-
-        def listening(callback: Any) -> Any:
-            value = loss(callback)
-            heard.append(float(value))
-            return value
-
-        student, callback = module(adamw), ThinwireCallback(STRATEGIES["adaptive_localsgd"])
-        accumulated = {"accumulate_grad_batches": 3, "limit_train_batches": 4}
-        trainer = trainer_of(callback, folder, max_epochs=2, **accumulated)
-        with patch.object(ThinwireCallback, "_loss", listening):
-            trainer.fit(student, loader(rank))
-    return heard, student.losses
-
-
-def test_the_loss_of_an_update_is_a_mean_also_of_the_last_ones(ranks: Pool, tmp_path: Path) -> None:
-    for heard, losses in ranks.run(losses_of_updates, tmp_path):
-        groups = losses[:3], losses[3:4], losses[4:7], losses[7:]
-        assert heard == pytest.approx([sum(group) / len(group) for group in groups], rel=1e-6)
 
 
 def kept_one(rank: int, size: int, folder: Path) -> None:

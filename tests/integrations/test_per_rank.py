@@ -193,7 +193,7 @@ def test_an_error_of_one_rank_is_an_error_of_all(ranks: Pool, tmp_path: Path) ->
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(TypeError, match=r"stateful must have state_dict\(\), got int"):
+    with pytest.raises(TypeError, match=r"stateful must be Stateful, got"):
         PerRankState(3)
     with pytest.raises(ValueError, match="got the keys \\['value'\\]"):
         PerRankState(Box()).load_state_dict({"value": 1})

@@ -56,9 +56,10 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def stop_for(seconds: float) -> None:
-    """Stop this process, and let another one wake it."""
-    with subprocess.Popen(["/bin/sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"]):
+def stop_for(seconds: float, flag: Path | None = None) -> None:
+    """Stop this process, and let another one wake it, which makes a file then."""
+    then = f"; touch '{flag}'" if flag else ""
+    with subprocess.Popen(["/bin/sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}{then}"]):
         stop()
 
 

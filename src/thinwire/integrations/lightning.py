@@ -1,16 +1,14 @@
 """Callbacks and a strategy for Lightning's Trainer. Imports the optional package `lightning`."""
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
 
 from thinwire import _validate as check
 from thinwire.comm import busy
@@ -20,13 +18,15 @@ from thinwire.integrations.per_rank import (
     LONGEST,
     EngineState,
     PerRankState,
-    catch_up_,
+    change_,
     require_fields,
+    require_member_settings,
     reset_optimizer_,
+    run_ends,
 )
-from thinwire.local.config import AdaptiveLocalSGD, LocalConfig, LocalSGD
+from thinwire.local.config import LocalConfig
 from thinwire.local.updates import LocalUpdates, local_sgd
-from thinwire.members.members import Members
+from thinwire.members.members import Members, member_of
 from thinwire.optim import DGCMomentum
 from thinwire.strategy.distributed_strategy import DistributedStrategy
 from thinwire.strategy.engine import Engine
@@ -50,11 +50,17 @@ class _PerRankCallback(Callback):
     # Lightning reads the state of callbacks before the path is known: the path is taken from the
     # trainer's strategy, whose `save_checkpoint` and `remove_checkpoint` run on all ranks
 
+    sync: LocalUpdates | None = None
+
     def __init__(self, members: Members | None = None) -> None:
         self._members = members
         self._states: list[PerRankState | EngineState] = []
         self._saved: list[dict[str, Any]] | None = None
-        self._undo = ExitStack()
+        self._fit = ExitStack()
+        """Undoes the changes of a fit."""
+        self._validating = ExitStack()
+        self._saving = ExitStack()
+        """Undoes those that stay after a fit, for a checkpoint of its end."""
         self._flush: Callable[[], None] = lambda: None
         """Averages, during a fit under local updates."""
 
@@ -87,23 +93,25 @@ class _PerRankCallback(Callback):
     ) -> None:
         resumes = self._resumes(trainer)
         self._states = list(states)
-        for state, saved in zip(self._states, self._saved or [], strict=resumes):
-            state.folder = Path(trainer.ckpt_path).parent
-            state.load_state_dict(saved)
+        if not (self._members and self._members.step):  # else the members have sent the state
+            for state, saved in zip(self._states, self._saved or [], strict=resumes):
+                state.folder = Path(trainer.ckpt_path).parent
+                state.load_state_dict(saved)
         self._saved = None
-        self._flush = flush
-        self._undo.close()
+        change_(self._fit, self, _flush=flush)
+        self._saving.close()
         # after callbacks that put other weights into the model, but before those that save it
-        trainer.callbacks = sorted(
+        callbacks = sorted(
             trainer.callbacks, key=lambda part: (isinstance(part, Checkpoint), part is self)
         )
+        change_(self._fit, trainer, callbacks=callbacks)
         strategy, save_all = trainer.strategy, trainer.save_checkpoint
         save, remove = strategy.save_checkpoint, strategy.remove_checkpoint
 
         def save_equal(*args: Any, **kwargs: Any) -> None:
-            self._flush()
+            self._average()
             if self._writes:
-                with busy(LONGEST) if self._members else nullcontext():
+                with self._alone():
                     save_all(*args, **kwargs)
 
         def save_checkpoint(
@@ -120,12 +128,21 @@ class _PerRankCallback(Callback):
             for i, state in enumerate(self._states):
                 state.remove(Path(filepath).parent, _name(filepath, i))
 
-        strategy.save_checkpoint = save_checkpoint
-        strategy.remove_checkpoint = remove_checkpoint
-        trainer.save_checkpoint = save_equal
-        self._undo.callback(vars(strategy).pop, "save_checkpoint")
-        self._undo.callback(vars(strategy).pop, "remove_checkpoint")
-        self._undo.callback(vars(trainer).pop, "save_checkpoint")
+        change_(
+            self._saving,
+            strategy,
+            save_checkpoint=save_checkpoint,
+            remove_checkpoint=remove_checkpoint,
+        )
+        change_(self._saving, trainer, save_checkpoint=save_equal)
+
+    def _alone(self) -> AbstractContextManager[None]:
+        """Announce that other members wait for this one."""
+        return nullcontext() if self._members is None else busy(LONGEST)
+
+    def _average(self) -> None:
+        if self._members is None:  # they validate and save right after an averaging
+            self._flush()
 
     @property
     def _writes(self) -> bool:
@@ -145,20 +162,33 @@ class _PerRankCallback(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Remove all hooks from strategy, model and optimizer, without an averaging."""
-        self._undo.close()
-        self._flush = lambda: None
-        self._release(trainer)
+        """Undo all changes to trainer, strategy, model and optimizer, without an averaging."""
+        self._validating.close()
+        self._fit.close()
+        self._saving.close()
 
-    def _release(self, trainer: Trainer) -> None:
-        """Release the objects of a fit."""
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Average once more and end. Saving stays in place, for a checkpoint after the fit."""
+        self._flush()
+        self._fit.close()
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        """Observe the loss of a batch, which Lightning has divided by the accumulated batches."""
+        if self.sync is not None:
+            self.sync.observe(loss.detach() * trainer.accumulate_grad_batches)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Average first, so that all ranks validate the same model."""
-        self._flush()
+        """Average first, so that all ranks validate the same model; a member announces it."""
+        self._average()
+        self._validating.enter_context(self._alone())
 
-    # so that an average over epochs, of another callback, is equal on all ranks
-    on_train_epoch_end = on_validation_start
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Announce the end of the validation."""
+        self._validating.close()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Average, so that another callback's average over epochs is equal on all ranks."""
+        self._average()
 
 
 def _name(filepath: str | Path, i: int) -> str:
@@ -191,12 +221,7 @@ class CompressedExchange(_PerRankCallback):
         check.instance("the optimizer of configure_optimizers", optimizer, DGCMomentum)
         self._attach_states(trainer, PerRankState(optimizer))
         if trainer.world_size > 1:
-            self._handle = optimizer.attach(trainer.strategy.model)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Detach. The saving of checkpoints stays in place, for one that is saved after the fit."""
-        if trainer.world_size > 1:
-            self._handle.remove()
+            self._fit.callback(optimizer.attach(trainer.strategy.model).remove)
 
 
 class UnwrappedDDP(DDPStrategy):
@@ -233,11 +258,8 @@ class LocalAveraging(_PerRankCallback):
             not one optimizer.
     """
 
-    sync: LocalUpdates
-
     def __init__(self, config: LocalConfig, process_group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        check.instance("config", config, (LocalSGD, AdaptiveLocalSGD))
         self._config = config
         self._process_group = process_group
 
@@ -245,24 +267,11 @@ class LocalAveraging(_PerRankCallback):
         """Enter the block of local updates, after Lightning has restored a checkpoint."""
         _require_unwrapped(trainer, pl_module)
         optimizer = _only_optimizer(trainer)
-        self.sync = local_sgd(
+        self.sync = sync = local_sgd(
             pl_module, optimizer, self._config, process_group=self._process_group
         ).__enter__()
-        states = PerRankState(self.sync), PerRankState(optimizer)
-        self._attach_states(trainer, *states, flush=self.sync.flush)
-
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """Observe the loss of a batch, which Lightning has divided by the accumulated batches."""
-        self.sync.observe(loss.detach() * trainer.accumulate_grad_batches)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Average once more and end. Saving stays in place, for a checkpoint after the fit."""
-        self._flush = lambda: None
-        self.sync.__exit__(None, None, None)
-
-    def _release(self, trainer: Trainer) -> None:
-        if hasattr(self, "sync"):
-            self.sync.close()
+        self._fit.callback(sync.close)
+        self._attach_states(trainer, PerRankState(sync), PerRankState(optimizer), flush=sync.flush)
 
 
 class ThinwireCallback(_PerRankCallback):
@@ -289,7 +298,9 @@ class ThinwireCallback(_PerRankCallback):
 
     Raises:
         StrategyError: At construction: the Trainer has its own argument for a field; the text names
-            it. At the start of the fit: an optimizer that does not go with the strategy.
+            it. At the start of the fit: an optimizer that does not go with the strategy, or
+            settings of the Trainer that do not go with members.
+        Mismatch: At the start of the fit: `max_steps` differs between members.
         ValueError: At the start of the fit: as `LocalAveraging`.
     """
 
@@ -300,10 +311,6 @@ class ThinwireCallback(_PerRankCallback):
         super().__init__(members)
         require_fields(strategy, _INSTEAD)
         self._strategy_of_engine = strategy
-        self._alone = ExitStack()
-        """Announces that other members wait for this one."""
-        self._limit: float | None = None
-        self._losses: list[Tensor] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prepare the engine. Lightning calls this after it has restored a checkpoint."""
@@ -311,92 +318,56 @@ class ThinwireCallback(_PerRankCallback):
         optimizer = _only_optimizer(trainer)
         if self._resumes(trainer):
             reset_optimizer_(optimizer)
-        self._limit = trainer.gradient_clip_val
+        if (member := member_of(self._members)) is not None:
+            problems = {
+                "early stopping, and schedules by epochs or a metric: one member validates, and "
+                "members share epochs. Choose among the checkpoints afterwards": (
+                    bool(trainer.early_stopping_callbacks)
+                    or any(
+                        config.reduce_on_plateau or config.interval != "step"
+                        for config in trainer.lr_scheduler_configs
+                    )
+                ),
+                "max_epochs, since members share an epoch: set -1": trainer.max_epochs != -1,
+                "val_check_interval without a number of batches: set it": (
+                    trainer.val_check_batch in (None, float("inf"))
+                ),
+            }
+            require_member_settings(
+                member, self._strategy_of_engine, trainer.max_steps, trainer.world_size, problems
+            )
         clip = None
-        if self._limit:
+        if limit := trainer.gradient_clip_val:
             by_value = trainer.gradient_clip_algorithm == "value"
-            clip = ClipByValue(self._limit) if by_value else ClipByGlobalNorm(self._limit)
-        self.engine = self._strategy_of_engine.prepare(
+            clip = ClipByValue(limit) if by_value else ClipByGlobalNorm(limit)
+        self.engine = engine = self._strategy_of_engine.prepare(
             pl_module, optimizer, grad_clip=clip, members=self._members
         )
-        trainer.gradient_clip_val = None  # the engine clips, after the exchange
-        self._losses.clear()
-        self.engine.follow_steps(self._loss)
-        if self._members is None:
-            self._attach_states(trainer, EngineState(self.engine), flush=self.engine.flush)
-        else:
-            self._attach_states(trainer, EngineState(self.engine))
-            self._begin_with_members(trainer, self._members)
-
-    def _begin_with_members(self, trainer: Trainer, members: Members) -> None:
-        """Count the run's steps from now on, and let its first member alone validate."""
-        if trainer.max_steps < 1 or trainer.max_epochs != -1 or trainer.world_size > 1:
-            raise ValueError(
-                "members need max_steps, the steps of the run, without max_epochs, and devices=1; "
-                f"got max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs} and "
-                f"{trainer.world_size} processes"
-            )
-        if trainer.early_stopping_callbacks:
-            raise ValueError("one member validates, and EarlyStopping would end it: leave it out")
-        self._validated = members.step
-        self._batches = trainer.limit_val_batches
-        self._every = max(int(trainer.val_check_batch) // trainer.accumulate_grad_batches, 1)
-        trainer.val_check_batch = 1
-        self._continue(trainer, members)
+        self._fit.callback(engine.close)
+        change_(self._fit, trainer, gradient_clip_val=None)  # the engine clips, after the exchange
+        self.sync = engine.sync
+        engine.follow_steps(lambda: None)
+        self._attach_states(trainer, EngineState(engine), flush=engine.flush)
+        if self._members is not None:
+            self._batches, self._validated = trainer.limit_val_batches, self._members.step
+            self._every = max(int(trainer.val_check_batch) // trainer.accumulate_grad_batches, 1)
+            change_(self._fit, trainer, limit_val_batches=0, val_check_batch=1)
+            self.on_train_batch_end(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Continue at the step of the run."""
-        if self._members is not None:
-            self._continue(trainer, self._members)
-
-    def _continue(self, trainer: Trainer, members: Members) -> None:
-        sync: Any = self.engine.sync
+        """Continue at the step of the run; let its first member alone validate."""
+        if (members := self._members) is None:
+            return
+        sync: Any = self.sync
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
         loop.optim_progress.optimizer.step.total.completed = step = members.step
-        for config in trainer.lr_scheduler_configs:
-            if config.interval == "step":
-                catch_up_(config.scheduler, step)
-        if ends := members.left or step >= trainer.max_steps:
+        schedulers = (config.scheduler for config in trainer.lr_scheduler_configs)
+        if ends := run_ends(members, trainer.max_steps, schedulers):
             self.engine.flush()
             trainer.should_stop = True
         now = ends or (sync.synced and step // self._every > self._validated // self._every)
         self._validated = step if now else self._validated
         trainer.limit_val_batches = self._batches if now and members.rank == 0 else 0
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Average first; with members, announce that the others wait."""
-        self._flush()
-        if self._members is not None:
-            self._alone.enter_context(busy(LONGEST))
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Announce the end of the validation."""
-        self._alone.close()
-
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """Observe the loss of a batch, which Lightning has divided by the accumulated batches."""
-        self._losses.append(loss.detach() * trainer.accumulate_grad_batches)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Average once more and end. Saving stays in place, for a checkpoint after the fit."""
-        self._flush = lambda: None
-        if self._members is not None:
-            trainer.limit_val_batches = self._batches
-        self.engine.flush()
-        self._release(trainer)
-
-    def _release(self, trainer: Trainer) -> None:
-        if hasattr(self, "engine"):
-            self.engine.close()
-            trainer.gradient_clip_val = self._limit
-
-    def _loss(self) -> Tensor | None:
-        """Return the mean loss of the batches of the update that is due, if there are any."""
-        if not self._losses:
-            return None
-        mean = torch.stack(self._losses).mean()
-        self._losses.clear()
-        return mean
 
 
 def _require_unwrapped(trainer: Trainer, pl_module: LightningModule) -> None:

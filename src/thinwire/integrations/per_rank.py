@@ -2,11 +2,12 @@
 
 import shutil
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from thinwire.checkpoint.manifest import found_at
 from thinwire.comm import Group
 from thinwire.errors import CheckpointCorrupt, StrategyError
 from thinwire.exchange.provenance import without_provenance
+from thinwire.members.members import Member, Members
 from thinwire.strategy.distributed_strategy import DistributedStrategy
 from thinwire.strategy.engine import Engine
 
@@ -24,6 +26,7 @@ LONGEST = timedelta(days=1)
 """Time for which the other members wait while one evaluates and saves."""
 
 
+@runtime_checkable
 class Stateful(Protocol):
     """Protocol of objects with a state_dict of plain values and tensors."""
 
@@ -37,18 +40,17 @@ class Stateful(Protocol):
 class _BesideCheckpoint:
     """State in the folder of a framework's checkpoint, under a name."""
 
-    def __init__(self, folder: str | Path | None, name: str, first: str) -> None:
+    def __init__(self, folder: str | Path | None, name: str) -> None:
         self.folder = folder
         self.name = name
-        self._first = first
 
     def register(self, accelerator: Any) -> Self:
         """Register the state with Accelerate, and return this object. Several may be registered:
         where the name is in use, it becomes `NAME_1`, and so on.
         """
         taken = _taken.setdefault(accelerator, set())
-        numbered = (f"{self.name}_{number}" for number in range(1, len(taken) + 2))
-        self.name = next(choice for choice in (self._first, *numbered) if choice not in taken)
+        numbered = (f"{self.name}_{number}" for number in range(1, len(taken) + 1))
+        self.name = next(choice for choice in (self.name, *numbered) if choice not in taken)
         taken.add(self.name)
 
         def follow(*given: Any) -> None:  # the last argument is where it saves or loads
@@ -69,6 +71,16 @@ class _BesideCheckpoint:
                 "checkpoint"
             )
         return Path(self.folder)
+
+    def _entries(self, state_dict: Mapping[str, Any], **kinds: Any) -> list[Any]:
+        """Return entries of a state that this class saved, of these kinds."""
+        found = [state_dict.get(name) for name in kinds]
+        if not all(map(isinstance, found, kinds.values())):
+            raise ValueError(
+                f"state_dict must hold {' and '.join(kinds)}, got the keys {sorted(state_dict)}: "
+                f"pass the result of {type(self).__name__}.state_dict()"
+            )
+        return found
 
 
 _taken: "weakref.WeakKeyDictionary[Any, set[str]]" = weakref.WeakKeyDictionary()
@@ -111,13 +123,10 @@ class PerRankState(_BesideCheckpoint):
         folder: str | Path | None = None,
         name: str = "per_rank",
     ) -> None:
-        for method in ("state_dict", "load_state_dict"):
-            if not callable(getattr(stateful, method, None)):
-                raise TypeError(f"stateful must have {method}(), got {type(stateful).__name__}")
-        super().__init__(folder, name, f"{name}_0")
+        check.instance("stateful", stateful, Stateful, advice="with its two methods")
+        super().__init__(folder, name)
         self._stateful = stateful
         self._process_group = process_group
-        self._group: Group | None = None
         self._in_use: Path | None = None
         """File of this rank that was last loaded or saved."""
 
@@ -132,16 +141,10 @@ class PerRankState(_BesideCheckpoint):
             CheckpointError: A rank's state could not be read or written; on all ranks.
         """
         folder = self._parent()
-        group = self._joined()
-        state: Any
-        try:
-            state = self._stateful.state_dict()
-        except Exception as error:  # reported to the others, which wait for this rank
-            state = error
+        group = self._group
 
         def write() -> str:
-            if isinstance(state, Exception):
-                raise state
+            state = self._stateful.state_dict()
             file = self._file(folder, self.name, group.rank)
             # until the framework has written its own file, that one belongs to the previous state
             if file.exists() and self._in_use != _before(file):
@@ -165,14 +168,9 @@ class PerRankState(_BesideCheckpoint):
                 saved states differ in more than floating-point tensors. Raised on all ranks;
                 nothing has changed.
         """
-        sums, name = state_dict.get("sha256"), state_dict.get("name")
-        if not isinstance(sums, Sequence) or not sums or not isinstance(name, str):
-            raise ValueError(
-                "state_dict must hold the name and the checksums of the ranks' files, got the "
-                f"keys {sorted(state_dict)}: pass the result of PerRankState.state_dict()"
-            )
+        sums, name = self._entries(state_dict, sha256=Sequence, name=str)
         folder = self._parent()
-        group = self._joined()
+        group = self._group
         own = list[Any]()
 
         def read() -> None:
@@ -193,7 +191,7 @@ class PerRankState(_BesideCheckpoint):
 
     def remove(self, folder: str | Path, name: str) -> None:
         """Delete this rank's files of a checkpoint that is deleted. No communication."""
-        file = self._file(Path(folder), name, self._joined().rank)
+        file = self._file(Path(folder), name, self._group.rank)
         for path in (file, _before(file)):
             path.unlink(missing_ok=True)
 
@@ -201,9 +199,9 @@ class PerRankState(_BesideCheckpoint):
     def _file(folder: Path, name: str, rank: int) -> Path:
         return folder / f"{Path(name).name}.rank_{rank:05d}.safetensors"
 
-    def _joined(self) -> Group:
-        self._group = self._group or Group(self._process_group)
-        return self._group
+    @cached_property
+    def _group(self) -> Group:
+        return Group(self._process_group)
 
 
 def _before(file: Path) -> Path:
@@ -247,7 +245,7 @@ class EngineState(_BesideCheckpoint):
     def __init__(
         self, engine: Engine, *, folder: str | Path | None = None, name: str = "thinwire"
     ) -> None:
-        super().__init__(folder, name, name)
+        super().__init__(folder, name)
         self._engine = engine
 
     def state_dict(self) -> dict[str, Any]:
@@ -272,12 +270,7 @@ class EngineState(_BesideCheckpoint):
             CheckpointError: As `engine.load`; `CheckpointMismatch` where the folder has only
                 checkpoints of other steps than the framework's.
         """
-        name, step = state_dict.get("name"), state_dict.get("step")
-        if not isinstance(name, str) or not isinstance(step, int):
-            raise ValueError(
-                "state_dict must hold the name of the engine's folder and a step, got the keys "
-                f"{sorted(state_dict)}: pass the result of EngineState.state_dict()"
-            )
+        name, step = self._entries(state_dict, name=str, step=int)
         self._engine.load(self._parent() / Path(name).name, step=step)
 
     def remove(self, folder: str | Path, name: str) -> None:
@@ -285,22 +278,64 @@ class EngineState(_BesideCheckpoint):
         shutil.rmtree(Path(folder) / Path(name).name, ignore_errors=True)
 
 
-def require_fields(strategy: object, instead: Mapping[str, str]) -> None:
+def require_fields(strategy: DistributedStrategy, instead: Mapping[str, str]) -> None:
     """Raise `StrategyError` for a field with an argument of the Trainer, which `instead` names."""
     check.instance("strategy", strategy, DistributedStrategy)
-    assert isinstance(strategy, DistributedStrategy)
-    refused = [f"{name}: use {text}" for name, text in instead.items() if name in strategy.on]
-    if refused:
+    refuse_settings({f"{name}: use {text}": name in strategy.on for name, text in instead.items()})
+
+
+def refuse_settings(problems: Mapping[str, bool]) -> None:
+    """Raise `StrategyError` with the texts of the settings that were found."""
+    if found := [text for text, wrong in problems.items() if wrong]:
         raise StrategyError(
-            "the Trainer has its own arguments for fields of this strategy. " + "; ".join(refused)
+            "this strategy does not go with settings of the Trainer: " + "; ".join(found)
         )
 
 
-def catch_up_(scheduler: Any, step: int) -> None:
-    """Step a scheduler to the step of the run, of which this process made only some steps."""
-    scheduler.optimizer._opt_called = True  # else it warns before the first of them
-    while scheduler.last_epoch < step:
-        scheduler.step()
+def require_member_settings(
+    member: Member,
+    strategy: DistributedStrategy,
+    max_steps: int,
+    processes: int,
+    problems: Mapping[str, bool],
+) -> None:
+    """Refuse settings that do not go with members, or differ between them."""
+    local = strategy.local
+    refuse_settings(
+        {
+            "members and torchrun: start every member by itself": processes > 1,
+            "epochs, which members share: set max_steps alone, the steps of the run": max_steps < 1,
+            "keep_batch=True, but the Trainer accumulates: train in your own loop": (
+                member.terms.keep_batch
+            ),
+            "round_seconds, where members make unequal steps: train in your own loop": (
+                local is not None and local.by_time
+            ),
+            **problems,
+        }
+    )
+    member.require_same_setup("trainer", {"max_steps": max_steps})
+
+
+def run_ends(members: Members, max_steps: int, schedulers: Iterable[Any]) -> bool:
+    """Step schedulers to the step of the run, of which this process made only some steps; return
+    True if the run ends for it.
+    """
+    for scheduler in schedulers:
+        scheduler.optimizer._opt_called = True  # else it warns before the first of them
+        while scheduler.last_epoch < members.step:
+            scheduler.step()
+    return members.left or members.step >= max_steps
+
+
+def change_(undo: ExitStack, target: Any, **values: Any) -> None:
+    """Set attributes of an object until `undo` is closed."""
+    for name, value in values.items():
+        if name in vars(target):
+            undo.callback(setattr, target, name, vars(target)[name])
+        else:
+            undo.callback(delattr, target, name)
+        setattr(target, name, value)
 
 
 def reset_optimizer_(optimizer: torch.optim.Optimizer) -> None:

@@ -1,6 +1,7 @@
 """A callback that trains under a strategy in the Trainer of the package `transformers`."""
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -8,8 +9,7 @@ from itertools import chain, repeat, takewhile
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import RandomSampler, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -22,7 +22,15 @@ from thinwire.core.checksum import checksum
 from thinwire.core.gradients import ClipByGlobalNorm
 from thinwire.core.tensors import living
 from thinwire.errors import CheckpointMismatch, CheckpointMissing, StrategyError
-from thinwire.integrations.per_rank import LONGEST, catch_up_, require_fields, reset_optimizer_
+from thinwire.integrations.per_rank import (
+    LONGEST,
+    change_,
+    refuse_settings,
+    require_fields,
+    require_member_settings,
+    reset_optimizer_,
+    run_ends,
+)
 from thinwire.local.model import bare_optimizer
 from thinwire.logs import PREFIX, log_stats
 from thinwire.members.members import Member, Members, member_of
@@ -74,6 +82,7 @@ class ThinwireCallback(TrainerCallback):
     `epoch` counts the passes of all members over the data, of which `ShardedSampler` gives this
     one a part. The first member is process 0: it evaluates and saves, after the averaging at or
     after the step that asks for it, while the others wait. If it is lost the next one does.
+    `trainer.args` is then a copy of your arguments, whose process index is the member's rank.
 
     Example::
 
@@ -91,6 +100,7 @@ class ThinwireCallback(TrainerCallback):
         StrategyError: At construction: the Trainer has its own argument for a field; the text names
             it. When training begins: arguments of the Trainer, or an optimizer, that do not go with
             the strategy.
+        Mismatch: When training begins: `max_steps` differs between members.
         CheckpointError: When training begins: the checkpoint to resume from has no state of this
             strategy.
     """
@@ -115,70 +125,86 @@ class ThinwireCallback(TrainerCallback):
         self._alone = ExitStack()
         """Announces that the others wait for this member."""
         self._ended = False
-        self._max_grad_norm = 0.0
-        self._losses: list[Tensor] = []
-        self._by_items = False
         self._undo = ExitStack()
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Keep DDP from sending frozen parameters when it is made; the engine compares them."""
-        self._number_processes(args)
-        model: Any = kwargs["model"]
-        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-        ddp: Any = DistributedDataParallel
-        ddp._set_params_and_buffers_to_ignore_for_model(model, frozen)
-        self._undo.callback(delattr, model, "_ddp_params_and_buffers_to_ignore")
+        """Follow the trainings of this Trainer, whose failures it reports to no callback."""
+        trainer = _trainer_in(state)
+        trainer.train = partial(self._train, trainer, trainer.train)
+        if self._members is not None:  # for what the Trainer and other callbacks write
+            trainer.args = copy.copy(args)
+            trainer.args.distributed_state = _MemberState(args.distributed_state, self._members)
 
-    def _number_processes(self, args: TrainingArguments) -> None:
-        """Make the first member process 0, for what the Trainer and other callbacks write."""
-        if self._members is not None:
-            args.distributed_state = _MemberState(args.distributed_state, self._members)
+    def _train(self, trainer: Trainer, train: Any, *args: Any, **kwargs: Any) -> Any:
+        """Train, and undo all changes; keep DDP from sending frozen parameters when it is made."""
+        model: Any = trainer.model
+        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        with self._undo:
+            change_(self._undo, model, _ddp_params_and_buffers_to_ignore=frozen)
+            return train(*args, **kwargs)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Prepare the engine without DDP's averaging, and resume from the loaded checkpoint."""
-        self._undo.close()  # left by `on_init_end`, or by a training that failed
-        model, wrapper = kwargs["model"], kwargs["optimizer"]
-        member = member_of(self._members)
-        _require_arguments(args, state, wrapper, member, self._strategy)
-        if member is not None:
-            self._number_processes(args)
-            member.require_same_setup("trainer", {"max_steps": args.max_steps})
+        self._undo.close()  # DDP has been made
+        members, model, wrapper = self._members, kwargs["model"], kwargs["optimizer"]
+        _require_arguments(args, state, wrapper)
+        if (member := member_of(members)) is not None:
+            _require_member_arguments(args, member, self._strategy)
             self._share_samples(args, state, kwargs["train_dataloader"])
-        self._undo.callback(setattr, args, "max_grad_norm", args.max_grad_norm)
         optimizer: Any = bare_optimizer(wrapper)
         resumed = state.global_step > 0
         if resumed:
             reset_optimizer_(optimizer)
         loaded = _checksum(model)
-        self.engine = self._prepared(args, model, optimizer)
-        self._undo.callback(self.engine.close)
+        clip = ClipByGlobalNorm(args.max_grad_norm) if args.max_grad_norm > 0 else None
+        try:
+            self.engine = self._strategy.prepare(
+                *(model, optimizer),
+                grad_clip=clip,
+                find_unused_parameters=bool(args.ddp_find_unused_parameters),
+                members=members,
+            )
+        except StrategyError as error:
+            if clip is None:
+                raise
+            raise StrategyError(
+                f"{error}. Inside the Trainer grad_clip is max_grad_norm={args.max_grad_norm} of "
+                "TrainingArguments: 0 turns it off"
+            ) from error.__cause__
+        undo = self._undo
+        undo.callback(self.engine.close)
+        undo.callback(self._alone.close)
         if self._publish is not None:
             self.engine.publish(**self._publish)
         for ddp in living(DistributedDataParallel):
             if ddp.module is model:
-                self._undo.enter_context(ddp.no_sync())
-        self._losses.clear()
-        if self._strategy.adaptive_localsgd is not None:
-            hook = model.register_forward_hook(self._observe_loss, with_kwargs=True)
-            self._undo.callback(hook.remove)
-        self.engine.follow_steps(partial(self._loss, args))
-        for trainer in living(Trainer):
-            handler = trainer.callback_handler
-            if self in handler.callbacks:
-                self._log_numbers_in(trainer)
-                # after those that ask for evaluations, or put other weights into the model
-                handler.callbacks = sorted(handler.callbacks, key=lambda callback: callback is self)
-                self._trainer = trainer
-                self._undo.callback(delattr, self, "_trainer")
+                undo.enter_context(ddp.no_sync())
+        trainer = _trainer_in(state)
+        change_(undo, self, _trainer=trainer)
+        if self.engine.sync is not None:
+            change_(undo, trainer, training_step=partial(self._observe, trainer.training_step))
+        self.engine.follow_steps()
+        self._log_numbers_in(trainer)
+        # after those that ask for evaluations, or put other weights into the model
+        handler = trainer.callback_handler
+        callbacks = sorted(handler.callbacks, key=lambda callback: callback is self)
+        change_(undo, handler, callbacks=callbacks)
+        # the engine clips, after the exchange
+        clip_ = trainer.accelerator.clip_grad_norm_
+        change_(
+            undo,
+            trainer.accelerator,
+            clip_grad_norm_=lambda parameters, *_: clip_(parameters, math.inf),
+        )
         self._ended = False
-        if resumed and not (self._members is not None and self._members.step):
+        if resumed and not (members and members.step):  # else they have sent the state
             self._resume(_folder(args, state), state, loaded)
-        if self._members is not None:
-            self._continue(self._members.step, state, kwargs["lr_scheduler"])
+        if members is not None:
+            self._continue(members, state, kwargs["lr_scheduler"])
 
     def _log_numbers_in(self, trainer: Trainer) -> None:
         """Add the numbers of the engine to the Trainer's logs of the training loss."""
@@ -189,22 +215,14 @@ class ThinwireCallback(TrainerCallback):
                 log_stats(self.engine, lambda numbers, _: logs.update(numbers))
             log(logs, *args, **kwargs)
 
-        trainer.log = log_with_numbers
-        self._undo.callback(delattr, trainer, "log")
+        change_(self._undo, trainer, log=log_with_numbers)
         for printer in trainer.callback_handler.callbacks:
             if isinstance(printer, PrinterCallback | ProgressCallback):
-                printer.on_log = partial(_print_some, printer.on_log)
-                self._undo.callback(delattr, printer, "on_log")
+                change_(self._undo, printer, on_log=partial(_print_some, printer.on_log))
 
     def on_step_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        """Keep the Trainer from clipping before the exchange; the engine clips after it."""
+        """Announce that the others need not wait any more."""
         self._alone.close()
-        self._max_grad_norm = args.max_grad_norm
-        args.max_grad_norm = 0.0
-
-    def on_pre_optimizer_step(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        """Restore the argument, for code that reads or saves it."""
-        args.max_grad_norm = self._max_grad_norm
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -220,16 +238,17 @@ class ThinwireCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Write the state of all ranks into the checkpoint."""
         if not args.save_only_model:
-            extra = {"step": state.global_step, "parameters": _checksum(kwargs["model"])}
-            if self._sampler is not None:
-                extra["sampler"] = self._sampler
+            extra = {
+                "step": state.global_step,
+                "parameters": _checksum(kwargs["model"]),
+                "sampler": self._sampler,
+            }
             self.engine.save(_folder(args, state), extra=extra, keep=1)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
     ) -> None:
         """Close the engine."""
-        self._alone.close()
         if not (self._ended or (args.load_best_model_at_end and state.best_model_checkpoint)):
             self.engine.flush()
         self._undo.close()
@@ -247,18 +266,22 @@ class ThinwireCallback(TrainerCallback):
                 members=self._members,
             )
         if self._sampler is not None:
-            self._undo.callback(setattr, batches, "sampler", given)
+            # of a resumed training: the sampler continues
+            change_(self._undo, args, ignore_data_skip=True)
             passes = chain.from_iterable(repeat(self._sampler))  # whatever the Trainer counts
-            batches.sampler = takewhile(lambda _: state.global_step < state.max_steps, passes)
+            left = takewhile(lambda _: state.global_step < state.max_steps, passes)
+            change_(self._undo, batches, sampler=left)
 
-    def _continue(self, step: int, state: TrainerState, scheduler: Any) -> None:
-        """Continue at this step of the run: later than the Trainer's for one that was away."""
-        jump = step - state.global_step
-        state.global_step = step
+    def _continue(self, members: Members, state: TrainerState, scheduler: Any) -> bool:
+        """Continue at the run's step, later than the Trainer's for one that was away; return True
+        if the run ends.
+        """
+        jump = members.step - state.global_step
+        state.global_step = members.step
         # the Trainer divides sums of losses by steps since these
         self._trainer._globalstep_last_logged += jump
         self._trainer._initial_global_step += jump
-        catch_up_(scheduler, step)
+        return run_ends(members, state.max_steps, [scheduler])
 
     def _follow_members(
         self, members: Members, state: TrainerState, control: TrainerControl, scheduler: Any
@@ -266,8 +289,7 @@ class ThinwireCallback(TrainerCallback):
         """End with the run; evaluate and save on its first member, right after an averaging."""
         sync: Any = self.engine.sync
         self._alone.close()
-        self._continue(members.step, state, scheduler)
-        ends = control.should_training_stop or members.left or members.step >= state.max_steps
+        ends = self._continue(members, state, scheduler) or control.should_training_stop
         control.should_training_stop = ends
         if ends and not self._ended:
             self.engine.flush()
@@ -284,26 +306,6 @@ class ThinwireCallback(TrainerCallback):
             self._due.clear()
         if first and now:
             self._alone.enter_context(busy(LONGEST))
-
-    def _prepared(
-        self, args: TrainingArguments, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> Engine:
-        clip = ClipByGlobalNorm(args.max_grad_norm) if args.max_grad_norm > 0 else None
-        unused = bool(args.ddp_find_unused_parameters)
-        try:
-            return self._strategy.prepare(
-                *(model, optimizer),
-                grad_clip=clip,
-                find_unused_parameters=unused,
-                members=self._members,
-            )
-        except StrategyError as error:
-            if clip is None:
-                raise
-            raise StrategyError(
-                f"{error}. Inside the Trainer grad_clip is max_grad_norm={args.max_grad_norm} of "
-                "TrainingArguments: 0 turns it off"
-            ) from error.__cause__
 
     def _resume(self, folder: Path, state: TrainerState, loaded: int) -> None:
         try:
@@ -332,30 +334,12 @@ class ThinwireCallback(TrainerCallback):
 
         on_all_ranks(group, "comparing the checkpoint with that of the Trainer", is_the_same)
 
-    def _loss(self, args: TrainingArguments) -> Tensor | None:
-        if not self._losses:
-            return None
-        shares = torch.stack(self._losses)
-        self._losses.clear()
-        # the Trainer divides by the number of items of all microsteps, or of microsteps
-        everywhere = args.world_size if args.average_tokens_across_devices else 1
-        return shares.sum() * everywhere if self._by_items else shares.mean()
-
-    def _observe_loss(
-        self, model: nn.Module, _: tuple[Any, ...], inputs: Mapping[str, Any], outputs: Any
-    ) -> None:
-        """Observe the loss of a microstep, from the output of the model."""
-        if not model.training:
-            return
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
-        if loss is None:
-            raise StrategyError(
-                "the interval of adaptive_localsgd follows the loss that the model returns, but "
-                "this model returns none (compute_loss_func and label_smoothing_factor do that): "
-                "use localsgd"
-            )
-        self._by_items = inputs.get("num_items_in_batch") is not None
-        self._losses.append(loss.detach().float().mean())
+    def _observe(self, step: Any, *args: Any, **kwargs: Any) -> Any:
+        """Train a microstep and observe its loss, of which the Trainer has taken a part."""
+        loss = step(*args, **kwargs)
+        sync: Any = self.engine.sync
+        sync.observe(loss * self._trainer.current_gradient_accumulation_steps)
+        return loss
 
 
 class _MemberState:
@@ -382,13 +366,12 @@ def _print_some(on_log: Callable[..., None], *args: Any, logs: Any = None, **kwa
     on_log(*args, logs={name: logs[name] for name in logs if name not in hidden}, **kwargs)
 
 
-def _require_arguments(
-    args: TrainingArguments,
-    state: TrainerState,
-    wrapper: Any,
-    member: Member | None,
-    strategy: DistributedStrategy,
-) -> None:
+def _trainer_in(state: TrainerState) -> Any:
+    [trainer] = [one for one in living(Trainer) if getattr(one, "state", None) is state]
+    return trainer
+
+
+def _require_arguments(args: TrainingArguments, state: TrainerState, wrapper: Any) -> None:
     kind = str(getattr(wrapper.accelerator_state.distributed_type, "value", ""))
     problems = {
         "fp16=True scales the loss, and single ranks would skip updates: use bf16=True": (
@@ -407,37 +390,27 @@ def _require_arguments(
         ),
         "hyperparameter_search: train each trial with its own Trainer": state.is_hyper_param_search,
     }
-    if member is not None:
-        local = strategy.localsgd
-        problems |= {
-            "members and torchrun: start every member by itself": args.world_size > 1,
-            "num_train_epochs, since members share an epoch: set max_steps, the steps of the run": (
-                args.max_steps <= 0
-            ),
-            "eval_strategy and save_strategy by epochs, which members share: set 'steps'": (
-                "epoch" in (args.eval_strategy, args.save_strategy)
-            ),
-            "load_best_model_at_end, metric_for_best_model and EarlyStoppingCallback: one member "
-            "evaluates, and the others do not know the best. Turn them off, and choose among the "
-            "checkpoints afterwards": args.metric_for_best_model is not None,
-            "eval_on_start: call evaluate() before train()": args.eval_on_start,
-            "reduce_lr_on_plateau and greedy follow evaluations, and one member evaluates: set "
-            "another lr_scheduler_type": (
-                args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
-            ),
-            "train_sampling_strategy would give all members the same batches: set 'random' or "
-            "'sequential'": args.train_sampling_strategy not in ("random", "sequential"),
-            "keep_batch=True, but the Trainer accumulates: train in your own loop": (
-                member.terms.keep_batch
-            ),
-            "round_seconds, where members make unequal steps: train in your own loop": (
-                local is not None and local.by_time
-            ),
-        }
-    if found := [text for text, wrong in problems.items() if wrong]:
-        raise StrategyError(
-            "a strategy does not work with these settings of the Trainer: " + "; ".join(found)
-        )
+    refuse_settings(problems)
+
+
+def _require_member_arguments(
+    args: TrainingArguments, member: Member, strategy: DistributedStrategy
+) -> None:
+    problems = {
+        "eval_strategy and save_strategy by epochs, which members share: set 'steps'": (
+            "epoch" in (args.eval_strategy, args.save_strategy)
+        ),
+        "load_best_model_at_end, metric_for_best_model, EarlyStoppingCallback, and the schedules "
+        "reduce_lr_on_plateau and greedy: one member evaluates, and the others do not know the "
+        "result. Turn them off, and choose among the checkpoints afterwards": (
+            args.metric_for_best_model is not None
+            or args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
+        ),
+        "eval_on_start: call evaluate() before train()": args.eval_on_start,
+        "train_sampling_strategy would give all members the same batches: set 'random' or "
+        "'sequential'": args.train_sampling_strategy not in ("random", "sequential"),
+    }
+    require_member_settings(member, strategy, args.max_steps, args.world_size, problems)
 
 
 def _checksum(model: nn.Module) -> int:
