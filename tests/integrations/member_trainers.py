@@ -172,6 +172,7 @@ def of_transformers(
         "dataloader_pin_memory": False,
     }
     publish, strategy = arguments.pop("publish", None), arguments.pop("strategy", STRATEGY)
+    others = arguments.pop("callbacks", [])
     model = arguments.pop("model", None) or adapted(rank)
     args = arguments.pop("args", None) or TrainingArguments(**settings | arguments)
     trainer = Trainer(
@@ -179,7 +180,7 @@ def of_transformers(
         args,
         train_dataset=Text(),
         eval_dataset=Text(first=400, pieces=16),
-        callbacks=[ThinwireCallback(strategy, members=members, publish=publish), Watch()],
+        callbacks=[ThinwireCallback(strategy, members=members, publish=publish), Watch(), *others],
     )
     handler = trainer.callback_handler
 

@@ -112,6 +112,12 @@ def early_stopping() -> list[Any]:
     return [EarlyStopping("held_out")]
 
 
+def early_stopping_of_transformers() -> list[Any]:
+    from transformers import EarlyStoppingCallback
+
+    return [EarlyStoppingCallback()]
+
+
 EVERYWHERE: list[tuple[dict[str, Any], str]] = [
     ({"join": {"keep_batch": True}}, "keep_batch=True"),
     (
@@ -125,8 +131,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         *EVERYWHERE,
         ({"max_steps": -1}, "set max_steps"),
         ({"eval_strategy": "epoch", "save_strategy": "epoch"}, "set 'steps'"),
-        ({"load_best_model_at_end": True}, "choose among the checkpoints"),
-        ({"metric_for_best_model": "loss"}, "metric_for_best_model"),
+        ({"callbacks": early_stopping_of_transformers}, "EarlyStoppingCallback"),
         ({"eval_on_start": True}, "call evaluate"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "reduce_lr_on_plateau"),
         ({"train_sampling_strategy": "group_by_length"}, "set 'random'"),
@@ -168,6 +173,27 @@ def test_settings_that_do_not_go_with_members_are_refused(
     for (as_before, text), (_, advice) in zip(found, REFUSED[framework], strict=True):
         assert advice in text
         assert as_before, text
+
+
+def with_the_best(rank: int, size: int, address: str, folder: Path) -> tuple[list[float], float]:
+    """The losses that this member has evaluated, and that of its model in the end."""
+    worst = {"load_best_model_at_end": True, "greater_is_better": True, "save_total_limit": 2}
+    with Events(folder, rank).run(address, 2) as members:
+        made = TRAINERS["transformers"](members, folder, rank, **worst)
+        made.train(None)
+        log = [*made.trainer.state.log_history]
+        evaluated = [line["eval_loss"] for line in log if "eval_loss" in line]
+        return evaluated, made.trainer.evaluate()["eval_loss"]
+
+
+@needs("transformers")
+@needs("peft")
+def test_the_first_member_ends_with_the_best_model(ranks: Pool, tmp_path: Path) -> None:
+    """The best is that of the highest loss here; the other one ends with the last model."""
+    [(_, last), (evaluated, best)] = sorted(met(ranks, with_the_best, tmp_path, size=2))
+    assert len(evaluated) == STEPS // EVERY
+    assert best == pytest.approx(max(evaluated))
+    assert last == pytest.approx(evaluated[-1])
 
 
 def unequal(rank: int, size: int, address: str, folder: Path, framework: str) -> int:

@@ -167,7 +167,7 @@ class _PerRankCallback(Callback):
         self._fit.close()
         self._saving.close()
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, *_: Any) -> None:
         """Average once more and end. Saving stays in place, for a checkpoint after the fit."""
         self._flush()
         self._fit.close()
@@ -177,16 +177,16 @@ class _PerRankCallback(Callback):
         if self.sync is not None:
             self.sync.observe(loss.detach() * trainer.accumulate_grad_batches)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, *_: Any) -> None:
         """Average first, so that all ranks validate the same model; a member announces it."""
         self._average()
         self._validating.enter_context(self._alone())
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, *_: Any) -> None:
         """Announce the end of the validation."""
         self._validating.close()
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_end(self, *_: Any) -> None:
         """Average, so that another callback's average over epochs is equal on all ranks."""
         self._average()
 

@@ -13,7 +13,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import RandomSampler, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_callback import (
+    EarlyStoppingCallback,
+    PrinterCallback,
+    ProgressCallback,
+)
 
 from thinwire._names import named_parameters
 from thinwire.checkpoint import on_all_ranks
@@ -81,7 +85,8 @@ class ThinwireCallback(TrainerCallback):
     With `members` there is no torchrun. `max_steps` and `global_step` are those of the run, and
     `epoch` counts the passes of all members over the data, of which `ShardedSampler` gives this
     one a part. The first member is process 0: it evaluates and saves, after the averaging at or
-    after the step that asks for it, while the others wait. If it is lost the next one does.
+    after the step that asks for it, while the others wait. If it is lost the next one does. With
+    `load_best_model_at_end` it ends with the best model, and the others with the last one.
     `trainer.args` is then a copy of your arguments, whose process index is the member's rank.
 
     Example::
@@ -151,9 +156,10 @@ class ThinwireCallback(TrainerCallback):
         """Prepare the engine without DDP's averaging, and resume from the loaded checkpoint."""
         self._undo.close()  # DDP has been made
         members, model, wrapper = self._members, kwargs["model"], kwargs["optimizer"]
+        trainer = _trainer_in(state)
         _require_arguments(args, state, wrapper)
         if (member := member_of(members)) is not None:
-            _require_member_arguments(args, member, self._strategy)
+            _require_member_arguments(trainer, member, self._strategy)
             self._share_samples(args, state, kwargs["train_dataloader"])
         optimizer: Any = bare_optimizer(wrapper)
         resumed = state.global_step > 0
@@ -183,7 +189,6 @@ class ThinwireCallback(TrainerCallback):
         for ddp in living(DistributedDataParallel):
             if ddp.module is model:
                 undo.enter_context(ddp.no_sync())
-        trainer = _trainer_in(state)
         change_(undo, self, _trainer=trainer)
         if self.engine.sync is not None:
             change_(undo, trainer, training_step=partial(self._observe, trainer.training_step))
@@ -220,7 +225,7 @@ class ThinwireCallback(TrainerCallback):
             if isinstance(printer, PrinterCallback | ProgressCallback):
                 change_(self._undo, printer, on_log=partial(_print_some, printer.on_log))
 
-    def on_step_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Announce that the others need not wait any more."""
         self._alone.close()
 
@@ -394,17 +399,19 @@ def _require_arguments(args: TrainingArguments, state: TrainerState, wrapper: An
 
 
 def _require_member_arguments(
-    args: TrainingArguments, member: Member, strategy: DistributedStrategy
+    trainer: Trainer, member: Member, strategy: DistributedStrategy
 ) -> None:
+    args = trainer.args
     problems = {
         "eval_strategy and save_strategy by epochs, which members share: set 'steps'": (
             "epoch" in (args.eval_strategy, args.save_strategy)
         ),
-        "load_best_model_at_end, metric_for_best_model, EarlyStoppingCallback, and the schedules "
-        "reduce_lr_on_plateau and greedy: one member evaluates, and the others do not know the "
-        "result. Turn them off, and choose among the checkpoints afterwards": (
-            args.metric_for_best_model is not None
-            or args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
+        "EarlyStoppingCallback, and the schedules reduce_lr_on_plateau and greedy: one member "
+        "evaluates, and the others do not know the result": (
+            args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
+            or any(
+                isinstance(one, EarlyStoppingCallback) for one in trainer.callback_handler.callbacks
+            )
         ),
         "eval_on_start: call evaluate() before train()": args.eval_on_start,
         "train_sampling_strategy would give all members the same batches: set 'random' or "
