@@ -6,19 +6,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any, NamedTuple
 
 from thinwire.comm.member_groups import MemberGroups
 from thinwire.comm.relay import RelayEndpoint
 from thinwire.comm.waiting import activity, idle_s
-from thinwire.errors import (
-    Evicted,
-    PayloadCorrupt,
-    PeerLost,
-    QuorumLost,
-    ThinwireError,
-)
+from thinwire.errors import Evicted, PayloadCorrupt, PeerLost, QuorumLost, ThinwireError
 from thinwire.members.generation import Decision, Generation, Outcome, next_decision
 from thinwire.members.kv import HostRestarted, KeyValueView
 from thinwire.members.meeting import require_same
@@ -217,12 +212,7 @@ class Watcher:
     def form_generations(self) -> None:
         """Meet the others, then watch and do what the main thread asks, until this member ends."""
         try:
-            try:
-                self._meet()
-            except HostRestarted:
-                if self.shared.generation is None:
-                    raise
-                # else its members present it to the new host
+            self._meet()
             while not self.stopped.is_set():
                 try:
                     command = self.commands.get(timeout=POLL_S)
@@ -692,9 +682,14 @@ class Watcher:
             until = time.monotonic() + self._connecting_s(ids)
             reached = list[int]()
             try:
-                where = self.kv.store.under(f"gloo/{number}"), formed.rank, formed.size
-                probe = reached if attempts == _MAX_ATTEMPTS - 1 else None
-                formed.groups = MemberGroups(*where, shared.connecting_s, self._endpoint, probe)
+                formed.groups = MemberGroups(
+                    self.kv.store.under(f"gloo/{number}"),
+                    formed.rank,
+                    formed.size,
+                    shared.connecting_s,
+                    self._endpoint,
+                    reached if attempts == _MAX_ATTEMPTS - 1 else None,
+                )
                 break
             except ThinwireError as error:
                 failed = str(error)
@@ -722,7 +717,8 @@ class Watcher:
             shared.changed.notify_all()
         if old is not None:
             old.disconnect()
-        self.kv.put("gen", number)
+        with suppress(HostRestarted):  # its members present it to the new host
+            self.kv.put("gen", number)
         _log.info("generation %d: %s", number, ", ".join(decision.ids))
 
     def _connecting_s(self, ids: Sequence[str]) -> float:
