@@ -283,8 +283,7 @@ class Watcher:
                     shared.changed.notify_all()
             if shared.joiner and decision.ids and not alive and self._have_left(decision.ids):
                 raise QuorumLost(
-                    f"the run has ended: its members, {', '.join(decision.ids)}, left while this "
-                    "one waited to be let in. Join again to begin another one"
+                    f"the run has ended: {', '.join(decision.ids)} left. Join again to begin anew"
                 )
             now = time.monotonic()
             first = number + 1
