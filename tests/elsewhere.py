@@ -78,7 +78,12 @@ class Library(ctypes.CDLL):
             refused = level == socket.IPPROTO_TCP and option not in OF_MACOS
             return -1 if refused else function(descriptor, level, option, *value)
 
-        own = {"getsockname": address, "getpeername": address, "setsockopt": set_option}
+        def option(descriptor, level, option, *value):
+            refused = (level, option) == (socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            return -1 if refused else function(descriptor, level, option, *value)
+
+        own = {"getsockname": address, "getpeername": address}
+        own |= {"setsockopt": set_option, "getsockopt": option}
         setattr(self, name, own.get(name, function))  # over the one that ctypes has set
         return getattr(self, name)
 

@@ -19,7 +19,7 @@ _TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 def require_linux(task: str, *, or_macos: bool = False) -> None:
-    """Raise NotImplementedError on any other system."""
+    """Raise NotImplementedError on a system where a task cannot run."""
     if sys.platform not in ("linux", "darwin" if or_macos else "linux"):
         raise NotImplementedError(
             f"{task} needs Linux{' or macOS' if or_macos else ''}, and this is {sys.platform}: "

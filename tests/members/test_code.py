@@ -266,27 +266,36 @@ def test_a_host_that_runs_keeps_its_token(folder: Path, other: str) -> None:
 def test_a_new_token_replaces_a_token_alone(folder: Path) -> None:
     """Not any file; and the runs that are kept in a named file end with it."""
     mine = folder / "mine"
-    mine.write_text("short")
-    mine.chmod(0o600)
     make = ["--bind", "127.0.0.1:0", "--run", "llm", "--new-token"]
-    done = ran([sys.executable, "-m", "thinwire", "host", *make, str(mine)])
-    assert (done.returncode, mine.read_text()) == (2, "short")
+    for content in ("short", 20 * "key of another program\n"):
+        mine.write_text(content)
+        mine.chmod(0o600)
+        done = ran([sys.executable, "-m", "thinwire", "host", *make, str(mine)])
+        assert (done.returncode, mine.read_text()) == (2, content)
+    token = "0" * 64
+    mine.write_text(token)
+    bad = ["--cert", str(folder / "train.py")]
+    done = ran([sys.executable, "-m", "thinwire", "host", *make, str(mine), *bad])
+    assert (done.returncode, mine.read_text()) == (2, token)
     kept = ("--journal", str(folder / "runs"), "--new-token", str(folder / "token"))
     for _ in range(2):
         with shared(folder, "127.0.0.1:0", *kept) as file:
             trained(folder, file)
 
 
-def test_a_run_with_a_code_is_ended_at_its_host(folder: Path) -> None:
+@pytest.mark.parametrize("secret", ["its own", "of a file"])
+def test_a_run_with_a_code_is_ended_at_its_host(folder: Path, secret: str) -> None:
+    """By the options of its host, and --end."""
     endless = SCRIPT.replace("sync.step < 12", "not members.left")
     (folder / "train.py").write_text(endless)
     with listening() as free:
         bind = f"127.0.0.1:{free.getsockname()[1]}"
     command = [sys.executable, "-m", "thinwire"]
-    with shared(folder, bind) as code, contextlib.ExitStack() as ends:
+    options = ["--new-token", str(folder / "token")] if secret == "of a file" else []
+    with shared(folder, bind, *options) as code, contextlib.ExitStack() as ends:
         member = [*command, "join", "--code-file", str(code), "--", sys.executable, "train.py"]
         both = [ends.enter_context(running(member, cwd=folder)) for _ in range(2)]
-        end = [*command, "host", "--bind", bind, "--end", "llm"]
+        end = [*command, "host", "--bind", bind, "--run", "llm", *options, "--end", "llm"]
         until(lambda: "these leave" in ran(end).stdout)
         assert [process.wait(PATIENCE_S) for process in both] == [0, 0]
 

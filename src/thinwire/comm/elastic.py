@@ -100,7 +100,7 @@ def listening_device(address: str) -> tuple[Any, Endpoint]:
         for _ in range(_DEVICES_TRIED):
             before = listeners()
             device = _Gloo.create_device(hostname=address, lazy_init=False)
-            new = listeners() - before
+            new = {one for one in listeners() if one not in before}
             if len(new) == 1:  # else other threads have begun to listen meanwhile
                 return device, new.pop()
     raise RuntimeError(

@@ -39,13 +39,14 @@ def connections() -> list[Connection]:
     return found
 
 
-def listeners() -> set[Endpoint]:
+def listeners() -> list[Endpoint]:
     """Return the addresses on which this process listens."""
-    found = set()
+    found = []
     for _, held in _streams():
-        local, _ = _ends(held)
-        if local is not None and _option(held, socket.SO_ACCEPTCONN):
-            found.add(local)
+        local, remote = _ends(held)
+        # macOS does not say which sockets listen
+        if local is not None and remote is None and _option(held, socket.SO_ACCEPTCONN) != 0:
+            found.append(local)
     return found
 
 
@@ -88,10 +89,10 @@ def _held(descriptor: int) -> Iterator[int]:
 def _option(descriptor: int, option: int) -> int:
     value = ctypes.c_int()
     length = ctypes.c_uint32(ctypes.sizeof(value))
-    _SYSTEM.getsockopt(
+    known = _SYSTEM.getsockopt(
         descriptor, socket.SOL_SOCKET, option, ctypes.byref(value), ctypes.byref(length)
     )
-    return value.value
+    return value.value if known == 0 else -1
 
 
 def _ends(descriptor: int) -> tuple[Endpoint | None, Endpoint | None]:

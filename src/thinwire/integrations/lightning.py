@@ -19,10 +19,10 @@ from thinwire.integrations.per_rank import (
     EngineState,
     PerRankState,
     change_,
+    follow_run,
     require_fields,
     require_member_settings,
     reset_optimizer_,
-    run_ends,
 )
 from thinwire.local.config import LocalConfig
 from thinwire.local.updates import LocalUpdates, local_sgd
@@ -159,9 +159,7 @@ class _PerRankCallback(Callback):
             state.name = _name(filepath, i)
         return [state.state_dict() for state in self._states]
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, *_: Any) -> None:
         """Undo all changes to trainer, strategy, model and optimizer, without an averaging."""
         self._validating.close()
         self._fit.close()
@@ -362,7 +360,7 @@ class ThinwireCallback(_PerRankCallback):
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
         loop.optim_progress.optimizer.step.total.completed = step = members.step
         schedulers = (config.scheduler for config in trainer.lr_scheduler_configs)
-        if ends := run_ends(members, trainer.max_steps, schedulers):
+        if ends := follow_run(members, trainer.max_steps, schedulers):
             self.engine.flush()
             trainer.should_stop = True
         now = ends or (sync.synced and step // self._every > self._validated // self._every)

@@ -123,7 +123,9 @@ class PerRankState(_BesideCheckpoint):
         folder: str | Path | None = None,
         name: str = "per_rank",
     ) -> None:
-        check.instance("stateful", stateful, Stateful, advice="with its two methods")
+        check.instance(
+            "stateful", stateful, Stateful, advice="with state_dict() and load_state_dict()"
+        )
         super().__init__(folder, name)
         self._stateful = stateful
         self._process_group = process_group
@@ -317,7 +319,7 @@ def require_member_settings(
     member.require_same_setup("trainer", {"max_steps": max_steps})
 
 
-def run_ends(members: Members, max_steps: int, schedulers: Iterable[Any]) -> bool:
+def follow_run(members: Members, max_steps: int, schedulers: Iterable[Any]) -> bool:
     """Step schedulers to the step of the run, of which this process made only some steps; return
     True if the run ends for it.
     """

@@ -29,11 +29,11 @@ from thinwire.errors import CheckpointMismatch, CheckpointMissing, StrategyError
 from thinwire.integrations.per_rank import (
     LONGEST,
     change_,
+    follow_run,
     refuse_settings,
     require_fields,
     require_member_settings,
     reset_optimizer_,
-    run_ends,
 )
 from thinwire.local.model import bare_optimizer
 from thinwire.logs import PREFIX, log_stats
@@ -286,7 +286,7 @@ class ThinwireCallback(TrainerCallback):
         # the Trainer divides sums of losses by steps since these
         self._trainer._globalstep_last_logged += jump
         self._trainer._initial_global_step += jump
-        return run_ends(members, state.max_steps, [scheduler])
+        return follow_run(members, state.max_steps, [scheduler])
 
     def _follow_members(
         self, members: Members, state: TrainerState, control: TrainerControl, scheduler: Any
@@ -412,6 +412,9 @@ def _require_member_arguments(
             or any(
                 isinstance(one, EarlyStoppingCallback) for one in trainer.callback_handler.callbacks
             )
+        ),
+        "add_callback: give the callback to the constructor of the Trainer": (
+            not isinstance(args.distributed_state, _MemberState)
         ),
         "eval_on_start: call evaluate() before train()": args.eval_on_start,
         "train_sampling_strategy would give all members the same batches: set 'random' or "

@@ -56,6 +56,7 @@ thinwire join --code-file code -- python train.py --lr 0.01
 """
 _BACKLOG = 512
 _END_S = 10.0
+_TOKEN = re.compile(rb"[0-9a-f]{64}")
 _EVERYWHERE = {"*": "0.0.0.0"}
 _REASONS: dict[int | None, str] = {
     errno.EADDRINUSE: "the port is in use: take another one, or end the process that uses it",
@@ -134,7 +135,13 @@ def host(
     _require_fitting(run, store, announce, is_host=is_host, public=public)
     kept_at = _state(requested)
     if end is not None:
-        print(_ended(requested, end, token_file, kept_at))
+        print(
+            _ended(
+                requested,
+                end,
+                token_file or new_token or (_beside(kept_at, "token") if run else None),
+            )
+        )
         return
     stop = threading.Event()
     with _listener(requested, public=public) as listener:
@@ -148,7 +155,7 @@ def host(
         # before the secrets: a host that runs has this port or this file, and keeps its token
         kept = None if store else _journal(journal, requested, kept_at, say)
         if run is not None:
-            token_file, cert = _secrets(run, kept_at, token_file, new_token, cert)
+            token_file, cert = _secrets(run, kept_at, token_file, new_token, cert, key)
         if kept is not None and new_token is not None:
             kept.clear()  # of the old token
         token = None if token_file is None else read_token(token_file)
@@ -268,19 +275,27 @@ def join(*command: str, code_file: Path | None = None) -> None:
 
 
 def _secrets(
-    run: str, kept_at: Path, token_file: Path | None, new_token: Path | None, cert: Path | None
+    run: str,
+    kept_at: Path,
+    token_file: Path | None,
+    new_token: Path | None,
+    cert: Path | None,
+    key: Path | None,
 ) -> tuple[Path, Path]:
     """Return the files of token and certificate of a host; make those that are not there."""
     require_run_name(run)
+    if cert is not None:
+        certificate(cert, key)  # refused before the old token goes
     kept_at.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if new_token is not None and new_token.exists():
-        read_token(new_token)  # refuses any other file
+        if not _TOKEN.fullmatch(read_token(new_token)):
+            raise ValueError(f"{new_token} holds no token of --new-token, and was not changed")
         new_token.unlink()
-    token = new_token or token_file or kept_at.with_name(f"{kept_at.name}.token")
+    token = new_token or token_file or _beside(kept_at, "token")
     if token_file is None and not token.exists():
         make_token(token)
     if cert is None:
-        cert = kept_at.with_name(f"{kept_at.name}.pem")
+        cert = _beside(kept_at, "pem")
         if not cert.exists():
             make_certificate(cert)
     return token, cert
@@ -292,21 +307,19 @@ def _share(code: Code, kept_at: Path, say: Callable[[str], None]) -> None:
     if sys.stdout.isatty():
         say(f"the code, a secret that lets anyone in:\n{code.text()}")
         return
-    file = kept_at.with_name(f"{kept_at.name}.code")
+    file = _beside(kept_at, "code")
     file.unlink(missing_ok=True)
     write_private(file, f"{code.text()}\n".encode())
     say(f"the code, a secret that lets anyone in, is in {file}")
 
 
-def _ended(host: Address, run: str, token_file: Path | None, kept_at: Path) -> str:
+def _ended(host: Address, run: str, token_file: Path | None) -> str:
     """Ask the members of a run to leave; return who they are."""
     from thinwire.members.kv import KeyValueView
     from thinwire.members.meeting import connect  # loads torch
     from thinwire.members.watcher import END_KEY
 
-    of_code = kept_at.with_name(f"{kept_at.name}.token")
-    file = token_file or (of_code if of_code.exists() else None)
-    token = None if file is None else read_token(file)
+    token = None if token_file is None else read_token(token_file)
     kv = KeyValueView(connect(f"tcp://{host}", run, token, timedelta(seconds=_END_S)))
     members = kv.get(f"members/{kv.get('gen')}")
     if members is None:
@@ -319,6 +332,10 @@ def _state(bind: Address) -> Path:
     """Return the file of the runs of a host; its secrets have the same name with a suffix."""
     folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "thinwire"
     return folder / re.sub(r"[^0-9A-Za-z.]", "-", f"host-{bind.host}-{bind.port}")
+
+
+def _beside(kept_at: Path, suffix: str) -> Path:
+    return kept_at.with_name(f"{kept_at.name}.{suffix}")
 
 
 def _journal(

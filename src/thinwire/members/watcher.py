@@ -6,7 +6,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -212,7 +211,11 @@ class Watcher:
     def form_generations(self) -> None:
         """Meet the others, then watch and do what the main thread asks, until this member ends."""
         try:
-            self._meet()
+            try:
+                self._meet()
+            except HostRestarted:  # the members present a generation to the new host
+                if self.shared.generation is None:
+                    raise
             while not self.stopped.is_set():
                 try:
                     command = self.commands.get(timeout=POLL_S)
@@ -262,6 +265,7 @@ class Watcher:
         shared = self.shared
         number = first_generation = -1
         begun = 0.0
+        seen = False
         enough_s = math.inf
         if self.founders:
             self._follow(self.founders)
@@ -281,7 +285,9 @@ class Watcher:
                 with shared.changed:  # the main thread fetches the state meanwhile
                     shared.joiner = True
                     shared.changed.notify_all()
-            if shared.joiner and decision.ids and not alive and self._have_left(decision.ids):
+            seen |= alive
+            # of sites some ranks may know a former run alone
+            if seen and not alive and self._is_over(number):
                 raise QuorumLost(
                     f"the run has ended: {', '.join(decision.ids)} left. Join again to begin anew"
                 )
@@ -289,7 +295,7 @@ class Watcher:
             first = number + 1
             # no member is alive, or there was never one: found a generation with the others
             if not shared.joiner and (
-                first == first_generation or shared.is_silent() or self._have_left(decision.ids)
+                first == first_generation or shared.is_silent() or self._is_over(number)
             ):
                 if first != first_generation:
                     shared.unknown = self._is_recovering()
@@ -302,8 +308,7 @@ class Watcher:
                     begun = now
                     enough_s = math.inf
                     if number >= 0:
-                        text = "no member of generation %d is alive: the run restarts"
-                        _log.warning(text, number)
+                        _log.warning("no member of generation %d is alive: restarting", number)
                 found = self._present_founders(first_generation)
                 enough_s = min(enough_s, now) if len(found) >= self._start_members else math.inf
                 if now - enough_s >= 2 * POLL_S:  # wait for founders that come at the same time
@@ -324,9 +329,10 @@ class Watcher:
         met = number + 1 if written is None else met
         self._enter(met, self._decided(met, Decision(founders, founders)))
 
-    def _have_left(self, ids: Sequence[str]) -> bool:
-        """Return True if all of these members have left, or if there are none."""
-        return None not in self.kv.look([f"left/{one}" for one in ids])[1]
+    def _is_over(self, number: int) -> bool:
+        """Return True if all members have left, and no generation is after this one."""
+        left = None not in self.kv.look([f"left/{one}" for one in self._latest.ids])[1]
+        return left and self._decision(number + 1) is None
 
     def _is_recovering(self) -> bool:
         """Return True if members of a run that the host does not know may be coming back."""
@@ -681,14 +687,9 @@ class Watcher:
             until = time.monotonic() + self._connecting_s(ids)
             reached = list[int]()
             try:
-                formed.groups = MemberGroups(
-                    self.kv.store.under(f"gloo/{number}"),
-                    formed.rank,
-                    formed.size,
-                    shared.connecting_s,
-                    self._endpoint,
-                    reached if attempts == _MAX_ATTEMPTS - 1 else None,
-                )
+                where = self.kv.store.under(f"gloo/{number}"), formed.rank, formed.size
+                probe = reached if attempts == _MAX_ATTEMPTS - 1 else None
+                formed.groups = MemberGroups(*where, shared.connecting_s, self._endpoint, probe)
                 break
             except ThinwireError as error:
                 failed = str(error)
@@ -716,8 +717,7 @@ class Watcher:
             shared.changed.notify_all()
         if old is not None:
             old.disconnect()
-        with suppress(HostRestarted):  # its members present it to the new host
-            self.kv.put("gen", number)
+        self.kv.put("gen", number)
         _log.info("generation %d: %s", number, ", ".join(decision.ids))
 
     def _connecting_s(self, ids: Sequence[str]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,6 +54,8 @@ def follow(
         raise ValueError(f"--to {to}: there is no folder {to.parent}")
     from thinwire.stream.follower import follow as open_stream
 
+    if quiet:
+        logging.getLogger("thinwire").setLevel(logging.ERROR)
     token = read_token(token_file) if token_file else None
     follower = open_stream(where, token=token, poll=poll, patience=patience)
     version = follower.latest(wait)

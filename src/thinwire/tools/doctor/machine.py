@@ -183,6 +183,6 @@ def announced() -> tuple[list[str], str]:
         devices = devices or [gloo.create_default_device()]
     except RuntimeError as error:
         return [], " ".join(_WHERE_IN_GLOO.sub("", str(error)).split())
-    found = {address for address, _ in listeners() - before}
+    found = [address for address, port in listeners() if (address, port) not in before]
     del devices
-    return sorted(found), ""
+    return found, ""
