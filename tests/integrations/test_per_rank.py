@@ -50,7 +50,7 @@ def sent_for(rank: int, size: int, folder: str, numel: int) -> tuple[int, int]:
     part = PerRankState(Box(torch.zeros(numel)), folder=folder)
     saved = part.state_dict()
     part.load_state_dict(saved)
-    group = part._joined()
+    group = part._group
     return group.bytes_sent + group.bytes_received, len(repr(saved))
 
 
