@@ -67,11 +67,12 @@ def shared(data: Any, members: Any) -> Any:
     return DataLoader(data, BATCH, sampler=tw.ShardedSampler(data, members=members))
 
 
-def falling(model: nn.Module, interval: str = "step") -> Any:
+def falling(model: nn.Module, interval: str = "step", frequency: int = 1) -> Any:
     """AdamW, whose rate falls."""
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.03)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": interval}}
+    settings = {"scheduler": schedule, "interval": interval, "frequency": frequency}
+    return {"optimizer": optimizer, "lr_scheduler": settings}
 
 
 def of_lightning(

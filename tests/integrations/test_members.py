@@ -143,6 +143,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"val_check_interval": "00:00:01:00"}, "val_check_interval"),
         ({"callbacks": early_stopping}, "early stopping"),
         ({"make": lambda: partial(falling, interval="epoch")}, "schedules by epochs"),
+        ({"make": lambda: partial(falling, frequency=2)}, "every few steps"),
         ({"form": "ddp"}, "UnwrappedDDP"),
     ],
 }

@@ -318,11 +318,13 @@ class ThinwireCallback(_PerRankCallback):
             reset_optimizer_(optimizer)
         if (member := member_of(self._members)) is not None:
             problems = {
-                "early stopping, and schedules by epochs or a metric: one member validates, and "
-                "members share epochs. Choose among the checkpoints afterwards": (
-                    bool(trainer.early_stopping_callbacks)
+                "early stopping, and schedules by epochs, a metric or every few steps: one member "
+                "validates, and members share epochs. Choose among the checkpoints afterwards": (
+                    trainer.early_stopping_callbacks
                     or any(
-                        config.reduce_on_plateau or config.interval != "step"
+                        config.reduce_on_plateau
+                        or config.interval != "step"
+                        or config.frequency > 1
                         for config in trainer.lr_scheduler_configs
                     )
                 ),

@@ -286,7 +286,7 @@ def require_fields(strategy: DistributedStrategy, instead: Mapping[str, str]) ->
     refuse_settings({f"{name}: use {text}": name in strategy.on for name, text in instead.items()})
 
 
-def refuse_settings(problems: Mapping[str, bool]) -> None:
+def refuse_settings(problems: Mapping[str, Any]) -> None:
     """Raise `StrategyError` with the texts of the settings that were found."""
     if found := [text for text, wrong in problems.items() if wrong]:
         raise StrategyError(
@@ -299,7 +299,7 @@ def require_member_settings(
     strategy: DistributedStrategy,
     max_steps: int,
     processes: int,
-    problems: Mapping[str, bool],
+    problems: Mapping[str, Any],
 ) -> None:
     """Refuse settings that do not go with members, or differ between them."""
     local = strategy.local
@@ -311,7 +311,7 @@ def require_member_settings(
                 member.terms.keep_batch
             ),
             "round_seconds, where members make unequal steps: train in your own loop": (
-                local is not None and local.by_time
+                local and local.by_time
             ),
             **problems,
         }

@@ -380,7 +380,7 @@ def _require_arguments(args: TrainingArguments, state: TrainerState, wrapper: An
     kind = str(getattr(wrapper.accelerator_state.distributed_type, "value", ""))
     problems = {
         "fp16=True scales the loss, and single ranks would skip updates: use bf16=True": (
-            getattr(wrapper, "scaler", None) is not None
+            getattr(wrapper, "scaler", None)
         ),
         "fsdp shards over all ranks and exchanges gradients itself: turn it off and start the "
         "Trainer with torchrun. A model that needs several devices trains in your own loop: "
