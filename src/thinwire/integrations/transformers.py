@@ -156,8 +156,8 @@ class ThinwireCallback(TrainerCallback):
         """Prepare the engine without DDP's averaging, and resume from the loaded checkpoint."""
         self._undo.close()  # DDP has been made
         members, model, wrapper = self._members, kwargs["model"], kwargs["optimizer"]
-        trainer = _trainer_in(state)
         _require_arguments(args, state, wrapper)
+        trainer = _trainer_in(state)
         if (member := member_of(members)) is not None:
             _require_member_arguments(trainer, member, self._strategy)
             self._share_samples(args, state, kwargs["train_dataloader"])
