@@ -14,9 +14,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING
 
 from thinwire.members.code import (
     CODE_VARIABLE,
@@ -63,7 +61,6 @@ _REASONS: dict[int | None, str] = {
     errno.EADDRNOTAVAIL: "not an address of this machine: `ip address` lists its addresses",
     errno.EACCES: "not allowed: use a port from 1024 on, or run it as root",
 }
-_Flag = Annotated[bool, Parameter(negative="")]
 
 
 def host(
@@ -72,17 +69,17 @@ def host(
     run: str | None = None,
     token_file: Path | None = None,
     new_token: Path | None = None,
-    public: _Flag = False,
-    relay: _Flag = False,
+    public: bool = False,
+    relay: bool = False,
     store: str | None = None,
     announce: str | None = None,
     cert: Path | None = None,
     key: Path | None = None,
     page: int | None = None,
     journal: Path | None = None,
-    recover: _Flag = False,
+    recover: bool = False,
     end: str | None = None,
-    quiet: _Flag = False,
+    quiet: bool = False,
 ) -> None:
     """Run the meeting place of runs whose members join and leave: tw.join names its address.
 

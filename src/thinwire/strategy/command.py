@@ -6,9 +6,7 @@ import sys
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING, Any
 
 from thinwire._wording import listed
 from thinwire.strategy.yaml_reader import read_file
@@ -17,11 +15,10 @@ if TYPE_CHECKING:
     from thinwire.checkpoint import Exported
 
 
-_Flag = Annotated[bool, Parameter(negative="")]
 EXAMPLE = "Example: thinwire explain examples/strategies/one_bit_local.yaml"
 
 
-def explain(file: Path, /, *, quiet: _Flag = False) -> None:
+def explain(file: Path, /, *, quiet: bool = False) -> None:
     """Explain a training step under the strategy in FILE, in order, and how its fields combine.
 
     Args:
@@ -49,7 +46,7 @@ thinwire export checkpoints/step_0000001200 model.safetensors --force
 """
 
 
-def export(checkpoint: Path, file: Path, /, *, force: _Flag = False, quiet: _Flag = False) -> None:
+def export(checkpoint: Path, file: Path, /, *, force: bool = False, quiet: bool = False) -> None:
     """Export the model of a checkpoint as one safetensors file, which loads without thinwire.
 
     The file has the names of model.state_dict(), with buffers. Every byte of the checkpoint is

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING
 
 from thinwire.members.credentials import read_token
 
 if TYPE_CHECKING:
     from thinwire.stream.follower import Version
 
-_Flag = Annotated[bool, Parameter(negative="")]
 EXAMPLES = """Examples:
 
 thinwire follow s3://bucket/model --to model.safetensors
@@ -27,12 +24,12 @@ def follow(
     /,
     *,
     to: Path,
-    once: _Flag = False,
+    once: bool = False,
     wait: float | None = None,
     poll: float = 1.0,
     patience: float = 60.0,
     token_file: Path | None = None,
-    quiet: _Flag = False,
+    quiet: bool = False,
 ) -> None:
     """Write each new version of a model that tw.publish writes, until its publisher is closed.
 

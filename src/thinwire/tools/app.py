@@ -15,8 +15,10 @@ app = App(
     help_epilogue="Example: thinwire compare --workers 2 --link 100mbit --steps 200",
     help_format="markdown",
     suppress_keyboard_interrupt=False,  # the command ends its workers and says so
-    # a flag that is off by default needs no word
-    default_parameter=Parameter(show_default=lambda value: str(value) if value else None),
+    # a flag that is off by default needs no word, and no option that turns it off
+    default_parameter=Parameter(
+        negative="", show_default=lambda value: str(value) if value else None
+    ),
 )
 
 
@@ -40,10 +42,8 @@ def _seconds(_type: object, tokens: Sequence[Token]) -> float:
         raise ValueError(f"{typed!r} is not a number of seconds{meant}") from None
 
 
-Names = Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")]
+Names = Annotated[tuple[str, ...], Parameter(consume_multiple=True)]
 Seconds = Annotated[float, Parameter(converter=_seconds)]
 """A number of seconds, without a unit."""
 Count = Annotated[int, Parameter(converter=_whole_number)]
 """An integer argument; fractions are refused."""
-Flag = Annotated[bool, Parameter(negative="")]
-"""An option without a value."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Self
 from cyclopts import Parameter
 
 from thinwire._launched import launched_rank
-from thinwire.tools.app import Count, Flag, Names, Seconds
+from thinwire.tools.app import Count, Names, Seconds
 from thinwire.tools.compare.strategies import USUAL, choose
 from thinwire.tools.network.netns import Link
 from thinwire.tools.run.config import (
@@ -77,11 +77,11 @@ class Settings(Training):
         optimizer: str = "adamw",
         task: str | None = None,
         device: str = "auto",
-        tune: Flag = False,
+        tune: bool = False,
         timeout: float | None = None,
         shard: Count = 1,
-        every: Annotated[bool, Parameter(name="--all", negative="")] = False,
-        quiet: Flag = False,
+        every: Annotated[bool, Parameter(name="--all")] = False,
+        quiet: bool = False,
     ) -> Self:
         """Return settings from the arguments; raise ValueError for the first invalid one."""
         if out is None:

@@ -6,9 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from typing import Annotated, TextIO
-
-from cyclopts import Parameter
+from typing import TextIO
 
 from thinwire._launched import environment_rank
 from thinwire.tools.doctor.local_checks import (
@@ -32,10 +30,9 @@ torchrun --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 -m thinwire doctor
 """
 _SHORTEST_S, _LONGEST_S = 15.0, 600.0
 _WIDTH = 100
-_Flag = Annotated[bool, Parameter(negative="")]
 
 
-def doctor(*, timeout: float = 30.0, json: _Flag = False, quiet: _Flag = False) -> None:
+def doctor(*, timeout: float = 30.0, json: bool = False, quiet: bool = False) -> None:
     """Find network problems between machines, with a remedy for each.
 
     Checks addresses, interfaces, listeners, connections of all pairs, MTU, clocks and versions. Run

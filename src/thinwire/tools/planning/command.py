@@ -17,7 +17,7 @@ from thinwire._files import replace_file
 from thinwire._launched import launched_rank
 from thinwire._version import __version__
 from thinwire.errors import ThinwireError
-from thinwire.tools.app import Count, Flag, Names, Seconds
+from thinwire.tools.app import Count, Names, Seconds
 from thinwire.tools.compare.strategies import strategy_text
 from thinwire.tools.compare.tables import drawn
 from thinwire.tools.doctor.pairs import Line, mbit_s
@@ -171,9 +171,9 @@ def plan(  # noqa: D417 - the other arguments are described once, at thinwire.pl
     matrix: Path | None = None,
     out: Path | None = None,
     html: Path | None = None,
-    all_rows: Annotated[bool, Parameter(name="--all", negative="")] = False,
-    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
-    quiet: Flag = False,
+    all_rows: Annotated[bool, Parameter(name="--all")] = False,
+    as_json: Annotated[bool, Parameter(name="--json")] = False,
+    quiet: bool = False,
 ) -> None:
     """Predict a training step of every strategy on a network and recommend one.
 
@@ -285,7 +285,7 @@ def probe(
     batch: Count | None = None,
     device: str = "auto",
     loss: str | None = None,
-    quiet: Flag = False,
+    quiet: bool = False,
 ) -> None:
     """Measure the network between the ranks of torchrun, and a training step.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Self, final
 
 from thinwire._launched import launched_rank
-from thinwire.tools.app import Count, Flag
+from thinwire.tools.app import Count
 from thinwire.tools.network.netns import Link, Network, network, why_unavailable
 from thinwire.tools.run.config import MOST_WORKERS, require_within
 from thinwire.tools.run.launch import end, environments, signal_group, start
@@ -152,7 +152,7 @@ def run(
     down: str | None = None,
     loss: str = "0%",
     congestion: str | None = None,
-    quiet: Flag = False,
+    quiet: bool = False,
 ) -> None:
     """Run your own Python script on several ranks over an emulated link.
 
